@@ -1,8 +1,5 @@
-"""Collectives that give wrong numbers, in a world of one; worlds of two are in test_command.py."""
+"""Collectives that give wrong numbers, in a world of one; worlds of two are in test_doctor_command.py."""
 
-import weakref
-
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,19 +36,3 @@ def test_ranks_and_places_have_numbers_of_their_own():
     result = [collectives.build_rank_tensor(rank, 64, torch.device("cpu")) for rank in range(16)]
     assert len({tuple(each.tolist()) for each in result}) == 16
     assert all(len(set(each.tolist())) == 64 for each in result)
-
-
-def test_what_is_expected_of_all_ranks_keeps_the_numbers_of_one(monkeypatch):
-    """64 MiB a rank on an accelerator: all of them together would fill it on a large cluster."""
-    drawn = []
-
-    def tensors(of: int) -> torch.Tensor:
-        assert not any(numbers() is not None for numbers in drawn), "an earlier rank's are still there"
-        numbers = np.full(64, of, dtype=np.float32)
-        drawn.append(weakref.ref(numbers))
-        return torch.from_numpy(numbers)
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *tensors, group: None)
-    _, expected = collectives._all_gather(torch.zeros(64), tensors, None)
-    assert torch.equal(expected(), torch.arange(16.0).repeat_interleave(4))

@@ -1,10 +1,111 @@
-"""The page of findings and its JSON."""
+"""What ranks have found, laid over each other, as a page and as JSON."""
 
 import json
+import pickle
 from dataclasses import replace
 
-from megaenc.doctor.report import WIDTH, RankFindings, format_json, format_report
+import pytest
+
+from megaenc.doctor.report import (
+    WIDTH,
+    RankFindings,
+    format_json,
+    format_report,
+    merge_findings,
+    parse_findings,
+    serialize_findings,
+)
 from megaenc.doctor.result import note, ok, problem
+
+
+def rank_findings(rank, *findings, scope="rank"):
+    """Return findings of one of two ranks per node."""
+    complete = tuple(replace(each, subject="versions", scope=scope) for each in findings)
+    return RankFindings(rank, f"node{rank // 2}", complete, frozenset({("versions", scope)}))
+
+
+def merged(*ranks):
+    return [replace(finding, subject="", scope="") for finding in merge_findings(ranks)]
+
+
+def torch(version):
+    return ok("torch", version, mismatch_level="problem")
+
+
+DIFFERS = "ranks differ: configure all nodes alike"
+BROKEN = problem("sdpa", "off by 1", "do")
+APEX = ok("apex", "1", mismatch_level="note")
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([[torch("2"), note("x", "y", "z")]], [torch("2"), note("x", "y", "z")]),
+        ([[torch("2")], [torch("2")], [torch("2")]], [torch("2")]),
+        # The odd one out, also if it is rank 0; of two that differ rank 0's counts.
+        ([[torch("1")], [torch("2")], [torch("2")]], [torch("2"), problem("torch elsewhere", "1 on rank 0 (node0)", DIFFERS)]),
+        ([[torch("b")], [torch("a")]], [torch("b"), problem("torch elsewhere", "a on rank 1 (node0)", DIFFERS)]),
+        ([[APEX], [], [APEX]], [APEX, note("apex elsewhere", "nothing on rank 1 (node0)", DIFFERS)]),
+        (
+            [[APEX], [problem("apex", "broken", "mend it", mismatch_level="note")]],
+            [APEX, problem("apex elsewhere", "broken on rank 1 (node0)", "mend it")],
+        ),
+        # Figures may differ.
+        ([[ok("writing", "1 MB/s")], [ok("writing", "2 MB/s")]], [ok("writing", "1 MB/s")]),
+        (
+            [[ok("sdpa", "right")], [ok("sdpa", "right")], [BROKEN]],
+            [ok("sdpa", "right"), problem("sdpa, rank 2", "off by 1 (node1)", "do")],
+        ),
+        ([[BROKEN], [BROKEN]], [BROKEN]),
+    ],
+)
+def test_findings_of_ranks_are_merged(by_rank, expected):
+    assert merged(*(rank_findings(rank, *findings) for rank, findings in enumerate(by_rank))) == expected
+
+
+def test_what_one_rank_of_a_node_has_looked_at_is_not_missed_on_the_others():
+    processor = ok("processor", "EPYC", mismatch_level="note")
+    ranks = [rank_findings(0, processor, scope="node"), rank_findings(1)]
+    assert merged(*ranks) == [processor]
+    ranks += [rank_findings(2, replace(processor, result="Xeon"), scope="node"), rank_findings(3)]
+    assert merged(*ranks) == [processor, note("processor elsewhere", "Xeon on rank 2 (node1)", DIFFERS)]
+
+
+def test_findings_come_back_as_they_were_but_for_what_steers_a_terminal():
+    sent = serialize_findings(rank_findings(3, torch("2"), problem("x", "\x1b[2Jgone\n", "y"))).encode()
+    assert parse_findings(sent, 3) == rank_findings(3, torch("2"), problem("x", r"\x1b[2Jgone\n", "y"))
+    assert parse_findings(sent, 1).rank == 1, "a rank cannot speak for another"
+
+
+ROW = {"subject": "disk", "name": "a", "result": "b", "level": "ok", "advice": "", "mismatch_level": "ok", "scope": ""}
+SENT = {"host": "a", "findings": [ROW], "probed_scopes": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        SENT | {"findings": None},
+        SENT | {"findings": [["disk", ROW]]},
+        SENT | {"findings": [ROW | {"level": "fatal"}]},
+        SENT | {"findings": [ROW | {"result": ["b"]}]},
+        SENT | {"findings": [{"name": "a"}]},
+        SENT | {"findings": [ROW | {"result": "b" * (1 << 20)}]},
+        SENT | {"host": None},
+        SENT | {"probed_scopes": [["disk", {}]]},
+        {},
+    ],
+)
+def test_what_is_no_finding_is_refused(content):
+    parse_findings(json.dumps(SENT).encode(), 1)
+    with pytest.raises(ValueError, match=r"."):
+        parse_findings(json.dumps(content).encode(), 1)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(ROW), b"", b"[" * 100_000])
+def test_what_is_not_json_is_refused(content):
+    with pytest.raises(ValueError, match=r"."):
+        parse_findings(content, 1)
+
 
 LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
 FINDINGS = [
@@ -17,27 +118,16 @@ SUBJECTS = ("versions", "machine", "disk")
 
 def test_subjects_stand_in_order_and_problems_again_at_the_end():
     lines = format_report(FINDINGS, SUBJECTS).splitlines()
-    assert [line for line in lines if line in SUBJECTS] == ["versions", "disk"]
-    assert "1 problem: 3 findings, 1 note" in lines
-    end = " ".join(line.strip() for line in lines[lines.index("1 problem: 3 findings, 1 note") + 1 :])
-    assert end == f"versions, torch: {LONG} -> {LONG}"
-
-
-def test_no_line_is_too_long_and_what_is_found_is_aligned():
-    lines = format_report(FINDINGS, SUBJECTS).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    torch = next(line for line in lines if "torch" in line)
-    following = lines[lines.index(torch) + 1]
-    assert len(following) - len(following.lstrip()) == torch.index("so many")
-
-
-def test_without_problems_that_is_what_is_said():
+    assert [line for line in lines if line in SUBJECTS] == ["versions", "disk"]
+    end = lines[lines.index("1 problem: 3 findings, 1 note") + 1 :]
+    assert " ".join(line.strip() for line in end) == f"versions, torch: {LONG} -> {LONG}"
     assert format_report(FINDINGS[:1], SUBJECTS).splitlines()[-1] == "no problem: 1 finding, 0 notes"
 
 
 def test_json_holds_what_each_rank_found():
-    rank_findings = [RankFindings(0, "a", tuple(FINDINGS), frozenset()), RankFindings(1, "b", (), frozenset())]
-    read = json.loads(format_json(rank_findings, FINDINGS, {"command": "--only disk"}))
-    assert read["command"] == "--only disk" and read["worst"] == "problem"
+    ranks = [RankFindings(0, "a", tuple(FINDINGS), frozenset()), RankFindings(1, "b", (), frozenset())]
+    read = json.loads(format_json(ranks, FINDINGS, {"command": "--only disk"}))
+    assert (read["command"], read["worst"]) == ("--only disk", "problem")
     assert read["findings"][0] == {"subject": "disk", "what": "space", "level": "ok", "found": "1 GiB", "advice": ""}
     assert [(rank["host"], len(rank["findings"])) for rank in read["ranks"]] == [("a", 3), ("b", 0)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.doctor.env_vars import PITFALLS, check_env_vars
+from megaenc.doctor.env_vars import check_env_vars
 from megaenc.doctor.result import ProbeContext
 
 ROCM_ENV = Path(__file__).parents[2] / "docker" / "rocm_env.sh"
@@ -22,20 +22,14 @@ def found(**environment):
         ("NVTE_FLASH_ATTN", "1", "ok"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "ok"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "note"),
-        ("CUDA_LAUNCH_BLOCKING", "0", "ok"),
-        ("NCCL_P2P_DISABLE", "1", "note"),
-        ("NCCL_P2P_DISABLE", "0", "ok"),
         ("NCCL_NET", "Socket", "note"),
         ("NCCL_NET", "IB", "ok"),
         ("NCCL_ALGO", "Ring", "note"),
         ("NCCL_DEBUG", "info", "note"),
         ("NCCL_DEBUG", "WARN", "ok"),
-        ("NCCL_ASYNC_ERROR_HANDLING", "1", "note"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "ok"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "note"),
         ("TRITON_INTERPRET", "1", "problem"),
-        ("RCCL_MSCCL_ENABLE", "0", "ok"),
     ],
 )
 def test_values_that_bite(name, value, level):
@@ -64,9 +58,7 @@ def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(o
 def test_what_rocm_env_sets_does_not_bite():
     set_there = dict(re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE))
     assert len(set_there) > 8
-    assert {each.name: each.level for each in check_env_vars(ProbeContext(environment=set_there))} == dict.fromkeys(
-        set_there, "ok"
-    )
+    assert {name: each.level for name, each in found(**set_there).items()} == dict.fromkeys(set_there, "ok")
 
 
 def test_nothing_else_is_shown():
@@ -77,29 +69,13 @@ def test_nothing_else_is_shown():
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        *(
-            "AUTH",
-            "AUTH_HEADER",
-            "BASICAUTH",
-            "CRED",
-            "CREDENTIALS",
-            "PASS",
-            "PASSWORD",
-            "PASSPHRASE",
-            "PWD",
-            "SESSION_ID",
-            "COOKIE",
-        ),
-        *("BEARER", "SAS", "DSN", "API_KEY", "APIKEY", "SECRET", "TOKEN", "PIN", "SIGNATURE", "auth_token", "password"),
-    ],
+    "end", ["AUTH_HEADER", "BASICAUTH", "CREDENTIALS", "PASS", "PWD", "SESSION_ID", "APIKEY", "TOKEN", "PIN", "auth_token"]
 )
 def test_a_variable_named_after_a_secret_is_not_shown(end):
     assert "hunter2" not in str(found(**{f"NVIDIA_{end}": "hunter2"}))
 
 
-@pytest.mark.parametrize("name", ["CUDA_DSNAP", "NCCL_BYPASS_CHECK", "NCCL_DEBUG", "UCX_PINNED", "TORCH_DISASSEMBLY"])
+@pytest.mark.parametrize("name", ["CUDA_DSNAP", "NCCL_BYPASS_CHECK", "UCX_PINNED", "TORCH_DISASSEMBLY", "NCCL_IB_PKEY"])
 def test_a_variable_that_only_resembles_one_is_shown(name):
     assert found(**{name: "7"})[name].result == "7"
 
@@ -124,16 +100,7 @@ def test_secrets_within_a_value_are_masked(value, masked):
     assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].result == masked
 
 
-@pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
-def test_a_key_of_a_network_is_no_secret(name):
-    assert found(**{name: "0x8001"})[name].result == "0x8001"
-
-
 def test_two_ways_to_hide_devices_are_a_note():
     text = found(HIP_VISIBLE_DEVICES="0", ROCR_VISIBLE_DEVICES="3")
     assert text["HIP_ and ROCR_VISIBLE_DEVICES"].level == "note"
     assert text["HIP_VISIBLE_DEVICES"].mismatch_level == "ok", "srun gives each rank its own"
-
-
-def test_every_bite_says_what_to_do():
-    assert all(advice for _, _, advice in PITFALLS)

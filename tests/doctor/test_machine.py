@@ -1,5 +1,6 @@
-"""Processors and memory, and what a container leaves of them."""
+"""Processors, memory and limits of a machine, and what a container leaves of them."""
 
+import resource
 from types import SimpleNamespace
 
 import psutil
@@ -8,73 +9,47 @@ import pytest
 from megaenc.doctor import machine
 from megaenc.doctor.result import ProbeContext
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+FIRST_VERSION = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": "4096"}
+NESTED = {
+    "cpu.max": "max 100000",
+    "memory.max": "max",
+    "slurm/cpu.max": "800000 100000",
+    "slurm/memory.max": "max",
+    "slurm/job/cpu.max": "250000 100000",
+    "slurm/job/memory.max": f"{12 * GIB}",
+}
 
 
-@pytest.fixture
-def job(tmp_path):
-    """A machine on which this process is in a job of two and a half cores' time and 12 GiB, inside one of more."""
-    group = tmp_path / "sys/fs/cgroup"
-    for folder, cpu, memory in (
-        ("", "max 100000", "max"),
-        ("slurm", "800000 100000", "max"),
-        ("slurm/job", "250000 100000", f"{12 * GIB}"),
-    ):
-        (group / folder).mkdir(parents=True, exist_ok=True)
-        (group / folder / "cpu.max").write_text(cpu)
-        (group / folder / "memory.max").write_text(memory)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job\n")
-    return tmp_path
+def in_groups(root, files):
+    """A machine on which this process is in the group /slurm/job, with these files of control groups."""
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/slurm/job\n")
+    return ProbeContext(root=root)
 
 
-def test_the_narrowest_limit_of_the_groups_counts(job):
-    assert machine.cpu_quota(job) == 2.5
-    assert machine.memory_limit(job) == 12 * GIB
+@pytest.mark.parametrize(("files", "quota", "limit"), [(NESTED, 2.5, 12 * GIB), (FIRST_VERSION, 1.5, 4096), ({}, None, None)])
+def test_the_narrowest_limit_of_the_groups_counts(files, quota, limit, tmp_path):
+    in_groups(tmp_path, files)
+    assert machine.cpu_quota(tmp_path) == quota
+    assert machine.memory_limit(tmp_path) == limit
 
 
-def test_limits_of_the_first_version_of_groups(tmp_path):
-    for path, text in (
-        ("cpu/cpu.cfs_quota_us", "150000"),
-        ("cpu/cpu.cfs_period_us", "100000"),
-        ("memory/memory.limit_in_bytes", "4096"),
-    ):
-        (tmp_path / "sys/fs/cgroup" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sys/fs/cgroup" / path).write_text(text)
-    assert machine.cpu_quota(tmp_path) == 1.5
-    assert machine.memory_limit(tmp_path) == 4096
+@pytest.mark.parametrize(("cores", "is_noted"), [(8, True), (2, False)])
+def test_less_time_than_cores_is_a_note(cores, is_noted, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "usable_core_count", lambda: cores)
+    notes = [each.result for each in machine.check_processors(in_groups(tmp_path, NESTED)) if each.name == "CPU quota"]
+    assert notes == ["limited to the time of 2.5 cores"] * is_noted
 
 
-def test_no_limit_is_none(tmp_path):
-    assert machine.cpu_quota(tmp_path) is None and machine.memory_limit(tmp_path) is None
-
-
-def test_less_time_than_cores_is_a_note(job, monkeypatch):
-    monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
-    findings = {each.name: each for each in machine.check_processors(ProbeContext(root=job))}
-    assert (findings["CPU quota"].level, findings["CPU quota"].result) == ("note", "limited to the time of 2.5 cores")
-    monkeypatch.setattr(machine, "usable_core_count", lambda: 2)
-    assert "CPU quota" not in {each.name for each in machine.check_processors(ProbeContext(root=job))}
-
-
-def test_a_job_s_memory_is_named(job, monkeypatch):
+def test_a_job_s_memory_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=0))
-    [finding] = machine.check_memory(ProbeContext(root=job))
+    finding = machine.check_memory(in_groups(tmp_path, NESTED))[0]
     assert (finding.level, finding.result) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
-
-
-def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=GIB))
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:       2048 kB\n")
-    assert [each.name for each in machine.check_memory(ProbeContext(root=tmp_path))] == ["memory"]
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=10 * GIB))
-    (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:    1048576 kB\n")
-    findings = {each.name: each for each in machine.check_memory(ProbeContext(root=tmp_path))}
-    assert (findings["swap"].level, findings["swap"].result) == ("note", "10.0 GiB are swapped out")
-    assert (findings["huge pages"].level, findings["huge pages"].result) == ("note", "10.0 GiB reserved")
 
 
 @pytest.mark.parametrize(
@@ -85,5 +60,78 @@ def test_threads_against_cores(threads, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     environment = ({"OMP_NUM_THREADS": threads} if threads else {}) | ({"RANK": "0"} if processes > 1 else {})
-    finding = machine.check_threads(ProbeContext(environment=environment), cores=8)
+    assert machine.check_threads(ProbeContext(environment=environment), cores=8).level == level
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "writable", "accelerators", "level", "advice"),
+    [
+        (64 * MIB, 64 * MIB, True, True, "problem", "--ipc host"),  # Docker's, through which accelerators speak
+        (64 * MIB, 64 * MIB, True, False, "note", "--shm-size 1g"),
+        (64 * GIB, 10 * MIB, True, True, "problem", "nearly full"),
+        (64 * GIB, 60 * GIB, True, True, "ok", ""),
+        (64 * GIB, 64 * GIB, False, False, "problem", "chmod"),
+    ],
+)
+def test_shared_memory(size, free, writable, accelerators, level, advice, tmp_path, monkeypatch):
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    if accelerators:
+        (tmp_path / "dev/nvidia0").touch()
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=free))
+    monkeypatch.setattr("os.access", lambda path, how: writable)
+    [finding] = machine.check_dev_shm(ProbeContext(root=tmp_path))
     assert finding.level == level
+    assert advice in finding.advice
+
+
+def test_shared_memory_that_is_not_there_is_a_problem(tmp_path):
+    [finding] = machine.check_dev_shm(ProbeContext(root=tmp_path))
+    assert finding.level == "problem"
+    assert "mount a tmpfs" in finding.advice
+
+
+@pytest.fixture
+def limits(tmp_path, monkeypatch):
+    """Judge limits of so many open files and bytes of locked memory, for so many ranks of eight a node."""
+
+    def judged(files=(2**20, 2**20), locked=resource.RLIM_INFINITY, ranks=1, cards=False):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+        allowed = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: (locked, locked)}
+        monkeypatch.setattr("resource.getrlimit", allowed.get)
+        if cards:
+            (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
+        return machine.check_resource_limits(ProbeContext(root=tmp_path))
+
+    return judged
+
+
+@pytest.mark.parametrize(
+    ("files", "ranks", "level", "advice"),
+    [
+        ((1024, 4096), 8, "ok", ""),
+        ((1024, 4096), 192, "problem", "ulimit -n 4096"),
+        ((1024, resource.RLIM_INFINITY), 4096, "problem", "ulimit -n 33280"),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, "ok", ""),
+    ],
+)
+def test_open_files_go_by_the_ranks(limits, files, ranks, level, advice):
+    finding = limits(files, ranks=ranks)[0]
+    assert finding.level == level
+    assert finding.advice.startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("locked", "ranks", "cards", "level"),
+    [
+        (8 * MIB, 1, False, "ok"),
+        (8 * MIB, 16, False, "ok"),
+        (8 * MIB, 1, True, "note"),
+        (8 * MIB, 16, True, "problem"),
+        (resource.RLIM_INFINITY, 16, True, "ok"),
+    ],
+)
+def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(limits, locked, ranks, cards, level):
+    finding = limits(locked=locked, ranks=ranks, cards=cards)[1]
+    assert finding.level == level
+    assert ("ulimit -l unlimited" in finding.advice) == (level != "ok")

@@ -7,16 +7,13 @@ import pytest
 
 from megaenc.backend import megatron
 from megaenc.doctor import versions
-from megaenc.doctor.result import Finding, Probe, ProbeContext
+from megaenc.doctor.result import Probe, ProbeContext
 
 
 def test_every_package_is_a_probe_of_its_own():
     """An import may take its process with it."""
-    findings = versions.check_versions(ProbeContext())
-    probes = {each.name: each.function for each in findings if isinstance(each, Probe)}
-    assert {"torch", "megatron-core", "transformers", "tokenizers"} <= set(probes)
-    output = {each.name: each.result for each in findings if isinstance(each, Finding)}
-    assert "flash-attn" in probes or "flash-attn" in output["not installed"]
+    probes = {each.name for each in versions.check_versions(ProbeContext()) if isinstance(each, Probe)}
+    assert {"torch", "megatron-core", "transformers", "tokenizers"} <= probes
 
 
 def test_what_is_installed_here_is_right():
@@ -63,8 +60,6 @@ def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch)
         ({"triton": "3.6.0"}, "triton==3.6.0; platform_system == 'Linux'", ""),
         ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch requires triton==3.6.0"),
         ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Windows'", ""),
-        ({"triton": "3.7.1"}, "sympy>=1.13", ""),
-        ({"triton": "3.6.0"}, "pytorch-triton-rocm==3.6.0", "triton 3.6.0; this torch requires pytorch-triton-rocm==3.6.0"),
         (
             {"triton": "3.7.1", "pytorch-triton-rocm": "3.6.0"},
             "pytorch-triton-rocm==3.6.0",

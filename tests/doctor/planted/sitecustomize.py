@@ -45,8 +45,5 @@ if "megaenc.processes import serve_worker" in " ".join(sys.orig_argv):
 
             version = metadata.version
             metadata.version = lambda name, version=version: "5.99.0" if name == "transformers" else version(name)
-        elif fault == "clock ahead":
-            clock = time.time
-            time.time = lambda clock=clock: clock() + 90
         else:
             raise ValueError(f"PLANTED: no fault {fault!r}")
