@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +26,10 @@ REASONS = {
     "program": "needs another program's installation, or makes one",
 }
 LIMIT = 3600  # seconds of one document
-SHELL = """set -eEo pipefail
-trap 'echo "line $LINENO" >&3' ERR
+SHELL = """set -eo pipefail
 PS4='+ $SECONDS s, line $LINENO: '
 set -x
+source .commands
 """
 
 
@@ -49,13 +48,10 @@ class Exceptions:
 
 
 def table() -> dict[str, Exceptions]:
-    """docs/commands.yaml, by document. Raises ValueError for a reason that is none of REASONS."""
+    """docs/commands.yaml, by document. Raises KeyError for a reason that is none of REASONS."""
     found = {}
     for name, said in (yaml.safe_load(TABLE.read_text(encoding="utf-8")) or {}).items():
-        not_run = tuple((entry["block"], entry["needs"], entry["why"]) for entry in said.pop("not run", []))
-        for words, reason, _ in not_run:
-            if reason not in REASONS:
-                raise ValueError(f"{TABLE.name}: {name}: {words!r}: found {reason!r}, expected one of {', '.join(REASONS)}")
+        not_run = tuple((entry["block"], REASONS[entry["needs"]], entry["why"]) for entry in said.pop("not run", []))
         instead = tuple((entry["of"], entry["put"], entry["why"]) for entry in said.pop("instead", []))
         found[name] = Exceptions(**said, not_run=not_run, instead=instead)
     return found
@@ -115,37 +111,34 @@ class Runner:
         return name not in self.failed
 
     def _passes(self, name: str) -> bool:
-        exceptions, folder, log = self.said.get(name, Exceptions()), self.folder(name), self.folder(name).with_suffix(".log")
+        exceptions = self.said.get(name, Exceptions())
         if exceptions.after and not self.run(exceptions.after):
             print(f"{name}: not run, as it comes after {exceptions.after}", flush=True)
             return False
+        folder = self.folder(name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if exceptions.after:
-            leave = shutil.ignore_patterns(".passed")
-            shutil.copytree(self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True, ignore=leave)
+            shutil.copytree(self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True)
+            (folder / ".passed").unlink()
         copy_repository(folder)
-        log.write_text("")
         begun = time.monotonic()
-        where, wrong = f"{TABLE.name}, before {name}", _shell(exceptions.before, folder, log)
-        if not wrong:
-            where, wrong = name, _shell(script(name, exceptions), folder, log)
-        took, shown = time.monotonic() - begun, commands(name)
+        for where, text in ((f"{TABLE.name}, before {name}", exceptions.before), (name, script(name, exceptions))):
+            wrong, output = _shell(text, folder)
+            if wrong:
+                print(f"{where}: {wrong}, after", flush=True)
+                print("".join(f"    {line}\n" for line in output.splitlines()[-40:]), flush=True)
+                return False
+        shown = commands(name)
         count = sum(left_out(block, exceptions) is None for block in shown)
-        print(f"{name}: {count} of {len(shown)} blocks, {took // 60:.0f}:{took % 60:02.0f}", flush=True)
-        if wrong:
-            print(f"{where}: {wrong}, after", flush=True)
-            print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True)
-            return False
+        print(f"{name}: {count} of {len(shown)} blocks, {time.monotonic() - begun:.0f} s", flush=True)
         (folder / ".passed").touch()
         return True
 
 
-def _shell(text: str, folder: Path, log: Path) -> str:
-    """Run bash in `folder`, its output behind what `log` holds; empty, or what failed: `line 12: exit code 2`."""
+def _shell(text: str, folder: Path) -> tuple[str, str]:
+    """Run bash in `folder`; return what failed, `line 12: exit code 2`, or nothing, and what was printed."""
     (folder / ".commands").write_text(text)
-    failed = folder / ".failed"
-    failed.unlink(missing_ok=True)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'site'}",
@@ -154,67 +147,50 @@ def _shell(text: str, folder: Path, log: Path) -> str:
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
     }
-    with log.open("a") as output, failed.open("w") as failure:
-        words = ["bash", "-c", f'exec 3>&"$1"; set --; {SHELL}source .commands', "docs", str(failure.fileno())]
-        shell = subprocess.Popen(
-            words,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=[failure.fileno()],
-            start_new_session=True,
-        )
-        try:
-            code = shell.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            return f"not done after {LIMIT} seconds"
-        finally:
-            if shell.poll() is None:
-                os.killpg(shell.pid, signal.SIGKILL)
-                shell.wait()
-    if not code:
-        return ""
-    named = failed.read_text().splitlines()
-    begun = re.findall(r"^\++ \d+ s, (line \d+): ", log.read_text(errors="replace"), re.MULTILINE)  # an `exit` is in no trap
-    return f"{named[0] if named else begun[-1] if begun else 'no command'}: exit code {code}"
+    words = ["timeout", "--foreground", str(LIMIT), "bash", "-c", SHELL]
+    with open(folder.with_suffix(".log"), "w+", errors="replace") as log:
+        ended = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        log.seek(0)
+        output = log.read()
+    if not ended.returncode:
+        return "", output
+    begun = re.findall(r"^\++ \d+ s, (line \d+): ", output, re.MULTILINE)
+    return f"{begun[-1] if begun else 'no command'}: exit code {ended.returncode}", output
 
 
 def listed(names: list[str], said: dict[str, Exceptions]) -> str:
     """What is done otherwise than a reader would, document by document."""
     lines = []
     for name in names:
-        exceptions, shown = said.get(name, Exceptions()), commands(name)
-        missing = [(block, entry) for block in shown if (entry := left_out(block, exceptions))]
-        if not shown:
-            continue
-        after = f", after {exceptions.after}" if exceptions.after else ""
-        lines.append(f"{name}: {len(shown) - len(missing)} of {len(shown)} blocks are run{after}")
+        exceptions = said.get(name, Exceptions())
+        lines.append(f"{name}: {len(commands(name))} blocks{', after ' * bool(exceptions.after)}{exceptions.after}")
         lines += [f"  before: {line}" for line in exceptions.before.splitlines()]
-        lines += [f"  line {block.line + 1} not run: {REASONS[reason]} ({why})" for block, (_, reason, why) in missing]
+        for block in commands(name):
+            if missing := left_out(block, exceptions):
+                _, reason, why = missing
+                lines.append(f"  line {block.line + 1} not run: {reason} ({why})")
         lines += [f"  {put!r} instead of {words!r}: {why}" for words, put, why in exceptions.instead]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Exit code 1 where a command has failed."""
+    known = [name for name in documents() if commands(name)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", nargs="*", help="documents to run; all unless given")
     parser.add_argument("--list", action="store_true", help="say what is not run or replaced, and run nothing")
     parser.add_argument("--keep", metavar="FOLDER", help="work here, keep it, and do not run again what has passed here")
     options = parser.parse_args()
-    known, said = documents(), table()
-    for name in options.documents:
-        if name not in known:
-            parser.error(f"{name}: no document, expected one of {', '.join(known)}")
+    said = table()
     names = options.documents or known
+    if unknown := set(names) - set(known):
+        parser.error(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
     if options.list:
         print(listed(names, said))
         return
     with tempfile.TemporaryDirectory(prefix="megaenc-docs-") as temporary:
         runner = Runner(Path(options.keep or temporary).resolve(), said)
-        for name in filter(commands, names):
+        for name in names:
             runner.run(name)
             if not options.keep and all(exceptions.after != name for exceptions in said.values()):
                 shutil.rmtree(runner.folder(name), ignore_errors=True)

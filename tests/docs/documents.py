@@ -15,7 +15,6 @@ LANGUAGES = {
     "json": "parts of files",
 }
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
-_ITEM = re.compile(r"^ {0,3}(?:[-*+]|\d+[.)]) ")
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,20 @@ def read(name: str) -> list[str]:
 
 def blocks(lines: list[str]) -> list[Block]:
     """The fenced blocks of a document. Raises ValueError, with the line, for one that does not end."""
-    found, opened, inside = [], None, []
+    found = []
+    opening = None
     for number, line in enumerate(lines, 1):
         fence = _FENCE.match(line)
-        if opened is None:
-            if fence:
-                opened, inside = (number, len(fence[1]), fence[2], fence[3].strip()), []
-        elif fence and fence[2].startswith(opened[2]) and not fence[3].strip():
-            found.append(Block(opened[0], opened[3], tuple(inside)))
-            opened = None
-        else:
-            inside.append(line[min(opened[1], len(line) - len(line.lstrip())) :])
-    if opened is not None:
-        raise ValueError(f"line {opened[0]}: a fence that nothing closes")
+        if opening is None and fence:
+            opening = fence
+            begin = number
+        elif opening and fence and fence[2].startswith(opening[2]) and not fence[3].strip():
+            inside = lines[begin : number - 1]
+            indented = re.compile(rf" {{0,{len(opening[1])}}}")
+            found.append(Block(begin, opening[3].strip(), tuple(indented.sub("", each, count=1) for each in inside)))
+            opening = None
+    if opening:
+        raise ValueError(f"line {begin}: a fence that nothing closes")
     return found
 
 
@@ -64,15 +64,3 @@ def without_blocks(lines: list[str]) -> list[str]:
         first, last = block.line - 1, block.line + len(block.lines)
         prose[first : last + 1] = [""] * (last + 1 - first)
     return prose
-
-
-def indented_code(lines: list[str]) -> list[int]:
-    """Numbers of the lines that Markdown takes for code because four spaces stand before them."""
-    found, before, in_list = [], "", False
-    for number, line in enumerate(without_blocks(lines), 1):
-        if line.strip():
-            in_list = bool(_ITEM.match(line)) or (in_list and (line.startswith("  ") or bool(before.strip())))
-            if line.startswith("    ") and not in_list and (not before.strip() or number - 1 in found):
-                found.append(number)
-        before = line
-    return found
