@@ -1,5 +1,6 @@
 """The benchmark of tokenization: all libraries read the same and find the same ids."""
 
+import functools
 import json
 
 import pytest
@@ -13,7 +14,9 @@ def flags(corpus, output) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_have_read_the_same_and_found_the_same(small_corpus, tmp_path):
+def test_all_have_read_the_same_and_found_the_same(small_corpus, tmp_path, monkeypatch):
+    """In one turn, which counts for both, as each takes a process."""
+    monkeypatch.setattr(data, "_run_turn", functools.cache(data._run_turn))
     output = tmp_path / "bench.json"
     data.main(flags(small_corpus, output))
     report = json.loads(output.read_text())
@@ -21,7 +24,7 @@ def test_all_have_read_the_same_and_found_the_same(small_corpus, tmp_path):
     results = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in report["turns"].values() for turn in turns}
     assert results == {(report["turns"]["megaenc"][0]["sha256"], report["documents"], report["tokens"])}
     assert 0.02e6 <= report["bytes"] < 0.021e6
-    _, ours = report["turns"]["megaenc"]  # the first is not counted
+    _, ours = report["turns"]["megaenc"]
     _, theirs = report["turns"]["encode_batch"]
     assert report["ratio_encode_batch"]["median"] == theirs["seconds"] / ours["seconds"]
 

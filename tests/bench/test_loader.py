@@ -18,12 +18,13 @@ def test_the_made_up_index_is_one_that_opens(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_packing_is_measured(tmp_path):
+def test_a_packing_is_measured(tmp_path):
     output = tmp_path / "loader.json"
     flags = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
-    loader.main([*flags, "--seconds", "0.05", "--processes", "1", "--output", str(output)])
+    flags += ["--seconds", "0.05", "--processes", "1", "--packings", "sentences"]
+    loader.main([*flags, "--output", str(output)])
     results = json.loads(output.read_text())
-    for packing in loader.PACKINGS:
-        assert results["index"][packing]["seconds"]["median"] > 0
-        assert results["reading"][packing]["packs_tokens_per_second"]["median"] > 0
-        assert results["reading"][packing]["micro_batches_tokens_per_second"]["median"] > 0
+    assert results["index"]["sentences"]["seconds"]["median"] > 0
+    reading = results["reading"]["sentences"]
+    assert reading["packs_tokens_per_second"]["median"] > 0
+    assert reading["micro_batches_tokens_per_second"]["median"] > 0
