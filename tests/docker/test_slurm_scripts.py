@@ -1,5 +1,6 @@
 """The sbatch files without Slurm: a torchrun, a scontrol and an srun that write down what they are asked stand in for them."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -11,50 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from megaenc import flags
+from megaenc.backend.parallel_config import ParallelConfig
+from megaenc.estimate import command as estimate
+from megaenc.training.config import read_config_file
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker/slurm"
-FILES = sorted(FOLDER.glob("*.sbatch"))
 TRAINING = ["one", "many", "rocm-apptainer"]
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 each_training = pytest.mark.parametrize("name", TRAINING)
-
-
-def joined(text: str) -> str:
-    """Lines that a backslash continues, as one."""
-    return re.sub(r" *\\\n\s*", " ", text)
-
-
-def headers(path: Path) -> dict[str, str]:
-    """What #SBATCH lines ask for."""
-    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", path.read_text(), re.MULTILINE)
-    assert len(found) == path.read_text().count("#SBATCH"), path
-    return dict(found)
-
-
-def test_what_there_is():
-    assert [path.stem for path in FILES] == sorted([*TRAINING, "smoke"])
-
-
-@each_file
-def test_the_shell_can_read_it(path):
-    subprocess.run(["bash", "-n", path], check=True)
-    assert "bash" in path.read_text().splitlines()[0]
-
-
-@each_file
-def test_the_torchrun_line_is_the_readmes(path):
-    """But for where the processes are and what the job is for, which come before."""
-    readme = re.search(r"torchrun (--nproc-per-node) 4 (examples/\S+) --config", joined((ROOT / "README.md").read_text()))
-    line = next(line for line in joined(path.read_text()).splitlines() if line.endswith(('"$@"', '"${@:2}"')) and "$code" in line)
-    line = line.replace("${@:2}", "$@").replace('"$code/', "").replace('.py"', ".py")
-    assert line.endswith(f'{readme[1]} "$NPROC" {readme[2]} "$@"'), line
 
 
 @each_training
 def test_a_job_saves_before_its_time_is_over_and_is_requeued(name):
-    asked = headers(FOLDER / f"{name}.sbatch")
-    assert "requeue" in asked and asked["open-mode"] == "append"
-    warned = int(re.fullmatch(r"B:USR1@(\d+)", asked["signal"])[1])
+    asked = (FOLDER / f"{name}.sbatch").read_text()
+    assert "#SBATCH --requeue\n" in asked
+    assert "#SBATCH --open-mode=append\n" in asked
+    warned = int(re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", asked, re.MULTILINE)[1])
     assert int(re.search(r"SAVE_SECONDS:-(\d+)", (FOLDER / "job.sh").read_text())[1]) < warned
 
 
@@ -64,38 +38,36 @@ def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
     from torch.distributed.run import config_from_args, get_args_parser
 
     assert ended(job(name, "--save", "a", SAVE_SECONDS="77"))[0] == 0
+    # --shutdown-timeout, which torch 2.11 does not know
+    assert environment_of_torchrun(tmp_path)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "77"
     asked = get_args_parser().parse_args((tmp_path / "torchrun").read_text().splitlines())
-    assert (
-        environment_of_torchrun(tmp_path)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "77"
-    )  # --shutdown-timeout, which torch 2.11 does not know
     launch, _, _ = config_from_args(asked)
-    assert launch.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" and launch.nproc_per_node == 8
-    assert asked.training_script.endswith("examples/pretrain_encoder.py") and asked.training_script_args == ["--save", "a"]
+    assert (launch.signals_to_handle, launch.nproc_per_node) == ("SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", 8)
+    assert asked.training_script.endswith("examples/pretrain_encoder.py")
+    assert asked.training_script_args == ["--save", "a"]
 
 
-@each_training
 @pytest.mark.parametrize(("minutes", "save", "code"), [("20", "540", 0), ("13", "540", 2), ("13", "60", 0), ("NONE", "540", 0)])
-def test_a_job_too_short_to_save_is_refused(job, tmp_path, name, minutes, save, code):
+def test_a_job_too_short_to_save_is_refused(job, tmp_path, minutes, save, code):
     """It would be told to save before it has trained, again and again."""
     end = time.strftime("%FT%T", time.localtime(time.time() + 60 * int(minutes))) if minutes.isdigit() else minutes
-    found, said = ended(job(name, ENDTIME=end, SAVE_SECONDS=save))
-    assert found == code and ("error: --time: found 7" in said) == (code == 2)
+    found, said = ended(job("one", ENDTIME=end, SAVE_SECONDS=save))
+    assert found == code
+    assert ("error: --time: found 7" in said) == (code == 2)
     assert (tmp_path / "torchrun").exists() == (code == 0)
 
 
-def test_every_variable_has_its_reason():
-    lines = (FOLDER / "job.sh").read_text().splitlines()
-    variables = [number for number, line in enumerate(lines) if re.match(r"[A-Z_]+=\$\{", line) and "BIND$" not in line]
-    assert len(variables) == 9 and all(lines[number - 1].startswith("# ") for number in variables)
+def test_every_variable_is_explained():
+    names = set(re.findall(r"^([A-Z_]+)=\$\{", (FOLDER / "job.sh").read_text(), re.MULTILINE))
+    assert len(names) == 9
     told = (ROOT / "docs/clusters.md").read_text()
-    for number in variables:
-        assert f"`{lines[number].partition('=')[0]}`" in told
+    assert all(f"`{name}`" in told for name in names)
 
 
 # ---- carried out with stand-ins --------------------------------------------------------------------------------------------
 
 # A torchrun: leaves the note of exit code NOTE as its processes do, waits where it is to, and ends as ENDS says.
-TORCHRUN = """#!/bin/bash
+TORCHRUN = """
 printf '%s\\n' "$@" >"$HERE/torchrun"
 env >"$HERE/environment"
 while [ $# -gt 0 ]; do [ "$1" = --log-dir ] && logs=$2; shift; done
@@ -109,20 +81,20 @@ mkdir -p "$logs/none_abc/attempt_0"
 [ -z "$NOTE" ] || echo "$NOTE" >"$logs/none_abc/attempt_0/megaenc_exit_code"
 exit "$ENDS"
 """
-SCONTROL = """#!/bin/bash
+SCONTROL = """
 echo "$@" >>"$HERE/scontrol"
 [ "$1 $2" != "show hostnames" ] || printf 'first\\nsecond\\n'
 """
-SQUEUE = """#!/bin/bash
+SQUEUE = """
 echo "$ENDTIME"
 """
-SRUN = """#!/bin/bash
+SRUN = """
 printf '%s\\n' "$@" >"$HERE/srun"
 while [ "${1#-}" != "$1" ]; do shift; done
 exec "$@"
 """
 # An Apptainer: does as the image's runscript does, which reads the settings of the accelerator.
-APPTAINER = """#!/bin/bash
+APPTAINER = """
 printf '%s\\n' "$@" >"$HERE/apptainer"
 while [ "$1" != torchrun ]; do shift; done
 . "$HERE/docker/rocm_env.sh"
@@ -130,41 +102,27 @@ exec "$@"
 """
 
 
+STAND_INS = {"torchrun": TORCHRUN, "scontrol": SCONTROL, "srun": SRUN, "apptainer": APPTAINER, "squeue": SQUEUE}
+
+
 @pytest.fixture
 def job(tmp_path):
     """Start a file as Slurm would, in a clone with nothing in it but what it reads; returns the process."""
-    for name, text in (
-        ("torchrun", TORCHRUN),
-        ("scontrol", SCONTROL),
-        ("srun", SRUN),
-        ("apptainer", APPTAINER),
-        ("squeue", SQUEUE),
-    ):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(text)
+    (tmp_path / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "docker").symlink_to(ROOT / "docker")
     (tmp_path / "megaenc-rocm.sif").touch()
+    slurm = {"JOB_ID": "12345", "JOB_NAME": "megaenc", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "GPUS_ON_NODE": "8"}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.defpath}", "HERE": str(tmp_path), "VENV": "", "ENDS": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = []
 
     def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen:
-        env = {
-            "PATH": f"{tmp_path / 'bin'}:{os.defpath}",
-            "HERE": str(tmp_path),
-            "VENV": "",
-            "WAITS": "",
-            "NOTE": "",
-            "DIES_AT": "",
-            "ENDS": "0",
-        }
-        env |= {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "megaenc", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-        started.append(
-            subprocess.Popen(
-                ["bash", FOLDER / f"{name}.sbatch", *arguments],
-                cwd=tmp_path, env=env | {"SLURM_GPUS_ON_NODE": "8"} | variables, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        )  # fmt: skip
+        command = ["bash", FOLDER / f"{name}.sbatch", *arguments]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment | variables, **pipes))
         return started[-1]
 
     yield start
@@ -178,7 +136,7 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, out
 
 
-def requeued(tmp_path) -> bool:
+def is_requeued(tmp_path) -> bool:
     return "requeue 12345" in (tmp_path / "scontrol").read_text().splitlines()
 
 
@@ -187,30 +145,46 @@ def asked_of_torchrun(tmp_path) -> dict[str, str]:
     return dict(itertools.pairwise(words))
 
 
-@each_training
 @pytest.mark.parametrize(
-    ("ends", "note", "code", "again"),
-    [("0", "", 0, False), ("1", "75", 75, True), ("1", "2", 2, False), ("1", "", 1, False), ("0", "75", 0, False)],
+    ("name", "ends", "note", "code"),
+    [
+        ("one", "0", "", 0),
+        ("one", "1", "75", 75),
+        ("many", "1", "75", 75),
+        ("rocm-apptainer", "1", "75", 75),
+        ("many", "1", "2", 2),
+        ("rocm-apptainer", "1", "", 1),
+        ("one", "0", "75", 0),
+    ],
 )
-def test_how_a_job_ends(job, tmp_path, name, ends, note, code, again):
+def test_how_a_job_ends(job, tmp_path, name, ends, note, code):
     """75, stopped and saved, is requeued; what went wrong is passed on and is not."""
-    process = job(name, "--save", "a", ENDS=ends, NOTE=note)
-    assert ended(process)[0] == code
-    assert requeued(tmp_path) == again
+    assert ended(job(name, "--save", "a", ENDS=ends, NOTE=note))[0] == code
+    assert is_requeued(tmp_path) == (code == 75)
     assert not list((tmp_path / ".jobs").iterdir())  # no notes are left
 
 
-@pytest.mark.parametrize(("ends", "note", "code"), [("1", "0", 0), ("1", "75", 75), ("1", "", 1), ("0", "0", 0)])
-def test_with_a_node_less_a_job_ends_as_its_run_does(job, tmp_path, ends, note, code):
-    assert ended(job("many", MIN_NODES="1", ENDS=ends, NOTE=note))[0] == code
+@pytest.mark.parametrize(("note", "code"), [("0", 0), ("75", 75), ("", 1)])
+def test_with_a_node_less_a_job_ends_as_its_run_does(job, tmp_path, note, code):
+    assert ended(job("many", MIN_NODES="1", ENDS="1", NOTE=note))[0] == code
     assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
     assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
 
 
-@pytest.mark.parametrize("count", ["0", "3", "two"])
-def test_too_many_nodes_are_one_line(job, count):
-    code, said = ended(job("many", MIN_NODES=count))
-    assert code == 2 and said.startswith(f"error: MIN_NODES: found {count}, expected 1 to 2, the nodes of the job")
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MIN_NODES": "0"}, "MIN_NODES: found 0, expected 1 to 2, the nodes of the job"),
+        ({"MIN_NODES": "3"}, "MIN_NODES: found 3"),
+        ({"VENV": ".venv"}, "VENV=.venv has no torchrun: ./install.sh makes .venv"),
+        ({"SIF": "nothing.sif"}, "SIF=nothing.sif: no such image"),
+    ],
+)
+def test_a_wrong_variable_is_one_line(job, tmp_path, variables, message):
+    code, said = ended(job("many", **variables))
+    assert code == 2
+    assert said.startswith(f"error: {message}")
+    assert not (tmp_path / "torchrun").exists()
 
 
 @each_training
@@ -219,7 +193,7 @@ def test_that_time_is_nearly_over_reaches_torchrun(job, tmp_path, name):
     wait_for(tmp_path / "waiting")
     process.send_signal(signal.SIGUSR1)
     code, said = ended(process)
-    assert (code, (tmp_path / "told").read_text()) == (75, "USR1\n") and requeued(tmp_path)
+    assert (code, (tmp_path / "told").read_text()) == (75, "USR1\n") and is_requeued(tmp_path)
     assert "time is nearly over, asking for a save" in said and "job 12345: ended with 75" in said
 
 
@@ -232,7 +206,7 @@ def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_its
     assert process.poll() is None
     (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(torchrun), signal.SIGTERM)
-    assert ended(process)[0] == 75 and not requeued(tmp_path)
+    assert ended(process)[0] == 75 and not is_requeued(tmp_path)
 
 
 def wait_for(path: Path) -> None:
@@ -245,78 +219,95 @@ def wait_for(path: Path) -> None:
 def test_processes_and_where_they_meet(job, tmp_path):
     assert ended(job("one", "--lr", "1"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
-    assert asked["--nproc-per-node"] == "8" and asked["--save"] == "runs/megaenc-12345" and asked["--lr"] == "1"
+    assert (asked["--nproc-per-node"], asked["--save"], asked["--lr"]) == ("8", "runs/megaenc-12345", "1")
     assert ended(job("many", "--save=mine", NPROC="4", MAX_RESTARTS="7"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
     assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == ("2:2", "4", "7")
-    assert asked["--rdzv-endpoint"] == "first:20345" and asked["--rdzv-id"] == "12345" and "--save" not in asked
+    assert (asked["--rdzv-endpoint"], asked["--rdzv-id"]) == ("first:20345", "12345")
+    assert "--save" not in asked
     assert ended(job("one", SLURM_GPUS_ON_NODE=""))[0] == 0
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"
 
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     """As the README has it: sbatch and the file's name."""
+    assert ended(job("many"))[0] == 0
+    settings = parsed_by_training(tmp_path, world_size=16)
+    assert (settings.micro_batch_size, settings.global_batch_size) == (2, 32)
+    assert ended(job("one", "--global-batch-size", "8"))[0] == 0
+    asked = asked_of_torchrun(tmp_path)
+    assert asked["--global-batch-size"] == "8"
+    assert "--micro-batch-size" not in asked
+
+
+def parsed_by_training(tmp_path, world_size: int):
+    """What the training command makes of the words that it got from the last torchrun."""
     from megaenc.training.config import parse_config
 
-    assert ended(job("many"))[0] == 0
-    asked = asked_of_torchrun(tmp_path)
-    assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
-    assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
     words = (tmp_path / "torchrun").read_text().splitlines()
-    parse_config(words[words.index("./examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
-    assert ended(job("one", "--global-batch-size", "8"))[0] == 0
-    assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
-
-
-def test_a_clone_without_its_environment_is_refused(job, tmp_path):
-    code, said = ended(job("one", VENV=".venv"))
-    assert code == 2 and said.startswith("error: VENV=.venv has no torchrun: ./install.sh makes .venv")
-    assert not (tmp_path / "torchrun").exists()
+    settings = parse_config(words[words.index("./examples/pretrain_encoder.py") + 1 :], prog="")
+    settings.check(world_size=world_size)
+    return settings
 
 
 def environment_of_torchrun(tmp_path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
 
 
-def test_what_the_container_sees(job, tmp_path):
-    (tmp_path / "other.sif").touch()
-    assert ended(job("rocm-apptainer", SIF="other.sif", BIND="/data,/scratch", TMPDIR="/local/1"))[0] == 0
+@pytest.mark.parametrize(
+    ("name", "image", "variables", "bound"),
+    [
+        ("rocm-apptainer", "other.sif", {"BIND": "/data,/scratch", "TMPDIR": "/local/1"}, ",/local/1,/data,/scratch"),
+        ("one", "megaenc-rocm.sif", {"TMPDIR": "/tmp/mine"}, ""),  # any file, in an image
+    ],
+)
+def test_what_the_container_sees(job, tmp_path, name, image, variables, bound):
+    (tmp_path / image).touch()
+    assert ended(job(name, SIF=image, **variables))[0] == 0
     words = (tmp_path / "apptainer").read_text().splitlines()
-    assert words[:6] == ["run", "--bind", f"{tmp_path},/local/1,/data,/scratch", "--pwd", str(tmp_path), "other.sif"]
+    assert words[:6] == ["run", "--bind", f"{tmp_path}{bound}", "--pwd", str(tmp_path), image]
     assert "/opt/megaenc/examples/pretrain_encoder.py" in words
-    assert ended(job("one", SIF="megaenc-rocm.sif", TMPDIR="/tmp/mine"))[0] == 0  # any file, in an image
-    words = (tmp_path / "apptainer").read_text().splitlines()
-    assert words[:6] == ["run", "--bind", str(tmp_path), "--pwd", str(tmp_path), "megaenc-rocm.sif"]
-    code, said = ended(job("rocm-apptainer", SIF="nothing.sif"))
-    assert code == 2 and said.startswith("error: SIF=nothing.sif: no such image")
 
 
-def test_what_is_taken_out_before_sbatch_stays_out(job, tmp_path):
-    """`RCCL_MSCCL_ENABLE= sbatch ...`, in an image too, whose own settings come last."""
-    assert ended(job("rocm-apptainer", RCCL_MSCCL_ENABLE="", NCCL_CROSS_NIC="2"))[0] == 0
+@pytest.mark.parametrize(
+    ("name", "variables", "others"),
+    [
+        ("rocm-apptainer", {"RCCL_MSCCL_ENABLE": "", "NCCL_CROSS_NIC": "2"}, {"NCCL_PXN_DISABLE": "1"}),  # these come last
+        ("many", {"CUDA_DEVICE_MAX_CONNECTIONS": "", "NCCL_DEBUG": "INFO"}, {"TORCH_NCCL_HIGH_PRIORITY": "1"}),
+    ],
+)
+def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, variables, others):
+    """`RCCL_MSCCL_ENABLE= sbatch ...`, in an image too, which has settings of its own."""
+    assert ended(job(name, **variables))[0] == 0
     found = environment_of_torchrun(tmp_path)
-    assert "RCCL_MSCCL_ENABLE" not in found and found["NCCL_CROSS_NIC"] == "2" and found["NCCL_PXN_DISABLE"] == "1"
-    assert ended(job("many", CUDA_DEVICE_MAX_CONNECTIONS="", NCCL_DEBUG="INFO"))[0] == 0
-    found = environment_of_torchrun(tmp_path)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found and found["NCCL_DEBUG"] == "INFO"
+    expected = variables | others
+    assert {key: found.get(key, "") for key in expected} == expected
 
 
-def test_one_process_has_all_cores(job, tmp_path):
+@pytest.mark.parametrize(("processes", "given", "found"), [("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")])
+def test_one_process_has_all_cores(job, tmp_path, processes, given, found):
     """Unless it is told otherwise; several share them out by themselves."""
-    for processes, given, found in (("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")):
-        assert ended(job("one", NPROC=processes, **given))[0] == 0
-        assert environment_of_torchrun(tmp_path).get("OMP_NUM_THREADS") == found
+    assert ended(job("one", NPROC=processes, **given))[0] == 0
+    assert environment_of_torchrun(tmp_path).get("OMP_NUM_THREADS") == found
 
 
-def test_the_smoke_job_trains_and_goes_on(job, tmp_path):
-    code, said = ended(job("smoke"))
-    assert code == 0 and said.splitlines()[-1] == "smoke: ok"
-    assert said.count("-- ten") == 2 and "-- doctor" in said and asked_of_torchrun(tmp_path)["--global-batch-size"] == "32"
-    (tmp_path / "calls").unlink()
-    code, said = ended(job("smoke", NOTE="0", DIES_AT="3"))  # in the second run, which leaves no note
-    assert code == 1 and said.splitlines()[-1] == "smoke: failed with 1" and said.count("-- ten") == 2
-    code, said = ended(job("smoke", ENDS="1", NOTE="2"))
-    assert code == 2 and said.splitlines()[-1] == "smoke: failed with 2" and said.count("-- ten") == 1
+@pytest.mark.parametrize(
+    ("variables", "code", "runs"),
+    [
+        ({}, 0, 2),
+        ({"NOTE": "0", "DIES_AT": "3"}, 1, 2),  # in the second run, which leaves no note
+        ({"ENDS": "1", "NOTE": "2"}, 2, 1),
+    ],
+)
+def test_the_smoke_job_trains_and_goes_on(job, tmp_path, variables, code, runs):
+    found, said = ended(job("smoke", **variables))
+    assert found == code
+    assert said.splitlines()[-1] == (f"smoke: failed with {code}" if code else "smoke: ok")
+    assert said.count("-- ten") == runs
+    assert "-- doctor" in said
+    settings = parsed_by_training(tmp_path, world_size=16)
+    assert (settings.train_iters, settings.global_batch_size) == (20, 32)
+    assert asked_of_torchrun(tmp_path)["--exit-interval"] == "10"
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------------
@@ -330,25 +321,16 @@ def test_there_is_a_layout_for_each_machine_and_model():
 
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
-def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path, monkeypatch):
+def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path):
     """It is the study's recipe; on as many devices as it is for it can be laid out, and the estimate says that it fits."""
-    import dataclasses
-
-    from megaenc import flags
-    from megaenc.backend.parallel_config import ParallelConfig
-    from megaenc.estimate import command
-    from megaenc.training.config import read_config_file
-
     gpu, model = path.stem.split("-")
-    settings, recipe = (read_config_file(str(file)) for file in (path, ROOT / f"configs/pretrain/encoder-{model}.yaml"))
-    layout_only = {field.name for field in dataclasses.fields(ParallelConfig)} | {"micro_batch_size"}
-    there, here = flags.flatten(recipe), flags.flatten(settings)
-    assert {name for name in here if here[name] != there[name]} <= layout_only
+    settings = read_config_file(str(path))
+    recipe = flags.flatten(read_config_file(str(ROOT / f"configs/pretrain/encoder-{model}.yaml")))
+    changed = {name for name, value in flags.flatten(settings).items() if value != recipe[name]}
+    assert changed <= {field.name for field in dataclasses.fields(ParallelConfig)} | {"micro_batch_size"}
     on_host = dataclasses.replace(settings.layout, overlap_grad_reduce=False, overlap_param_gather=False)
-    for nodes in (1, 2, 4):
+    for nodes in (1, 4):
         dataclasses.replace(settings, layout=on_host).check(world_size=DEVICES[gpu] * nodes)
-
-    flags_ = ["--config", str(path), "--gpu", gpu, "--gpus", str(DEVICES[gpu]), "--output", str(tmp_path / "said.json")]
-    command.main(flags_)
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert said["estimate"]["memory"]["fits"] is True
+    output = tmp_path / "said.json"
+    estimate.main(["--config", str(path), "--gpu", gpu, "--gpus", str(DEVICES[gpu]), "--no-suggest", "--output", str(output)])
+    assert json.loads(output.read_text())["estimate"]["memory"]["fits"]

@@ -34,19 +34,11 @@ def test_a_sound_machine_has_no_problem(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-def test_a_broken_attention_is_named_and_the_exit_code_is_1(tmp_path):
-    flags = ["--only", "attention", "--save", str(tmp_path)]
-    ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "planted", environment={"PLANTED": "attention ignores causal"})
-    end = ended.stdout[ended.stdout.index("1 problem: ") :]
-    assert "attention, sdpa: " in end and "under causal attention" in " ".join(end.split())
-    assert "Traceback" not in ended.stdout + ended.stderr
-
-
 def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_path):
     flags = ["--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
     ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "broken_torch")
     assert "Traceback" not in ended.stdout + ended.stderr
-    assert "libcudart.so.12: cannot open shared object file" in " ".join(ended.stdout.split())
+    assert "libcudart.so.12: cannot open shared object file" in " ".join(ended.stdout.split("problems: ")[1].split())
     findings = levels(tmp_path / "found.json")
     assert findings["versions", "torch"] == "problem" and findings["attention", "attention backends"] == "problem"
     assert findings["versions", "tokenizers"] == findings["disk", "locks"] == findings["machine", "memory"] == "ok"
