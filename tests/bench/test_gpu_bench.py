@@ -40,8 +40,6 @@ def test_a_miniature_of_it_is_done(tmp_path):
         assert row["finite"]
         tokens = row["packs"] * row["micro_batches"] * SMALL.speed["miniature"].seq_length
         assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
-    for row in results["breakdown"]["miniature"].values():
-        assert sum(row["shares"].values()) == pytest.approx(1)
     assert results["peer"]["same_loss"]
 
 

@@ -126,14 +126,3 @@ def test_a_python_of_the_distribution_is_left_alone(tmp_path):
 def test_the_oldest_python_is_the_same_everywhere():
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()
-
-
-@pytest.mark.parametrize(("capability", "extras", "is_said"), [("9.0", "", True), ("9.0", "flash", False), ("8.0", "", False)])
-def test_what_makes_a_hopper_gpu_faster_is_said(environment, tmp_path, capability, extras, is_said):
-    query = tmp_path / "bin/nvidia-smi"
-    query.parent.mkdir()
-    query.write_text(f"#!/bin/sh\necho {capability}\n")
-    query.chmod(0o755)
-    ran = install(VENV=str(environment), EXTRAS=extras, PATH=f"{query.parent}:{os.environ['PATH']}")
-    assert ran.returncode == 0, ran.stderr
-    assert ("EXTRAS=flash ./install.sh adds flash-attn 4" in ran.stdout) == is_said

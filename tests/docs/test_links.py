@@ -40,9 +40,8 @@ def complaint(name: str, target: str) -> str:
     """What is wrong with a link of the document `name`; empty where nothing is."""
     parts = urlsplit(target)
     if parts.scheme:
-        whole = parts.scheme == "https" and re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc)
-        return "" if whole else "expected https:// and a host"
-    if not (parts.path or parts.fragment):
+        return "" if re.match(r"https://[\w-]+(\.[\w-]+)+(/|$)", target) else "expected https:// and a host"
+    if not target:
         return "leads nowhere"
     path = (ROOT / name).parent / unquote(parts.path) if parts.path else ROOT / name
     if not path.exists():

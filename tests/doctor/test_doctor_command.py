@@ -25,8 +25,10 @@ def levels(file: Path) -> dict[tuple[str, str], str]:
 def test_a_sound_machine_has_no_problem(tmp_path):
     ended = runs.run([*DOCTOR, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
     findings = json.loads((tmp_path / "found.json").read_text())
-    assert "problem" not in levels(tmp_path / "found.json").values()
-    assert {row["subject"] for row in findings["findings"]} == set(command.SUBJECTS)
+    assert findings["worst"] != "problem"
+    assert {subject for subject, _ in levels(tmp_path / "found.json")} == set(command.SUBJECTS)
+    [rank] = findings["ranks"]
+    assert rank["findings"] == findings["findings"]
     lines = ended.stdout.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("no problem: ")

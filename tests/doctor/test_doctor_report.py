@@ -1,4 +1,4 @@
-"""What ranks have found, laid over each other, as a page and as JSON."""
+"""What ranks have found, laid over each other, and as a page."""
 
 import json
 import pickle
@@ -9,7 +9,6 @@ import pytest
 from megaenc.doctor.report import (
     WIDTH,
     RankFindings,
-    format_json,
     format_report,
     merge_findings,
     parse_findings,
@@ -123,11 +122,3 @@ def test_subjects_stand_in_order_and_problems_again_at_the_end():
     end = lines[lines.index("1 problem: 3 findings, 1 note") + 1 :]
     assert " ".join(line.strip() for line in end) == f"versions, torch: {LONG} -> {LONG}"
     assert format_report(FINDINGS[:1], SUBJECTS).splitlines()[-1] == "no problem: 1 finding, 0 notes"
-
-
-def test_json_holds_what_each_rank_found():
-    ranks = [RankFindings(0, "a", tuple(FINDINGS), frozenset()), RankFindings(1, "b", (), frozenset())]
-    read = json.loads(format_json(ranks, FINDINGS, {"command": "--only disk"}))
-    assert (read["command"], read["worst"]) == ("--only disk", "problem")
-    assert read["findings"][0] == {"subject": "disk", "what": "space", "level": "ok", "found": "1 GiB", "advice": ""}
-    assert [(rank["host"], len(rank["findings"])) for rank in read["ranks"]] == [("a", 3), ("b", 0)]

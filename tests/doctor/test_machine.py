@@ -14,9 +14,9 @@ FIRST_VERSION = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100
 NESTED = {
     "cpu.max": "max 100000",
     "memory.max": "max",
-    "slurm/cpu.max": "800000 100000",
+    "slurm/cpu.max": "250000 100000",
     "slurm/memory.max": "max",
-    "slurm/job/cpu.max": "250000 100000",
+    "slurm/job/cpu.max": "800000 100000",
     "slurm/job/memory.max": f"{12 * GIB}",
 }
 

@@ -26,20 +26,20 @@ def test_the_studys_run_in_words(capsys):
         assert words in output
 
 
-def test_the_json_holds_memory_and_hours(tmp_path, capsys):
+def test_the_json_holds_memory_and_hours(tmp_path):
     file = tmp_path / "said.json"
     stages = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    main([*STUDY, *stages, "--objective-schedule", "clm:0.25,mlm:0.75", "--price-per-hour", "2", "--output", str(file)])
+    main([*STUDY, *stages, "--objective-schedule", "clm:0.25,mlm:0.75", "--output", str(file)])
     output = json.loads(file.read_text())
     results = output["estimate"]
     assert output["parameters"] == 755_625_600
     assert results["layout"]["split"] == [6, 7, 7, 6]
-    assert sum(term["value"] for term in results["memory"]["terms"]) == pytest.approx(results["memory"]["bytes"])
+    memory = results["memory"]
+    assert sum(term["value"] for term in memory["terms"]) == pytest.approx(memory["bytes"])
     assert [phase["text"] for phase in results["phases"]] == ["clm", "mlm"]
-    hours = sum(phase["device_hours"] for phase in results["phases"]) + results["validation_seconds"] * 192 / 3600
-    assert results["device_hours"] == pytest.approx(hours)
+    validation = results["validation_seconds"] * 192 / 3600
+    assert results["device_hours"] == pytest.approx(sum(phase["device_hours"] for phase in results["phases"]) + validation)
     assert output["suggestion"]["device_hours"] < results["device_hours"]
-    assert "cost" in capsys.readouterr().out
 
 
 def test_the_table_needs_no_torch():

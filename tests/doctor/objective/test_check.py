@@ -3,7 +3,6 @@
 import re
 import shutil
 
-import numpy as np
 import pytest
 import runs
 
@@ -210,9 +209,3 @@ def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
     # In one process there is no rank to see.
     (folder / "of_ranks.py").write_text(HEAD.format(shift="", body=f"at = at[int(os.environ.get('RANK', '0')) // 2 :]; {HIDDEN}"))
     assert "layouts: " in refusal(main, ["of_ranks:Made", "--train"])
-
-
-def test_packs_have_what_objectives_meet_seldom():
-    packs = list(measure.make_packs(16))
-    assert all(pack.edges[0] == 0 and pack.edges[-1] == len(pack.tokens) == 2048 for pack in packs)
-    assert np.diff(packs[7].edges).max() <= 2 and (packs[6].tokens[:1024] < 3).all()
