@@ -56,6 +56,7 @@ APEX = ok("apex", "1", mismatch_level="note")
             [ok("sdpa", "right"), problem("sdpa, rank 2", "off by 1 (node1)", "do")],
         ),
         ([[BROKEN], [BROKEN]], [BROKEN]),
+        ([[BROKEN], [ok("sdpa", "right")]], [problem("sdpa, rank 0", "off by 1 (node0)", "do")]),
     ],
 )
 def test_findings_of_ranks_are_merged(by_rank, expected):

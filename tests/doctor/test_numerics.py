@@ -1,12 +1,18 @@
-"""Matrix products, right and wrong."""
+"""Matrix products, attention and fused kernels, right and wrong, as findings."""
+
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megaenc.backend import device
 from megaenc.backend.device import uses_tf32
+from megaenc.backend.megatron import prepare_megatron
 from megaenc.doctor import numerics
 from megaenc.doctor.result import ProbeContext
+
+prepare_megatron()
 
 
 def test_this_machine_multiplies_right():
@@ -44,3 +50,100 @@ def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(mon
     assert finding.level == "note" and "--no-bf16" in finding.advice
     monkeypatch.setattr("megaenc.backend.device.cpu_has_bf16", lambda: False)
     assert {each.name: each for each in numerics.check_matmul(ProbeContext())}["bfloat16"].level == "ok"
+
+
+def test_every_backend_is_a_probe_and_none_is_wrong_here():
+    probes = numerics.attention_probes(ProbeContext())
+    assert "sdpa" in [probe.name for probe in probes]
+    findings = {
+        each.name: each for probe in probes for each in numerics.check_attention_backend(ProbeContext(), *probe.arguments)
+    }
+    assert set(findings) == {probe.name for probe in probes}
+    assert {each.level for each in findings.values()} == {"ok"}
+    assert findings["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in findings["sdpa"].result
+    if not torch.cuda.is_available():
+        assert findings["varlen"].result == "cannot be used: needs an accelerator"
+
+
+def ignores_causal(right, q, *tensors, is_causal=False, **others):
+    return right(q, *tensors, **others)
+
+
+def doubles_gradients(right, q, *tensors, **others):
+    return right(2 * q - q.detach(), *tensors, **others)
+
+
+def refuses(right, *_, **__):
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (ignores_causal, "under causal attention"),
+        (doubles_gradients, "gradients of queries off by 1 (tolerance "),
+        (refuses, "no kernel image"),
+    ],
+)
+def test_a_backend_with_a_fault_is_named(fault, words, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", partial(fault, F.scaled_dot_product_attention))
+    [finding] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert (finding.name, finding.level) == ("sdpa", "problem")
+    assert words in finding.result
+    assert finding.advice
+
+
+def test_a_backend_that_hangs_has_a_way_round_it():
+    advice = {probe.name: probe.advice for probe in numerics.attention_probes(ProbeContext())}
+    assert advice.pop("sdpa").startswith("torch's own attention is broken here")
+    assert all(f"choose another backend than {name}" in words for name, words in advice.items())
+
+
+def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
+    from megaenc.model.kernels import selftest
+
+    def wrong(draw, widths):
+        yield "the output", torch.ones(3), torch.zeros(3, dtype=torch.float64)
+
+    def right(draw, widths):
+        yield "the output", torch.ones(3), torch.ones(3, dtype=torch.float64)
+
+    def fails(draw, widths):
+        raise RuntimeError("triton: no")
+        yield
+
+    monkeypatch.setattr(selftest, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
+    context = ProbeContext()
+    assert numerics.kernel_probes(context)[0].level == "ok", "on processors there are none"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    findings = {each.name: numerics.check_fused_kernel(context, *each.arguments)[0] for each in numerics.kernel_probes(context)}
+    assert {name: each.level for name, each in findings.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
+    assert "the output" in findings["wrong"].result
+    assert "triton: no" in findings["fails"].result
+    assert findings["wrong"].advice
+    assert findings["fails"].advice
+
+
+def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
+    from megaenc.model.fp8.tensor import Float8Recipe
+
+    [finding] = numerics.check_fp8_products(ProbeContext())
+    if not torch.cuda.is_available():
+        assert (finding.level, finding.result) == ("ok", "right: output and gradients, hybrid and e4m3")
+    right = Float8Recipe.matmul
+    monkeypatch.setattr(Float8Recipe, "matmul", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
+    [finding] = numerics.check_fp8_products(ProbeContext())
+    assert finding.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in finding.result
+    assert finding.advice
+
+
+def test_a_device_without_float8_is_no_matter(monkeypatch):
+    from megaenc.errors import InputError
+    from megaenc.model.fp8 import tensor
+
+    def refuses(*_):
+        raise InputError("no float8 matrix products")
+
+    monkeypatch.setattr(tensor, "select_float8_recipe", refuses)
+    [finding] = numerics.check_fp8_products(ProbeContext())
+    assert (finding.level, finding.result) == ("ok", "unavailable: the device does not support them")
