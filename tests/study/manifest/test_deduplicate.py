@@ -1,12 +1,8 @@
 """Models of the same columns that were trained to differently are not taken for one another."""
 
-import json
-
 import manifests
 
-from megaenc.finetune.results import files as result_files
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.results.evidence import read_evidence
 
 PLAIN = {"size": "toy", "steps": 400, "mask": 0.4}
 
@@ -47,15 +43,3 @@ def test_what_continues_one_of_them_is_apart_too(tmp_path):
     continued = {"after": ["toy-clm-100-mlm40-400", "turns"], "steps": 100, "mask": 0.4}
     keys = list(settings(tmp_path, usual, turns, continued).values())
     assert len(set(keys)) == 4 and [bool(one.schedule) for one in keys] == [False, True, False, True]
-
-
-def test_a_report_has_the_scores_of_each(tmp_path):
-    keys = settings(tmp_path, PLAIN | {"name": "zero"}, PLAIN | {"name": "apart", "pretrain": {"weight_decay": 0.0}})
-    for name, score in (("zero", 0.9), ("apart", 0.3)):
-        for seed in (0, 1):
-            split = {"score": score + 0.01 * seed, "metrics": {}, "baseline": {}, "collapsed": None, "scores_i": [0.1]}
-            folder = result_files.run_folder(tmp_path / "results" / name, "SC", "demo_sc", "demo_sc", 1e-3, seed)
-            folder.mkdir(parents=True)
-            (folder / "results.json").write_text(json.dumps({"validation": split, "test": split}))
-    evidence = read_evidence(tmp_path / "results", keys)
-    assert {name: round(evidence.find(one, "demo_sc").mean, 3) for name, one in keys.items()} == {"zero": 0.905, "apart": 0.305}

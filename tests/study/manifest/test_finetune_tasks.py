@@ -34,12 +34,8 @@ def data(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "train_on"),
     [
-        ("sets/mine.jsonl.gz", ""),
         ("named=sets/mine.jsonl.gz", ""),
-        ("sets/one", ""),
-        ("sets//one/", ""),
         ("sets/latest", ""),
-        ("ir=sets/one", ""),
         ("ir=sets//one", "sets/two"),
         ("ir=sets/one", "pairs=sets/two"),
     ],

@@ -1,4 +1,4 @@
-"""A study on a cluster: jobs that wait for each other. submitit's own executors and a stand-in for sbatch take Slurm's place."""
+"""A study on a cluster: jobs that wait for each other. Stand-ins for Slurm's programs, or submitit's own executors, take its place."""
 
 import os
 import pickle
@@ -11,7 +11,6 @@ from pathlib import Path
 import manifests
 import pytest
 import runs
-import submitit
 from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
@@ -19,25 +18,40 @@ from megaenc.finetune.grid.slurm import ClusterConfig
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
-from megaenc.study.run.slurm import StageTask, count_machines, job_name, read_queue, submit_stages
+from megaenc.study.run.slurm import StageTask, count_machines, job_name, submit_stages
 
 HERE = Path(__file__).parents[1]
 
 
+class Slurm:
+    """Programs `sbatch`, which keeps the scripts and numbers jobs from 11 on, and `squeue`, which shows the file `queue`."""
+
+    def __init__(self, folder: Path):
+        self.jobs = folder / "jobs"
+        self.queue = folder / "queue"
+        self.programs = folder / "programs"
+        self.jobs.mkdir(parents=True)
+        self.programs.mkdir()
+        self.queue.touch()
+        number = f"number=$(($(ls {self.jobs} | wc -l) + 11))"
+        texts = {
+            "sbatch": f"{number}; cp $1 {self.jobs}/$number; echo Submitted batch job $number",
+            "squeue": f"cat {self.queue}",
+            "srun": "",
+        }
+        for name, text in texts.items():
+            (self.programs / name).write_text(f"#!/bin/sh\n{text}\n")
+            (self.programs / name).chmod(0o755)
+
+    def scripts(self) -> list[list[str]]:
+        return [file.read_text().splitlines() for file in sorted(self.jobs.iterdir())]
+
+
 @pytest.fixture
-def sbatch(monkeypatch):
-    """Job files that sbatch would get; jobs are numbered from 11. The queue is empty."""
-    scripts: list[list[str]] = []
-
-    def take(self) -> str:
-        scripts.append(Path(self.command[1]).read_text().splitlines())
-        return f"Submitted batch job {10 + len(scripts)}\n"
-
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("submitit.core.utils.CommandFunction.__call__", take)
-    monkeypatch.setattr(submitit.SlurmExecutor, "_throttle", lambda self: None)
-    monkeypatch.setattr(slurm, "read_queue", lambda study: {})
-    return scripts
+def cluster(tmp_path, monkeypatch) -> Slurm:
+    stand_in = Slurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
+    return stand_in
 
 
 def a_study(folder: Path) -> list:
@@ -46,10 +60,10 @@ def a_study(folder: Path) -> list:
     return [nodes[id] for id in ids]
 
 
-def test_each_job_waits_for_those_that_it_needs(tmp_path, sbatch):
-    cluster = ClusterConfig(slurm_partition="gpu", slurm_gpus=2, slurm_cpus=7, slurm_minutes=90, slurm_extra=("account=abc",))
-    jobs = submit_stages(a_study(tmp_path), tmp_path / "study", cluster)
-    corpus, pretrain, export, grid = sbatch
+def test_each_job_waits_for_those_that_it_needs(tmp_path, cluster):
+    config = ClusterConfig(slurm_partition="gpu", slurm_gpus=2, slurm_cpus=7, slurm_minutes=90, slurm_extra=("account=abc",))
+    jobs = submit_stages(a_study(tmp_path), tmp_path / "study", config)
+    corpus, pretrain, export, grid = cluster.scripts()
     assert [job.job_id for several in jobs.values() for job in several] == ["11", "12", "13", "14_0", "14_1"]
     assert not any("dependency" in line for line in corpus)
     for script, before in ((pretrain, 11), (export, 12), (grid, 13)):
@@ -57,53 +71,52 @@ def test_each_job_waits_for_those_that_it_needs(tmp_path, sbatch):
     for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=90", "--account=abc", "--partition=gpu"):
         assert f"#SBATCH {line}" in pretrain
     assert "#SBATCH --nodes=1" in export and "#SBATCH --cpus-per-task=7" in export
-    assert "#SBATCH --array=0-1%2" in grid
+    assert "#SBATCH --array=0-1%2" in grid  # a task for each data set
     [name] = [line for line in pretrain if "--job-name" in line]
     assert job_name(tmp_path / "study", "pretrain/toy-clm-400") in name
 
 
-def test_a_grid_is_an_array_of_its_data_sets(tmp_path, sbatch):
-    *_, grid = a_study(tmp_path)
-    words = [part.next_command() for part in grid.split_by_training_set()]
-    assert [part.id for part in grid.split_by_training_set()] == [f"{grid.id}@demo_sc", f"{grid.id}@demo_ir"]
-    assert [line[line.index("--datasets") + 1 :][:2] for line in words] == [
-        ["demo_sc", "--learning-rates"],
-        ["demo_ir", "--learning-rates"],
-    ]
-    assert sum(part.progress()[1] for part in grid.split_by_training_set()) == grid.progress()[1] == 12
+def test_a_grid_is_an_array_of_its_data_sets_unless_it_waits_to_be_compared(tmp_path, cluster, monkeypatch):
+    nodes = a_study(tmp_path)
+    parts = nodes[-1].split_by_training_set()
+    assert [part.id.partition("@")[2] for part in parts] == ["demo_sc", "demo_ir"]
+    for part in parts:
+        words = part.next_command()
+        at = words.index("--datasets")
+        assert words[at + 1 : at + 3] == [part.id.partition("@")[2], "--learning-rates"]
+    assert sum(part.progress()[1] for part in parts) == nodes[-1].progress()[1] == 12
+    monkeypatch.setattr(type(nodes[-1]), "is_done", lambda self: True)
+    jobs = submit_stages(nodes, tmp_path / "study", ClusterConfig())
+    assert [job.job_id for job in jobs["finetune/toy-clm-400"]] == ["14"]
 
 
-def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, sbatch, monkeypatch, capsys):
-    a, b, c = (
-        FakeStage("pretrain/a", tmp_path),
-        FakeStage("pretrain/b", tmp_path, ("pretrain/a",)),
-        FakeStage("export/b", tmp_path, ("pretrain/b",)),
-    )
+def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, cluster, capsys):
+    a = FakeStage("pretrain/a", tmp_path)
+    b = FakeStage("pretrain/b", tmp_path, ("pretrain/a",))
+    c = FakeStage("export/b", tmp_path, ("pretrain/b",))
     a.made.touch()
-    monkeypatch.setattr(slurm, "read_queue", lambda study: {"pretrain/b": "7"})
+    names = [job_name(tmp_path, "pretrain/b"), job_name(tmp_path / "another", "export/b")]
+    cluster.queue.write_text("".join(f"{number} {name}\n" for number, name in enumerate(names, 7)))
     assert list(submit_stages([a, b, c], tmp_path, ClusterConfig())) == ["export/b"]
-    assert "#SBATCH --dependency=afterok:7" in sbatch[0] and len(sbatch) == 1
+    [script] = cluster.scripts()
+    assert "#SBATCH --dependency=afterok:7" in script
     assert "1 done, 1 already queued, 1 submitted" in capsys.readouterr().out
 
 
-def test_the_queue_is_read_by_the_names_of_jobs(tmp_path, monkeypatch):
-    names = [job_name(tmp_path, "pretrain/a"), job_name(tmp_path, "finetune/a"), job_name(tmp_path / "x", "export/a")]
-    queue_output = "".join(f"{number} {name}\n" for number, name in enumerate(names, 17))
-    monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 0, queue_output, ""))
-    assert read_queue(tmp_path) == {"pretrain/a": "17", "finetune/a": "18"}
+def test_what_waits_to_be_compared_is_submitted(tmp_path, cluster):
+    parent, child = FakeStage("pretrain/a", tmp_path), FakeStage("export/a", tmp_path, ("pretrain/a",))
+    child.made.touch()
+    assert list(submit_stages([parent, child], tmp_path, ClusterConfig())) == ["pretrain/a", "export/a"]
 
 
 def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
+    stage = FakeStage("pretrain/a", tmp_path, processes=6)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--slurm: squeue failed"):
-        submit_stages([FakeStage("pretrain/a", tmp_path)], tmp_path, ClusterConfig())
+        submit_stages([stage], tmp_path, ClusterConfig())
     with pytest.raises(InputError, match="has 6 processes \\(--processes\\), expected a divisor"):
-        count_machines(ClusterConfig(slurm_gpus=4), FakeStage("pretrain/a", tmp_path, processes=6))
-    assert (
-        count_machines(ClusterConfig(slurm_gpus=0), FakeStage("pretrain/a", tmp_path, processes=6)) == 1
-    )  # all on the cores of one
-    with pytest.raises(InputError, match="--slurm-cpus: found 0, expected at least 1"):
-        ClusterConfig(slurm_cpus=0).check()
+        count_machines(ClusterConfig(slurm_gpus=4), stage)
+    assert count_machines(ClusterConfig(slurm_gpus=0), stage) == 1  # all on the cores of one
 
 
 @pytest.mark.parametrize("kind", ["debug", "local"])
@@ -114,12 +127,11 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys, kind)
         FakeStage("pretrain/a", tmp_path, ("corpus",)),
         FakeStage("pretrain/b", tmp_path, ("corpus",), script="echo no room; exit 3"),
         FakeStage("export/b", tmp_path, ("pretrain/b",)),
-        FakeStage("export/a", tmp_path, ("pretrain/a",)),
     ]
     jobs = submit_stages(nodes, tmp_path, ClusterConfig(slurm_cluster=kind))
-    for job in jobs["export/a"]:
+    for job in jobs["pretrain/a"]:
         job.result()
-    assert [node.is_done() for node in nodes] == [True, True, False, False, True]
+    assert [node.is_done() for node in nodes] == [True, True, False, False]
     assert "export/b: not submitted, because a stage that it needs has failed" in capsys.readouterr().out
     assert list(submit_stages(nodes[:2], tmp_path, ClusterConfig(slurm_cluster=kind))) == []
 
@@ -145,7 +157,8 @@ signal.signal(signal.SIGUSR2, over)
 task()
 """
     process = subprocess.Popen([sys.executable, "-c", code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
-    on, deadline = tmp_path / "pretrain_a.made.on", time.monotonic() + 90
+    on = tmp_path / "pretrain_a.made.on"
+    deadline = time.monotonic() + 90
     while not on.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -158,65 +171,58 @@ task()
     assert calls(tmp_path) == ["begin pretrain/a"] * 2 + ["end pretrain/a"]
 
 
-def test_a_job_that_fails_says_so_to_the_queue(tmp_path):
+def test_a_job_that_fails_or_is_stale_says_so_to_the_queue(tmp_path):
     task = StageTask(FakeStage("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
     with pytest.raises(RuntimeError, match="error: --load: nothing there"):
-        pickle.loads(pickle.dumps(task))()
-
-
-def test_a_job_compares_what_is_there_with_what_was_made_again(tmp_path):
-    stale = FakeStage("export/a", tmp_path, wrong="hf/a: made of another a")
-    stale.made.touch()
-    with pytest.raises(InputError, match="hf/a: made of another a"):
+        task()
+    stale = FakeStage("export/b", tmp_path, wrong="hf/b: made of another b")
+    with pytest.raises(InputError, match="hf/b: made of another b"):
         StageTask(stale, tmp_path)()
 
 
-def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
-    parent, child = FakeStage("pretrain/a", tmp_path), FakeStage("export/a", tmp_path, ("pretrain/a",))
-    child.made.touch()
-    assert list(submit_stages([parent, child], tmp_path, ClusterConfig())) == ["pretrain/a", "export/a"]
-
-
-def test_a_grid_that_waits_to_be_compared_is_one_job(tmp_path, sbatch, monkeypatch):
-    nodes = a_study(tmp_path)
-    monkeypatch.setattr(type(nodes[-1]), "is_done", lambda self: True)
-    assert [job.job_id for job in submit_stages(nodes, tmp_path / "study", ClusterConfig())["finetune/toy-clm-400"]] == ["14"]
-
-
-@pytest.mark.parametrize("how", [stage_log.STOPPED, "exit code 1"])
-def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkeypatch, how):
-    """It is about to be requeued, and an end before that would be a failure."""
-    *_, pretrain = a_study(tmp_path)[:2]
+@pytest.fixture
+def second_machine(tmp_path, monkeypatch):
+    """The task of the second of two machines, and the commands that it starts, which end with `code`."""
     for name, value in {"JOB_ID": "77", "NODEID": "1", "JOB_NODELIST": "n[3-4]", "NTASKS": "2", "PROCID": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    log, waited = stage_log.log_path(tmp_path / "study", pretrain.id), []
+    started = []
+
+    def begin(code: int) -> StageTask:
+        def run(words, env):
+            started.append(words)
+            return subprocess.CompletedProcess(words, code)
+
+        monkeypatch.setattr(slurm.subprocess, "run", run)
+        return StageTask(a_study(tmp_path)[1], tmp_path / "study", machines=2)
+
+    return begin, started
+
+
+@pytest.mark.parametrize("how", [stage_log.STOPPED, "exit code 1"])
+def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkeypatch, second_machine, how):
+    """It is about to be requeued, and an end before that would be a failure."""
+    begin, _ = second_machine
+    task = begin(1)
+    waited = []
+    log = stage_log.log_path(tmp_path / "study", task.stage.id)
     stage_log.log_start(log, ["torchrun"])
-    monkeypatch.setattr("megaenc.study.run.slurm.subprocess.run", lambda words, env: subprocess.CompletedProcess(words, 1))
 
     def sleep(seconds):
         waited.append(seconds)
         if len(waited) == 1:  # it looks again until the first has said how it ended
             stage_log.log_end(log, how)
 
-    monkeypatch.setattr("megaenc.study.run.slurm.time.sleep", sleep)
+    monkeypatch.setattr(slurm.time, "sleep", sleep)
     with pytest.raises(RuntimeError, match="exit code 1 on"):
-        StageTask(pretrain, tmp_path / "study", machines=2)()
+        task()
     assert [seconds > 60 for seconds in waited] == ([False, True] if how == stage_log.STOPPED else [False])
 
 
-def test_on_several_machines_each_has_a_torchrun(tmp_path, monkeypatch):
+def test_on_several_machines_each_has_a_torchrun(tmp_path, second_machine):
     """The second machine: it joins the first's and writes neither log nor lock."""
-    *_, pretrain = a_study(tmp_path)[:2]
-    for name, value in {"JOB_ID": "77", "NODEID": "1", "JOB_NODELIST": "n[3-4]", "NTASKS": "2", "PROCID": "1"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    started: list[list[str]] = []
-    monkeypatch.setattr(
-        "megaenc.study.run.slurm.subprocess.run",
-        lambda words, env: started.append(words) or subprocess.CompletedProcess(words, 0),
-    )
-    StageTask(pretrain, tmp_path / "study", machines=2)()
+    begin, started = second_machine
+    begin(0)()
     [words] = started
     where = "--nnodes 2 --node-rank 1 --master-addr n3 --master-port 20077 --nproc-per-node 2"
     assert f"-m torch.distributed.run {where} -m megaenc pretrain --" in " ".join(words)
