@@ -2,10 +2,11 @@
 
     published_tree.write(folder)            46 models x 12 data sets x 3 rates x 5 seeds: 8,280 files in the study's own format
 
-The scores of a cell's seeds have the printed mean and 1.96 * sd / sqrt(5). Those of a family's three sets are correlated so that
-their mean by seed has the printed interval of the average too; `reachable` says for which averages such scores exist at all.
+The scores of a cell's seeds have the printed mean and 1.96 * sd / sqrt(5). Of the orders that the seeds of a family's second and
+third set can have, those are taken with which the mean by seed has the printed interval of the average, too.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,13 +16,16 @@ import numpy as np
 from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
-from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.results.evidence import AVERAGE, Score
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.results.evidence import AVERAGE
 from megaenc.study.results.published import published
 
+APART = {("610m-clm-42k-5000", "QA"), ("610m-clm-9k-mlm40-12k", "QA")}
+"""Models and families whose three sets print as the tables do, but not their average."""
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
-_SLACK = 0.0000499  # half of the last printed digit, as a fraction
+_SLACK = 5e-5  # half of the last printed digit, of a standard deviation over five seeds
+_ORDERS = list(itertools.permutations(range(SEEDS)))
 
 
 def chosen_rate(model: str, dataset: str) -> float:
@@ -29,105 +33,59 @@ def chosen_rate(model: str, dataset: str) -> float:
     return RATES[(len(model) + len(dataset)) % len(RATES)]
 
 
-def write(root: Path, examples: int = 10, models: list[str] | None = None) -> None:
-    """Write the tree, or that of some models; `examples` scores a file, of which `score` is the mean.
+def write(root: Path, models: list[str] | None = None, rates: int = 3) -> None:
+    """Write the tree, or that of some models, with the chosen rate and others.
 
-    A rate that must not be chosen is better on test by a point, another one worse.
+    The second is worse on validation and on test, the third better on test by a point.
     """
-    for setting in published().model_keys():
+    for key in published().model_keys():
+        model = format_model_name(key)
+        if models is not None and model not in models:
+            continue
         for family in TaskFamily:
-            model, scores = seed_scores(setting, family)
-            for dataset, of_seeds in scores.items() if models is None or model in models else ():
+            for dataset, of_seeds in seed_scores(key, family).items():
                 best = RATES.index(chosen_rate(model, dataset))
-                place = root / model / family / dataset
-                place.mkdir(parents=True)
-                for at, rate in enumerate(RATES):
-                    away = (at - best) % len(RATES)  # 0: the chosen one, 1: worse on both, 2: worse on validation alone
-                    for seed, score in enumerate(of_seeds):
-                        test = min(1.0, max(0.0, score + (0.0, -0.02, 0.01)[away]))
-                        validation = (0.5, 0.4, 0.45)[away] + score / 10
-                        train_on = "msmarco_pairs_" if family == TaskFamily.IR else ""
-                        folder = place / f"{train_on}lr{format_learning_rate(rate)}_sd{seed}"
-                        folder.mkdir()
-                        splits = {"validation": split(validation, examples), "test": split(test, examples)}
-                        (folder / "results.json").write_text(json.dumps(splits))
+                _write_set(root / model / family / dataset, best, of_seeds, rates)
 
 
-def split(score: float, examples: int) -> dict:
-    """A split with this score, and examples as far above and below it as they can be: the same easy and hard ones everywhere."""
-    ease = np.cos(np.pi * (np.arange(examples) + 0.5) / max(1, examples))  # adds up to zero
+def _write_set(place: Path, best: int, of_seeds: np.ndarray, rates: int) -> None:
+    train_on = "msmarco_pairs_" if place.parent.name == TaskFamily.IR else ""
+    for away in range(rates):
+        rate = format_learning_rate(RATES[(best + away) % len(RATES)])
+        for seed, score in enumerate(of_seeds):
+            test = min(1.0, max(0.0, score + (0.0, -0.02, 0.01)[away]))
+            validation = (0.5, 0.4, 0.45)[away] + score / 10
+            folder = place / f"{train_on}lr{rate}_sd{seed}"
+            folder.mkdir(parents=True)
+            splits = {"validation": split(validation), "test": split(test)}
+            (folder / "results.json").write_text(json.dumps(splits))
+
+
+def split(score: float) -> dict:
+    """A split with this score, and ten examples as far above and below it as they can be: easy and hard ones."""
+    ease = np.cos(np.pi * (np.arange(10) + 0.5) / 10)  # adds up to zero
     return {"score": score, "scores_i": (score + min(score, 1 - score) * ease).tolist()}
 
 
-def seed_scores(setting: ModelKey, family: TaskFamily) -> tuple[str, dict[str, np.ndarray]]:
-    """The model's name and by data set float[5]: scores that print as the tables do, their average by seed included if it can."""
-    cells, average = _printed(setting, family)
-    means, spreads = np.array([(cell.mean, cell.half_width) for cell in cells]).T
-    free = means > 0.001  # a model that never answers has no room below
+def seed_scores(key: ModelKey, family: TaskFamily) -> dict[str, np.ndarray]:
+    """By data set float[5]: scores that print as the tables do."""
+    datasets = STUDY_DATASETS[family]
+    cells = [published().find(key, dataset, family) for dataset in datasets]
+    average = published().find(key, AVERAGE, family)
+    means = np.array([cell.mean for cell in cells])
     # Half of what the printed average lacks to be that of the printed means: both stay within their last digit.
-    means = means + np.where(free, (average.mean - means.mean()) * 3 / free.sum() / 2, 0)
-    wanted = 3 * average.half_width
-    largest = spreads == spreads.max()
-    if (lacking := wanted - spreads.sum()) > 0:
-        spreads = spreads + np.where(free, min(lacking / free.sum(), _SLACK), 0)
-    elif (lacking := 2 * spreads.max() - spreads.sum() - wanted) > 0:
-        spreads = np.maximum(spreads + np.where(free, np.where(largest, -1, 1) * min(lacking / free.sum(), _SLACK), 0), 0)
-    angles = _angles(spreads, wanted)
-    sd = spreads * math.sqrt(SEEDS) / 1.96
+    means = means + np.where(means > 0.001, (average.mean - means.mean()) / 2, 0)
+    sd = np.array([cell.half_width for cell in cells]) * math.sqrt(SEEDS) / 1.96
+    wanted = average.half_width * math.sqrt(SEEDS) / 1.96
     random = np.random.default_rng(0)
-    for attempt in range(2000):
-        first, second = _directions(random, attempt)
-        scores = means[:, None] + sd[:, None] * (np.cos(angles)[:, None] * first + np.sin(angles)[:, None] * second)
-        if scores.min() >= 0 and scores.max() <= 1:
+    for attempt in itertools.count():
+        pattern = random.standard_exponential(SEEDS) ** 2  # one seed far above the others: there may be no room below
+        pattern = (pattern - pattern.mean()) / pattern.std(ddof=1)
+        orders = pattern[np.array(_ORDERS)]  # float[orders, 5]
+        sums = sd[0] * pattern + sd[1] * orders[:, None] + sd[2] * orders  # float[orders, orders, 5]
+        away = np.abs(sums.std(axis=2, ddof=1) / 3 - wanted)
+        second, third = np.unravel_index(away.argmin(), away.shape)
+        scores = means[:, None] + sd[:, None] * np.stack([pattern, orders[second], orders[third]])
+        if away.min() < _SLACK * 1.1**attempt and scores.min() >= 0 and scores.max() <= 1:
             break
-    else:
-        raise AssertionError(f"{cells[0].model} {family}: no five scores from 0 to 1 are found that print so")
-    return cells[0].model, {cell.dataset: of_seeds for cell, of_seeds in zip(cells, scores, strict=True)}
-
-
-def reachable(setting: ModelKey, family: TaskFamily) -> bool:
-    """Whether any scores by seed print as the three sets and as the average do.
-
-    The sd of the average is between (largest - others) / 3, or 0, and the mean of the three, within what rounding leaves open.
-    """
-    cells, average = _printed(setting, family)
-    low, high = (np.array([cell.half_width for cell in cells]) + side * _SLACK for side in (-1, 1))
-    low = np.maximum(low, 0)
-    least = max(0.0, max(2 * low[at] - (high.sum() - high[at] + low[at]) for at in range(3)))
-    return least - 3 * _SLACK <= 3 * average.half_width <= high.sum() + 3 * _SLACK
-
-
-def _printed(setting: ModelKey, family: TaskFamily) -> tuple[list[Score], Score]:
-    cells = [published().find(setting, dataset, family) for dataset in STUDY_DATASETS[family]]
-    return cells, published().find(setting, AVERAGE, family)
-
-
-def _angles(lengths: np.ndarray, wanted: float) -> np.ndarray:
-    """float[3]: directions of three vectors of these lengths in a plane, whose sum is as long as is wanted or as can be.
-
-    From all alike they turn towards where they cancel, and the sum is as long as wanted on the way: found by halving.
-    """
-    largest = int(lengths.argmax())
-    if 2 * lengths.max() >= lengths.sum():
-        end = np.full(3, math.pi)
-        end[largest] = 0.0
-    else:  # a triangle
-        turn = math.acos((lengths[2] ** 2 - lengths[0] ** 2 - lengths[1] ** 2) / (2 * lengths[0] * lengths[1]))
-        last = -lengths[0] - lengths[1] * np.exp(1j * turn)
-        end = np.array([0.0, turn, np.angle(last)])
-    near, far = 0.0, 1.0
-    for _ in range(60):
-        middle = (near + far) / 2
-        longer = abs((lengths * np.exp(1j * middle * end)).sum()) > wanted
-        near, far = (middle, far) if longer else (near, middle)
-    return near * end
-
-
-def _directions(random: np.random.Generator, attempt: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two float[5] at right angles, each with mean 0 and sd 1; every other time the first has one seed far above the others."""
-    first = random.standard_normal(SEEDS) if attempt % 2 else np.array([1.0, 0, 0, 0, 0]) + 0.1 * random.random(SEEDS)
-    first = first - first.mean()
-    second = random.standard_normal(SEEDS)
-    second = second - second.mean()
-    second = second - first * (first @ second) / (first @ first)
-    return first / first.std(ddof=1), second / second.std(ddof=1)
+    return dict(zip(datasets, scores, strict=True))

@@ -104,7 +104,7 @@ def test_extreme_numbers_are_drawn(value, run, capsys):
             for fields in (row, *row.get("objectives", {}).values()):
                 fields["loss"] = value
         write_rows(run / file, rows)
-    assert "clm: " in show(run, capsys)
+    assert "7.34M parameters" in show(run, capsys)
 
 
 @pytest.mark.parametrize("name", ["[red]", "$x^{", "_hidden"])

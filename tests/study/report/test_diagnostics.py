@@ -16,7 +16,7 @@ from megaenc.study.report.score_tables import (
 )
 from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
-from megaenc.study.stats.inference import required_seeds
+from megaenc.study.stats.inference import VarianceComponents, required_seeds
 
 ONE, OTHER = ModelKey("mini", 10), ModelKey("mini", 0, 10, mask_ratio=0.4)
 
@@ -26,10 +26,6 @@ def score(setting, seeds, examples=None, **more):
     if examples is not None:
         given["load_examples"] = lambda: examples
     return Score("clm" if setting is ONE else "mlm", setting, "SC", "sst2", **given, **more)
-
-
-def test_published_means_say_nothing_of_rates_seeds_or_runs():
-    assert build_diagnostic_tables(published()) == []
 
 
 def test_rates_with_every_seed_make_the_spread():
@@ -44,33 +40,21 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     """A model that two of six rates break is no steadier than one that they cost four points."""
     rates = {rate: {0: 0.9 - loss, 1: 0.9 - loss} for rate, loss in ((1e-5, 0.005), (2e-5, 0.0), (5e-5, 0.02))}
     failed = {1e-4: frozenset({0, 1}), 2e-4: frozenset({1})}
-    given = {"rate_scores": {**rates, 2e-4: {0: 0.9}}, "failed_seeds": failed, "ended_runs": 10, "planned_runs": 10}
-    known = score(ONE, {0: 0.9, 1: 0.9}, baseline=0.5, **given)
+    runs = {"rate_scores": {**rates, 2e-4: {0: 0.9}}, "failed_seeds": failed, "ended_runs": 10, "planned_runs": 10}
+    known = score(ONE, {0: 0.9, 1: 0.9}, baseline=0.5, **runs)
     assert rate_sensitivity(known).means == pytest.approx({1e-5: 0.895, 2e-5: 0.9, 5e-5: 0.88, 1e-4: 0.5, 2e-4: 0.7})
     table = build_rate_table(Evidence([known]))
-    assert [row.cells for row in table.rows] == [("clm", "40.00 (2/5, 2 failed)")]
-    assert "counts as the trivial baseline" in table.note
-    assert [row.cells for row in build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **given)])).rows] == [
-        ("clm", "2.00 (2/5, 2 failed)")
-    ]
-    alone = score(ONE, {0: 0.9}, rate_scores={1e-5: {0: 0.9}}, failed_seeds={1e-4: frozenset({0})})
-    assert [row.cells for row in build_rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
+    assert table.rows[0].cells == ("clm", "40.00 (2/5, 2 failed)") and "counts as the trivial baseline" in table.note
+    unknown = score(ONE, {0: 0.9, 1: 0.9}, **runs)
+    assert build_rate_table(Evidence([unknown])).rows[0].cells == ("clm", "2.00 (2/5, 2 failed)")
 
 
-def test_a_model_that_always_collapses_is_not_called_steady():
-    rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
-    table = build_rate_table(
-        Evidence(
-            [score(ONE, {0: 0.5, 1: 0.5}, rate_scores=rates, collapsed_runs=4, ended_runs=4, planned_runs=4, collapsed_at_rate=2)]
-        )
-    )
-    assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "if all collapse, the spread is small too" in table.note
-
-
-def test_the_rates_of_a_grid_that_is_not_done_are_marked():
+def test_a_model_that_always_collapses_is_not_called_steady_and_a_grid_that_is_not_done_is_marked():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}}
-    table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rate_scores=rates, ended_runs=4, planned_runs=12)]))
-    assert table.rows[0].cells == ("clm", "9.00 (1/2) [4/12]") and "only k of n fine-tuning runs" in table.note
+    runs = {"rate_scores": rates, "ended_runs": 4, "collapsed_runs": 4, "collapsed_at_rate": 2, "planned_runs": 12}
+    table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **runs)]))
+    assert table.rows[0].cells == ("clm", "9.00 (1/2) †4/4 [4/12]")
+    assert "if all collapse, the spread is small too" in table.note and "only k of n fine-tuning runs" in table.note
 
 
 def run(place, rate, seed, collapsed=None, score=0.9, train="", baseline=0.5):
@@ -108,19 +92,6 @@ def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
     assert "narrower than it should be" in table.note
 
 
-def test_failed_runs_are_known_to_a_score_and_its_average(tmp_path):
-    for dataset, floor in (("a", 0.5), ("b", 0.3)):
-        for seed in range(2):
-            run(tmp_path / "clm/SC" / dataset, "1e-05", seed, score=0.9, baseline=floor)
-            run(tmp_path / "clm/SC" / dataset, "5e-05", seed, score=None if (dataset, seed) == ("b", 1) else 0.7, baseline=floor)
-    evidence = read_evidence(tmp_path, {"clm": ONE})
-    score = evidence.find(ONE, "b")
-    assert (score.failed_seeds, score.baseline, score.rate_scores[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
-    assert score.rate_scores_with_failures == {1e-5: {0: 0.9, 1: 0.9}, 5e-5: {0: 0.7, 1: 0.3}}
-    average = evidence.find(ONE, "average", "SC")
-    assert average.failed_seeds == {5e-5: {1}} and average.rate_scores_with_failures[5e-5] == pytest.approx({0: 0.7, 1: 0.5})
-
-
 def test_seeds_and_examples_part_the_variance():
     random = np.random.default_rng(0)
     ease, seeds, count = random.normal(size=400), 5, 400
@@ -143,14 +114,10 @@ def test_seeds_needed_are_those_of_the_statistics():
     ours = score(ONE, {0: 0.50, 1: 0.52, 2: 0.54})
     theirs = score(OTHER, {0: 0.60, 1: 0.60, 2: 0.63})
     [row] = build_variance_table(Evidence([theirs, ours])).rows
-    from megaenc.study.stats.inference import VarianceComponents
-
     differences = np.array([0.10, 0.08, 0.09])
     parts = VarianceComponents(float(differences.var(ddof=1)) / 3, math.nan)
     assert row.cells[7:] == tuple(required_seeds(wanted, parts, 3) for wanted in (0.002, 0.005, 0.01, 0.02))
     assert row.cells[6] is None  # no examples, no number
-
-
-def test_one_model_alone_has_no_difference():
-    [row] = build_variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
-    assert row.cells[4:] == ("7.07", "5.00", None, None, None, None, None)
+    [alone] = build_variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
+    assert alone.cells[4:] == ("7.07", "5.00", None, None, None, None, None)
+    assert build_diagnostic_tables(published()) == []

@@ -58,8 +58,3 @@ def test_a_wide_table_has_its_groups_below_each_other():
     text = table_to_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
     assert text.count(r"\begin{tabular}{lrrrr}") == 3 and text.count(r"\begin{table}") == 1
     assert "1B & 4 & 5 & 6 & 7" in text
-
-
-def test_rows_fit_their_columns():
-    with pytest.raises(ValueError, match="3 cells under 4 columns"):
-        Table("base", "", "", COLUMNS, (TableRow(("1B", 1, "2")),))

@@ -1,6 +1,5 @@
 """The report of a study with zero-shot retrieval: its tables, its figure, its claims, and nothing of them without it."""
 
-import csv
 import re
 
 import pytest
@@ -75,7 +74,6 @@ def test_the_figure_has_a_line_for_each_objective_and_bm25(study):
         assert [point.mean for point in clm.points] == pytest.approx([25 + base, 30 + base], abs=3)
         assert [point.mean for point in bm25.points] == pytest.approx([55, 55])
         assert bm25.points[0].x < 150 < 300 < bm25.points[1].x
-        assert all(point.half_width > 0 for point in mlm.points)
 
 
 def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
@@ -86,7 +84,6 @@ def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
     expected = ["MLM, small", "MLM, tiny", "CLM, then more MLM, tiny", "25 % CLM, then MLM, tiny", "BM25"]
     assert sorted(line.name for line in before.lines) == sorted(line.name for line in after.lines) == sorted(expected)
     assert len({(line.colour, line.marker) for line in before.lines}) == len(expected)
-    assert after.lines[0].points[0].half_width is None  # one seed
 
 
 def test_the_page_is_written_with_tables_figure_and_claims(study, tmp_path, monkeypatch, capsys):
@@ -97,29 +94,23 @@ def test_the_page_is_written_with_tables_figure_and_claims(study, tmp_path, monk
     printed = capsys.readouterr().out
     assert "1f MLM is above CLM on ZS: holds for these runs" in printed and "4c 25 % CLM" in printed
     assert "missing" not in printed
-    with (output / "tables" / "zero-shot.csv").open() as stream:
-        head, *rows = csv.reader(stream)
-    assert head[5:7] == ["sci as pretrained", "sci after contrastive training"] and len(rows) == 6
     assert (output / "tables" / "zero-shot-recall.csv").is_file() and (output / "figures" / "zero-shot.svg").is_file()
     page = (output / "index.html").read_text()
     assert 'id="table-zero-shot"' in page and 'id="figure-zero-shot"' in page and "<dt>Zero-shot retrieval</dt>" in page
     assert "ZS average of sci, demo_ir" in page
 
 
-def test_a_study_without_it_shows_nothing_of_it(study, tmp_path):
-    page = build(study, "without.yaml")
-    assert not [table.key for table in page.tables if "zero-shot" in table.key]
-    assert not [one.figure.key for one in page.figures if one.figure.key == "zero-shot"]
-    assert not {"1f", "4c", "5c"} & {f"{one.claim}{one.part}" for one in page.verdicts}
-    assert "Zero-shot retrieval" not in dict(page.facts)
-
-
 def test_fine_tuning_is_reported_as_without_it(study):
     both, alone = build(study), build(study, "without.yaml")
+    assert not [table.key for table in alone.tables if "zero-shot" in table.key]
+    assert not [one.figure.key for one in alone.figures if one.figure.key == "zero-shot"]
+    assert "Zero-shot retrieval" not in dict(alone.facts)
     mine = [table for table in both.tables if "zero-shot" not in table.key]
     assert mine == list(alone.tables) and both.scores == alone.scores
-    with_comparisons = {f"{one.claim}{one.part}": one.comparisons for one in both.verdicts}
-    assert all(with_comparisons[f"{one.claim}{one.part}"] == one.comparisons for one in alone.verdicts)
+    comparisons = {f"{one.claim}{one.part}": one.comparisons for one in both.verdicts}
+    for one in alone.verdicts:
+        assert comparisons.pop(f"{one.claim}{one.part}") == one.comparisons
+    assert set(comparisons) == {"1f", "4c", "5c"}
 
 
 def test_a_study_of_retrieval_only_has_a_report(study):
@@ -137,7 +128,5 @@ def test_what_is_missing_is_named(tmp_path):
     page = build(tmp_path)
     [missing] = [text for text in page.notices if "Zero-shot" in text]
     assert "mini-clm-150 (0 of 8)" in missing and "mini-mlm40-300 (6 of 8)" in missing
-    table = page.tables[0]
-    assert [row.name for row in table.rows][:1] == ["mini-clm-300"] and table.rows[0].cells[6].endswith(" [2/3]")
-    [panel] = next(one.figure.panels for one in page.figures if one.figure.key == "zero-shot")
-    assert panel.title == "As pretrained"
+    first = page.tables[0].rows[0]
+    assert first.name == "mini-clm-300" and first.cells[6].endswith(" [2/3]")

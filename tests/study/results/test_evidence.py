@@ -7,67 +7,57 @@ import published_tree
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import GridSpec
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.scope import StudyScope
 from megaenc.study.results.evidence import AVERAGE, build_evidence, describe_missing_scores, read_evidence
-from megaenc.study.results.published import DATASET_NAMES, parse_model_key, published, raw, read_published_rows
+from megaenc.study.results.published import DATASET_NAMES, parse_model_key, raw, read_published_rows
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    root = tmp_path_factory.mktemp("published") / "results"
-    published_tree.write(root)
-    return root
+def test_every_published_cell_to_the_printed_digit(tmp_path):
+    published_tree.write(tmp_path, rates=1)
+    evidence = raw(tmp_path)
+    assert len(evidence.scores) == 46 * 16
+    rows = read_published_rows()
+    assert len(rows) == 800
+    for row in rows:
+        key, dataset = parse_model_key(row), DATASET_NAMES[row["dataset"]]
+        score = evidence.find(key, dataset, row["task"])
+        printed = (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}")
+        if dataset != AVERAGE or (score.model, row["task"]) not in published_tree.APART:
+            assert printed == (row["mean"], row["ci95"]), row
 
 
-@pytest.fixture(scope="module")
-def evidence(tree):
-    return raw(tree)
+def test_rates_are_chosen_on_validation_and_averages_formed_by_seed(tmp_path):
+    published_tree.write(tmp_path, models=[MLM, CLM])
+    evidence = raw(tmp_path)
+    for score in evidence.scores:
+        if score.dataset != AVERAGE:
+            assert score.learning_rate == published_tree.chosen_rate(score.model, score.dataset)
+            assert set(score.rate_scores) == set(published_tree.RATES)
+            assert score.seed_scores == score.rate_scores[score.learning_rate]
+            assert score.ended_runs == 15
+    average = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
+    assert [member.dataset for member in average.members] == ["sst2", "qqp", "mnli_m"] and average.load_examples() == {}
+    for seed, value in average.seed_scores.items():
+        assert value == pytest.approx(np.mean([member.seed_scores[seed] for member in average.members]))
+    assert average.ended_runs == 45 and average.learning_rate is None
 
 
-def test_every_published_cell_to_the_printed_digit(evidence):
-    wrong = []
-    for row in read_published_rows():
-        score = evidence.find(parse_model_key(row), DATASET_NAMES[row["dataset"]], row["task"])
-        if (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}") != (row["mean"], row["ci95"]):
-            wrong.append((row, score.mean, score.half_width))
-    assert len(read_published_rows()) == 800 and not wrong
-
-
-def test_scores_exist_that_print_as_each_average_does():
-    possible = [published_tree.reachable(setting, family) for setting in published().model_keys() for family in TaskFamily]
-    assert sum(possible) == len(possible) == 46 * 4  # the tables print 200, 16 of them twice
-
-
-def test_rates_are_chosen_on_validation(evidence):
-    of_sets = [score for score in evidence.scores if score.dataset != AVERAGE]
-    assert len(of_sets) == 46 * 12
-    for score in of_sets:
-        assert score.learning_rate == published_tree.chosen_rate(score.model, score.dataset)
-        assert set(score.rate_scores) == set(published_tree.RATES) and score.seed_scores == score.rate_scores[score.learning_rate]
-        assert score.ended_runs == 15
-
-
-def test_examples_are_those_of_the_chosen_rate(evidence):
-    score = evidence.find(parse_model_name(MLM), "squad")
-    found = score.load_examples()
-    assert sorted(found) == [0, 1, 2, 3, 4] and found is score.load_examples()  # read once
-    for seed, of_each in found.items():
-        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(score.seed_scores[seed], abs=1e-7)
-
-
-def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
+def test_examples_are_those_of_the_chosen_rate_read_when_they_are_asked_for(tmp_path):
     published_tree.write(tmp_path, models=[MLM])
-    score = raw(tmp_path).find(parse_model_name(MLM), "squad")
+    first, second = (raw(tmp_path).find(parse_model_name(MLM), "squad") for _ in range(2))
+    found = first.load_examples()
+    assert sorted(found) == [0, 1, 2, 3, 4] and found is first.load_examples()  # read once
+    for seed, of_each in found.items():
+        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(first.seed_scores[seed], abs=1e-7)
     for path in tmp_path.rglob("results.json"):
         path.unlink()
     with pytest.raises(InputError, match=r"results\.json.*expected what a run wrote"):
-        score.load_examples()
+        second.load_examples()
 
 
 def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
@@ -77,21 +67,11 @@ def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
             for seed in range(2):
                 result(tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}", 0.5, **more)
     found = read_evidence(tmp_path, {})
-    examples = {
-        (model, dataset): found.find(model, dataset).stack_examples([0, 1])
-        for model in (MLM, "mine")
-        for dataset in ("nq", "msmarco")
-    }
-    assert {place for place, scores in examples.items() if scores is None} == {(MLM, "nq")}
+    for model in (MLM, "mine"):
+        for dataset in ("nq", "msmarco"):
+            alone = found.find(model, dataset).stack_examples([0, 1]) is None
+            assert alone == ((model, dataset) == (MLM, "nq"))
     assert found.find(MLM, "nq").load_examples() == {} and found.find(MLM, "nq").seed_scores == {0: 0.5, 1: 0.5}
-
-
-def test_an_average_is_formed_by_seed_at_each_sets_own_rate(evidence):
-    score = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
-    assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.load_examples() == {}
-    for seed, value in score.seed_scores.items():
-        assert value == pytest.approx(np.mean([member.seed_scores[seed] for member in score.members]))
-    assert score.ended_runs == 45 and score.learning_rate is None
 
 
 def result(folder, score, validation=None, **more):
@@ -122,56 +102,38 @@ def test_models_of_a_manifest_and_others(tmp_path):
 def test_other_metrics_and_their_examples(tmp_path):
     for seed in range(2):
         made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
-        result(tmp_path / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
-    exact, f1 = (read_evidence(tmp_path, {}, metric).scores[0] for metric in ("exact", "f1"))
+        result(tmp_path / "a" / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
+    exact, f1 = (read_evidence(tmp_path / "a", {}, metric).scores[0] for metric in ("exact", "f1"))
     assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
     assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
+    result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
+    assert read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}  # not what the score is of
     with pytest.raises(InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"):
-        read_evidence(tmp_path, {}, "accuracy")
-
-
-def test_examples_that_are_not_what_the_score_is_of_are_left_out(tmp_path):
-    result(tmp_path / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
-    assert read_evidence(tmp_path, {}).scores[0].load_examples() == {}
+        read_evidence(tmp_path / "a", {}, "accuracy")
 
 
 def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
-    place = tmp_path / "mine" / "SC/sst2"
-    result(place / "lr2e-05_sd0", 0.9)
-    result(place / "lr5e-05_sd0", 0.5, validation=0.4, collapsed="constant prediction positive")
-    (place / "lr1e-04_sd0").mkdir()
-    (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
-    score = read_evidence(tmp_path, {}).scores[0]
-    assert (score.collapsed_runs, score.ended_runs, score.learning_rate) == (2, 3, 2e-5) and set(score.rate_scores) == {
-        2e-5,
-        5e-5,
-    }
-    assert score.collapsed_at_rate == 0 and score.failed_seeds == {1e-4: {0}} and score.baseline is None
-
-
-def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
-    for dataset in ("sst2", "toy"):
-        for seed in range(3):
-            said = {"collapsed": "constant prediction" if seed else None, "metrics": {"accuracy": 0.5}}
-            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.5, baseline={"score": 0.4, "accuracy": 0.3}, **said)
-    one, other, average = read_evidence(tmp_path, {}).scores
-    assert (one.collapsed_at_rate, one.baseline, one.failed_seeds) == (2, 0.4, {})
-    assert average.collapsed_at_rate == one.collapsed_at_rate + other.collapsed_at_rate
-    assert read_evidence(tmp_path, {}, "accuracy").scores[0].baseline == 0.3
-
-
-def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
+    """Collapsed at the chosen rate are those that are in the mean."""
+    said = {"baseline": {"score": 0.4, "accuracy": 0.3}, "metrics": {"accuracy": 0.5}}
     for dataset in ("sst2", "qqp"):
+        place = tmp_path / "mine/SC" / dataset
         for seed in range(2):
             worthless = "constant prediction" if (dataset, seed) == ("qqp", 1) else None
-            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
-            result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
+            result(place / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless, **said)
+            result(place / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction", **said)
+    (place / "lr1e-04_sd0").mkdir()
+    (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
     assert {name: (score.collapsed_at_rate, score.collapsed_runs) for name, score in found.items()} == {
         "sst2": (0, 2),
-        "qqp": (1, 3),
-        AVERAGE: (1, 5),
+        "qqp": (1, 4),
+        AVERAGE: (1, 6),
     }
+    failed = found["qqp"]
+    assert (failed.ended_runs, failed.learning_rate, failed.failed_seeds) == (5, 2e-5, {1e-4: {0}})
+    assert set(failed.rate_scores) == {2e-5, 5e-5} and failed.baseline == 0.4
+    assert failed.rate_scores_with_failures == {**failed.rate_scores, 1e-4: {0: 0.4}}
+    assert read_evidence(tmp_path, {}, "accuracy").scores[0].baseline == 0.3
 
 
 def test_a_manifest_says_what_should_be_there(tmp_path):

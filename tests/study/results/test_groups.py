@@ -26,60 +26,27 @@ def test_published_models_stand_in_the_tables_that_they_were_published_in():
 def test_a_study_of_another_scale_has_the_same_groups():
     found = group_by_setup(settings().values())
     assert {setup: len(members) for setup, members in found.items()} == {"base": 3, "efficiency": 4, "pfs": 10, "cpt": 6}
-    assert [one.clm_share for one in found["pfs"] if (one.steps, one.mask_ratio) != (300, 0.2)] == [
-        0,
-        0.5,
-        1,
-        0,
-        0.25,
-        0.5,
-        0.75,
-        1,
-    ]
     assert all(one.steps == 300 for one in found["base"])
 
 
-def test_schedules_and_seeds():
-    alternating = ModelKey("210M", 100, 100, mask_ratio=0.4, schedule="alternating")
-    seeds = [ModelKey("210M", 200, seed=seed) for seed in (2, 1)]
-    found = group_by_setup([alternating, *seeds])
-    assert found == {"base": seeds[::-1], "other": [alternating]}
-
-
-def test_what_is_planned_says_what_is_the_base():
-    """With half of a study done, a shorter budget is not the longest one, nor a rarer mask ratio the usual one."""
-    plan = [
-        ModelKey("mini", 300),
-        ModelKey("mini", 0, 300, mask_ratio=0.4),
-        ModelKey("mini", 150),
-        ModelKey("mini", 75, 75, mask_ratio=0.4),
-    ]
-    done = [ModelKey("mini", 150), ModelKey("mini", 75, 75, mask_ratio=0.4)]
-    assert group_by_setup(done)["base"] == [ModelKey("mini", 150)]
-    assert group_by_setup(done, plan) == {"pfs": done[::-1]}
-    assert group_by_setup([ModelKey("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [ModelKey("mini", 0, 150, mask_ratio=0.4)]}
-
-
-def test_the_base_is_what_both_objectives_have():
-    """CLM that got further than MLM is not the base alone: the claims compare what both have."""
+def test_the_base_is_what_both_objectives_have_or_the_plan_says():
+    """CLM that got further than MLM is not the base alone; with half of a study done, a shorter budget is not the longest one."""
     mlm, clm, longer = ModelKey("1B", 0, 20, mask_ratio=0.4), ModelKey("1B", 20), ModelKey("1B", 40)
     assert group_by_setup([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
     assert group_by_setup([longer, mlm])["base"] == [longer]
-
-
-def test_sizes_with_words_for_names_need_a_manifest():
-    words = [ModelKey(size) for size in ("large", "medium", "small")]
-    assert sort_sizes(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
-    assert is_size_order_known(words, ["small", "medium", "large"]) and not is_size_order_known(words)
-    assert (
-        is_size_order_known(words[:1])
-        and is_size_order_known([ModelKey("1B"), ModelKey("210M")])
-        and not is_size_order_known([ModelKey("1B"), *words])
-    )
+    plan = [longer, ModelKey("1B", 0, 40, mask_ratio=0.4), mlm, clm]
+    assert group_by_setup([clm, mlm], plan) == {"pfs": [mlm, clm]}
+    alternating = ModelKey("1B", 10, 10, mask_ratio=0.4, schedule="alternating")
+    second = ModelKey("1B", 20, seed=2)
+    assert group_by_setup([alternating, second, clm]) == {"base": [clm, second], "other": [alternating]}
 
 
 def test_order_of_sizes_data_sets_and_masks():
     assert sort_sizes([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
+    words = [ModelKey(size) for size in ("large", "medium", "small")]
+    assert sort_sizes(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
+    assert is_size_order_known(words, ["small", "medium", "large"]) and not is_size_order_known(words)
+    assert is_size_order_known(words[:1]) and is_size_order_known([ModelKey("1B"), ModelKey("210M")])
     pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
     assert datasets_by_family(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
     assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"

@@ -60,13 +60,6 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     stages["export/base"].check()
 
 
-def test_the_same_run_made_again_is_the_same(study):
-    shutil.rmtree(study / STUDY / "runs" / "base")
-    stages = nodes(study)
-    make(stages["pretrain/base"])
-    check_stages(stages.values(), stages, study / STUDY)
-
-
 def test_results_of_another_export_are_not_this_models(study):
     stages = nodes(study)
     stage_artifacts.make_export(stages["export/more"], weights="others")
@@ -118,9 +111,6 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
 
 
 BLENDS = [
-    (["1", "data/*_text_document"], {}),
-    (["data/a_text_document", "data/b_text_document"], {}),
-    (["data/*_text_document"], {"blend_temperature": 0.5}),
     (["0.3", "data/a_text_document", "0.7", "data/b_text_document"], {"blend_max_epochs": 2}),
     (["data/*_text_document"], {"blend_temperature": 0.5, "blend_max_epochs": 2}),
 ]

@@ -73,7 +73,11 @@ def test_the_line_that_says_why():
     assert stage_log.find_error_line(ours) == "error: --lr: found 0, expected a number above 0"
     trace = ["Traceback (most recent call last):", '  File "x.py", line 3', "    f()", "torch.OutOfMemoryError: no room", ""]
     assert stage_log.find_error_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
-    grid = ["without result: toy sst2 1e-03 sd0: killed by SIGKILL", "done in 0:01", "without result: 1 training; the same command"]
+    grid = [
+        "without result: toy sst2 1e-03 sd0: killed by SIGKILL",
+        "done in 0:01",
+        "without result: 1 training; the same command",
+    ]
     assert stage_log.find_error_line(grid) == grid[0]
     assert stage_log.find_error_line(["one", "two", ""]) == "two" and stage_log.find_error_line([]) == ""
 

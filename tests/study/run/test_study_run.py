@@ -1,7 +1,6 @@
 """Stages are done in order, some at a time; what fails, stops or is killed leaves the rest as it should be."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,18 +8,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import manifests
 import pytest
 import runs
-import yaml
 from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
-from megaenc.study.run import stage_log
+from megaenc.study.report import command as report
+from megaenc.study.run import stage_log, status
 from megaenc.study.run.command import main
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.stage import finished_stages
 from megaenc.torchelastic import EXIT_CODE_FILE
-from megaenc.training.run_init import identity_digest
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):
@@ -225,96 +224,71 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
 
-SMALLEST = {
-    "sizes": {
-        "toy": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1}
-    },
-    "pretrain": {
-        "seq_length": 32,
-        "micro_batch_size": 4,
-        "global_batch_size": 4,
-        "lr": 1e-3,
-        "bf16": False,
-        "lr_warmup_iters": 1,
-        "lr_wsd_decay_iters": 2,
-        "eval_interval": 0,
-        "log_interval": 1,
-    },
-    "corpus": {"text": ["text.jsonl"], "vocab_size": 300},
-    "models": [
-        {"size": "toy", "steps": 6, "clm_share": 1},
-        {"size": "toy", "steps": 6, "clm_share": 0.5, "mask": 0.4, "evaluate": False},
-    ],
-    "finetune": {"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, "max_steps": 2, "max_length": 32},
-}
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_smallest(folder: Path) -> Path:
-    """A parent, a branch, an export and a fine-tuning run of two steps, on local data."""
+    """A parent, a branch, an export, a fine-tuning run and a contrastive training of two steps, on local data."""
     runs.write_text(folder / "text.jsonl", documents=60)
-    (folder / "sc").mkdir()
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
         rows = [{"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2} for n in range(count)]
-        (folder / "sc" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(SMALLEST))
-    return path
+        write_lines(folder / "sc" / f"{split}.jsonl", rows)
+    texts = [{"_id": f"{n}", "text": f"plerk {n}"} for n in range(6)]
+    for name in ("corpus", "queries"):
+        write_lines(folder / "ir" / f"{name}.jsonl", texts)
+    (folder / "ir" / "qrels").mkdir()
+    judged = "".join(f"{n}\t{n}\t1\n" for n in range(6))
+    (folder / "ir" / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    write_lines(folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)])
+    short = {"lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "micro_batch_size": 8, "eval_interval": 0, "log_interval": 1}
+    steps = {"max_steps": 2, "max_length": 32}
+    return manifests.write(
+        folder,
+        pretrain=manifests.BASE["pretrain"] | short,
+        corpus={"text": ["text.jsonl"], "vocab_size": 300},
+        models=[
+            {"size": "toy", "steps": 6, "clm_share": 1},
+            {"size": "toy", "steps": 6, "clm_share": 0.5, "mask": 0.4, "evaluate": False},
+        ],
+        finetune={"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, **steps},
+        embed={"datasets": ["toy_ir=ir"], "train": "pairs.jsonl", "seeds": 1, "batch_size": 4, "warmup": 0, **steps},
+    )
 
 
-def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
+@pytest.mark.slow
+def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd, refusal):
     manifest, study = write_smallest(tmp_path), tmp_path / "study"
-    command = [sys.executable, "-m", "megaenc", "study", "run", str(manifest), "--output", str(study), "--jobs", "2"]
+    flags = [str(manifest), "--output", str(study)]
+    command = [sys.executable, "-m", "megaenc", "study", "run", *flags, "--jobs", "2"]
     killed = subprocess.Popen(command, env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
     wait_until((study / "runs" / "toy-clm-6" / "metrics.jsonl").exists, killed, 300)
-    with pytest.raises(SystemExit) as refused:
-        main([str(manifest), "--output", str(study)])
-    assert refused.value.code == 2 and "another `megaenc study run` uses this directory" in capsys.readouterr().err
-    os.kill(killed.pid, signal.SIGKILL)
+    assert "another `megaenc study run` uses this directory" in refusal(main, flags)
+    killed.kill()
     killed.communicate()
-    tokenizer = (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
-    output = runs.run(command, timeout=900).stdout
-    resumed = (
-        "5 stages, 1 done, 4 to do, 2 in parallel",
-        "5 stages, 2 done, 3 to do, 2 in parallel",
-    )  # another may end before the kill
-    assert any(line in output for line in resumed) and "5 of 5 stages are done" in output
-    assert (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == tokenizer
+    tokenizer = study / "corpus" / "tokenizer" / "tokenizer.json"
+    made = tokenizer.stat().st_mtime_ns
+    main([*flags, "--jobs", "2"])
+    out = capfd.readouterr().out
+    assert "6 stages, " in out and ", 2 in parallel" in out and "6 of 6 stages are done" in out
+    assert tokenizer.stat().st_mtime_ns == made
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
-    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["step"] == 6
     [result] = (study / "results").rglob("results.json")
     assert result.parts[-5:-1] == ("toy-clm-6", "SC", "toy_sc", "lr1e-03_sd0")
+    details = json.loads((study / "embed" / "toy-clm-6" / "seed-0" / "training.json").read_text())
+    assert (details["config"]["seed"], details["config"]["batch_size"], details["steps"]) == (0, 4, 2)
     written = {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")}
-    main([str(manifest), "--output", str(study)])
-    assert "5 stages, 5 done, 0 to do" in capsys.readouterr().out
+    main(flags)
+    assert "6 stages, 6 done, 0 to do" in capfd.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")} == written
-    refuses_what_has_changed(manifest, study, capsys)
-
-
-def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
-    """A finished study, and a manifest that says something else now: one line, whatever it is."""
-    changes = [
-        ({"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}}, "runs/toy-clm-6: made from another manifest: lr is 0.001 there"),
-        ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
-        ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
-    ]
-    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == identity_digest(
-        json.loads((study / "runs" / "toy-clm-6" / "run.json").read_text())["identity"]
-    )
-    for change, expected in changes:
-        manifest.write_text(yaml.safe_dump(SMALLEST | change))
-        with pytest.raises(SystemExit) as refused:
-            main([str(manifest), "--output", str(study)])
-        [line] = capsys.readouterr().err.splitlines()
-        assert refused.value.code == 2 and expected in line
-    # A branch at a step that was not kept is no branch; one more model has its own run.
-    manifest.write_text(yaml.safe_dump(SMALLEST | {"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}))
-    main([str(manifest), "--output", str(study), "--dry-run"])
-    *done, pretrain, _, _ = sorted(capsys.readouterr().out.splitlines(), key=lambda line: "would run" in line)
-    assert len(done) == 5 and "pretrain/toy-clm-4: would run" in pretrain and "--branch-from" not in pretrain
-    manifest.write_text(yaml.safe_dump(SMALLEST))
-    with (manifest.parent / "sc" / "train.jsonl").open("a") as stream:
-        stream.write('{"id": "more", "text": "stan plerk", "label": 0}\n')
-    with pytest.raises(SystemExit):
-        main([str(manifest), "--output", str(study)])
-    assert "results/toy-clm-6: made with other settings: finetune: dataset is" in capsys.readouterr().err
+    status.main(flags)
+    assert capfd.readouterr().out.startswith("6 stages: 6 done; 100 %")
+    results = ["--results", str(study / "results"), "--runs", str(study / "runs")]
+    report.main([str(manifest), *results, "--output", str(study / "report")])
+    head, line, *_ = (study / "report" / "tables" / "zero-shot.csv").read_text().splitlines()
+    assert head.endswith("toy_ir as pretrained,toy_ir after contrastive training") and line.startswith("toy-clm-6,")
+    assert "toy_sc" in (study / "report" / "tables" / "scores.csv").read_text()
+    manifest.write_text(manifest.read_text().replace("max_steps: 2", "max_steps: 3"))
+    assert "finetune: max_steps is 2 there, 3 here" in refusal(main, flags)
