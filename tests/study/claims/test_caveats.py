@@ -33,7 +33,7 @@ def test_a_verdict_says_what_it_is_about():
     assert all("nother pretraining run" not in one.reason and one.label == one.verdict for one in several)
 
 
-@pytest.mark.parametrize("text", ["SC", "SC=", "XX=1", "SC=-1", "SC=nan"])
+@pytest.mark.parametrize("text", ["SC", "XX=1", "SC=-1", "SC=nan"])
 def test_odd_noise_is_one_line(text):
     with pytest.raises(InputError, match=r"^--run-noise .*: expected FAMILY=POINTS, such as SC=0.5"):
         parse_run_noise([text])
@@ -55,13 +55,6 @@ def test_the_published_noise_is_that_of_the_curves():
         assert 0 < finetuning < variance
         found.append(100 * math.sqrt(variance - finetuning))
     assert noise.df == 5 and found == pytest.approx([0.44, 0.18, 2.50, 0.50], abs=0.005)
-
-
-def test_models_without_a_partner_are_counted():
-    scores = sized("10M", (1, 2, 3))[:-1]  # no CLM of the third seed
-    found = by_claim(Evidence(scores))["1a"]
-    assert found.comparisons[0].pretraining_runs == 2
-    assert "1 model is left out because the other side lacks the same pretraining seed." in found.reason
 
 
 def collapsed(evidence, where, runs=None):
@@ -101,16 +94,18 @@ def test_a_model_that_always_collapses_is_evidence():
 
 
 def test_what_is_not_complete_is_said():
-    evidence = mini(5)
-    half = [
-        dataclasses.replace(score, seed_scores={seed: value for seed, value in score.seed_scores.items() if seed < 2})
-        if score.model_key.clm_steps == 40
-        else score
-        for score in evidence.scores
-    ]
+    half = []
+    for score in mini(5).scores:
+        if score.model_key.clm_steps == 40:
+            kept = {seed: score.seed_scores[seed] for seed in (0, 1)}
+            score = dataclasses.replace(score, seed_scores=kept)
+        half.append(score)
     found = by_claim(Evidence(half))
-    assert "Not complete: 2 of 2 pairs of models lack fine-tuning seeds (2 of 5)." not in found["4a"].reason
+    assert "Not complete: " not in found["4a"].reason
     assert "Not complete: 1 of 1 pairs of models lack fine-tuning seeds (2 of 5)." in found["1a"].reason
+    found = by_claim(Evidence(sized("10M", (1, 2, 3))[:-1]))["1a"]  # no CLM of the third seed
+    assert found.comparisons[0].pretraining_runs == 2
+    assert "1 model is left out because the other side lacks the same pretraining seed." in found.reason
 
 
 def ratios(family, means, collapsed_at=None, clm_steps=0):
@@ -139,38 +134,3 @@ def test_a_collapsed_ratio_decides_no_claim_on_ratios():
     after_clm = ratios("SC", apart, clm_steps=300)
     assert by_claim(Evidence([*ratios("SC", near), *after_clm]))["6c"].verdict == "reversed"
     assert by_claim(Evidence([*ratios("SC", near, 0.2), *after_clm]))["6c"].verdict == "not resolved"
-
-
-def test_a_collapsed_model_neither_widens_the_noise_nor_the_spread():
-    means = {0.1: 0.79, 0.2: 0.80, 0.3: 0.81, 0.4: 0.815, 0.5: 0.81}
-    plain, bad = (ModelSelector(Evidence(ratios("SC", means, collapsed_at))) for collapsed_at in (None, 0.2))
-    assert bad.dataset_spreads["SC", "toy"] < 2 * plain.dataset_spreads["SC", "toy"]
-    assert all(estimate_run_noise(models).variance({("SC", "toy"): 1.0})[0] < 1e-4 for models in (plain, bad))
-
-
-def test_runs_that_all_collapse_lend_no_variance():
-    """The size with two runs has collapsed, the other has one: nothing is known about another run."""
-    scores = [dataclasses.replace(one, collapsed_at_rate=5) for one in sized("10M", [1, 2])] + sized("20M", [1], gap=0.05, runs=0)
-    found = by_claim(Evidence(scores))["1a"]
-    assert found.verdict == "not resolved" and math.isnan(found.overall.p)
-
-
-def test_a_collapsed_size_is_no_inequality():
-    """Two sizes are equal on TC and one has a collapsed CLM: not beyond the margin, as without it they are equal."""
-    scores = [one for size in ("10M", "20M", "40M") for one in sized(size, [1], runs=0)]
-    scores = [dataclasses.replace(one, family="TC", dataset="uner_en") for one in scores]
-    scores[1] = dataclasses.replace(
-        scores[1], mean=0.4, seed_scores={at: 0.4 + 0.001 * at for at in range(5)}, collapsed_at_rate=5
-    )
-    found = by_claim(Evidence(scores))["1c"]
-    assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
-
-
-def test_a_trend_needs_the_same_data_sets():
-    scores = []
-    for size, names in (("10M", ("nq", "msmarco")), ("20M", ("nq", "msmarco")), ("40M", ("msmarco",))):
-        for name in names:
-            gap = 0.1 if name == "nq" else 0.01
-            scores += [dataclasses.replace(one, family="IR", dataset=name) for one in sized(size, [1], gap, runs=0)]
-    found = by_claim(Evidence(scores))["1d"]
-    assert found.verdict == "no data" and found.reason == "Needs models of all sizes evaluated on the same IR data sets."

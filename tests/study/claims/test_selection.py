@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import simulated
-from small_studies import by_claim
+from small_studies import by_claim, sized
 
-from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import StudyScope
@@ -14,29 +12,18 @@ from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
 from megaenc.study.stats.comparisons import ModelSelector
 
-WORDS = {"210M": "small", "610M": "medium", "1B": "large"}
-
 
 def gap_by_words(scope: StudyScope):
     """Claim 1d of a study whose gap narrows, read in the order of the names of its models, sizes called by words."""
-
-    def shift(one, family):
-        gap = {"210M": 1.2, "610M": 0.8, "1B": 0.3}[one.size]
-        return gap if family == TaskFamily.IR and not one.clm_steps else 0.0
-
     scores = []
-    for score in simulated.study(3, shift=shift, quiet=True).scores:
-        size = WORDS[score.model_key.size]
-        scores.append(replace(score, model_key=replace(score.model_key, size=size), model=f"{size}-{score.model}"))
-    return judge(Evidence(sorted(scores, key=lambda score: score.model), scope=scope), draws=0)[3]
+    for size, gap in (("large", 0.01), ("medium", 0.03), ("small", 0.05)):
+        scores += [replace(one, family="IR", dataset="nq") for one in sized(size, [1], gap, runs=0)]
+    return by_claim(Evidence(scores, scope=scope))["1d"]
 
 
-def test_sizes_come_in_the_manifests_order():
+def test_sizes_come_in_the_manifests_order_or_there_are_no_data():
     found = gap_by_words(StudyScope(sizes=("small", "medium", "large")))
     assert found.verdict == "holds" and found.overall.where == "small to large"
-
-
-def test_sizes_in_an_unknown_order_are_no_data():
     found = gap_by_words(StudyScope())
     assert found.verdict == "no data" and found.reason.startswith("Needs sizes in a known order")
 
@@ -45,7 +32,7 @@ def only(keep, scope: StudyScope = StudyScope()) -> Evidence:  # noqa: B008
     return Evidence([score for score in published().scores if keep(score.model_key)], scope=scope)
 
 
-def test_the_end_of_a_half_done_study_is_the_planned_one():
+def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
     plan = StudyScope({score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B"))
 
     def half(one):  # CLM is done, MLM has its shorter budget alone
@@ -54,10 +41,6 @@ def test_the_end_of_a_half_done_study_is_the_planned_one():
     assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {22_000}  # all that there is
     assert ModelSelector(only(half, plan)).final_pairs() == {}
     assert judge(only(half, plan), draws=0)[0].verdict == "no data"
-
-
-def test_the_ratio_that_stands_for_mlm_is_the_planned_one():
-    plan = StudyScope({score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B"))
 
     def without(one):
         return one.size == "210M" and one.mask_ratio != 0.4
@@ -73,8 +56,3 @@ def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
     found = by_claim(Evidence(scores), draws=0)["2"]
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)
-
-
-def test_nothing_published_ends_before_its_run_does():
-    early = [score for score in published().scores if not score.model_key.decayed and score.model_key.steps <= 10_000]
-    assert "early is step 1,000, 2,000, 5,000, 10,000;" in by_claim(Evidence(early), draws=0)["2"].reason

@@ -68,12 +68,8 @@ def only_mlm(one):
 
 PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the other way round
     "1a": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.SC),
-    "1b": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.QA),
     "1d": lambda one, family, way: (
         only_mlm(one) * (family == TaskFamily.IR) * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
-    ),
-    "1e": lambda one, family, way: (
-        only_mlm(one) * (family == TaskFamily.SC) * {"210M": 0.5 - way * 0.3, "610M": 0.5, "1B": 0.5 + way * 0.3}[one.size]
     ),
     "2": lambda one, family, way: way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000),
     "4a": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
@@ -88,17 +84,9 @@ def test_planted_effects_are_found_with_their_sign(claim, way, expected):
     plant = PLANTED[claim]
     found = by_claim(simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000), draws=0)
     assert found[claim].verdict == expected
-    outcomes = {comparison.verdict for comparison in found[claim].comparisons}
-    assert ("holds" if way < 0 else "reversed") not in outcomes or claim in (
-        "1d",
-        "1e",
-    )  # there they are of the gap, not of its trend
     if claim in ("2", "4a"):  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
-        assert all(
-            one.verdict in ("not resolved", "no data")
-            for name, one in found.items()
-            if name not in (claim, *simulated.OF_EQUALITY)
-        )
+        others = [one.verdict for name, one in found.items() if name not in (claim, *simulated.OF_EQUALITY)]
+        assert set(others) <= {"not resolved", "no data"}
 
 
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
@@ -195,41 +183,18 @@ def test_the_margins_are_the_spread_of_the_published_models():
         assert len(means) == 21 and np.std(means, ddof=1) == pytest.approx(margin, abs=0.0005)
 
 
-def test_no_wide_data_set_decides_a_pooled_difference():
-    """Of claim 4a, ReCoRD has a quarter of the points and its share of the standard deviations."""
-    without = Evidence(
-        [
-            replace(
-                one,
-                mean=one.mean
-                - 0.2 * (one.dataset == "record" and 0.2 < one.model_key.clm_share < 0.3 and one.model_key.mlm_steps > 0),
-            )
-            for one in published().scores
-            if one.dataset != "average"
-        ]
-    )
-    found = by_claim(without, draws=0)["4a"]  # 20 points lower there: in points, the mean of twelve sets would be below 0
-    assert found.overall.unit == "SD" and found.overall.difference > 0.3
-    assert [one.verdict for one in found.families] == ["holds", "holds", "reversed", "holds"] and found.verdict == "mixed"
-
-
-def test_nothing_is_said_without_data():
-    found = judge(Evidence([]))
-    assert {one.verdict for one in found} == {"no data"} and all(one.reason.startswith("Needs ") for one in found)
-    assert "at least two sizes" in found[3].reason
-
-
 def test_any_manifest_can_be_judged():
     found = by_claim(mini(5))
-    assert found["4a"].verdict == "holds" and [one.dataset for one in found["4a"].comparisons] == ["toy_sc", "toy_ir"]
-    assert found["4a"].comparisons[0].left == "25 % CLM, then MLM" and found["4a"].comparisons[0].where == "tiny, 40 steps, 15 %"
-    assert [claim for claim in CLAIMS if found[claim].verdict == "no data"] == [
-        "1b", "1c", "1d", "1e", "2", "3", "4b", "5a", "5b", "6a", "6b", "6c",
-    ]  # fmt: skip
+    quarter = found["4a"]
+    assert quarter.verdict == "holds" and [one.dataset for one in quarter.comparisons] == ["toy_sc", "toy_ir"]
+    assert quarter.comparisons[0].left == "25 % CLM, then MLM" and quarter.comparisons[0].where == "tiny, 40 steps, 15 %"
+    assert [claim for claim in CLAIMS if found[claim].verdict != "no data"] == ["1a", "4a"]
     assert "MLM 15 %" in found["1a"].question
-    percentile, studentised = found["4a"].overall.bootstrap
-    assert percentile[0] > 0 and studentised[0] < found["4a"].overall.difference < studentised[1]
-    assert found["4a"].overall.seeds_needed == 3 and found["4a"].overall.effect > 3
+    percentile, studentised = quarter.overall.bootstrap
+    assert percentile[0] > 0 and studentised[0] < quarter.overall.difference < studentised[1]
+    assert quarter.overall.seeds_needed == 3 and quarter.overall.effect > 3
+    nothing = judge(Evidence([]))
+    assert {one.verdict for one in nothing} == {"no data"} and all(one.reason.startswith("Needs ") for one in nothing)
 
 
 def test_one_seed_is_never_a_verdict():

@@ -118,15 +118,11 @@ def test_hours_bytes_and_waits(tmp_path):
     )
 
 
-def test_bf16_keeps_master_weights_and_exports_half(tmp_path):
+def test_bf16_keeps_master_weights_and_without_a_rate_no_hours_are_made_up(tmp_path):
     sizes = {"toy": manifests.BASE["sizes"]["toy"] | {"bf16": True}}
-    plan = graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4}))
+    cost = compute_study_cost(graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4})))
     parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
-    assert list(compute_study_cost(plan).disk.values())[:2] == [14 * parameters, 2 * parameters]
-
-
-def test_without_a_rate_no_hours_are_made_up(tmp_path):
-    cost = compute_study_cost(graph(tmp_path))
+    assert list(cost.disk.values())[:2] == [14 * parameters, 2 * parameters]
     assert (cost.with_sharing.device_hours, cost.finetune_hours, cost.longest_chain_run_by_run.hours) == (None, None, None)
-    of_sizes = graph(tmp_path, hardware={"tokens_per_second_of": {"toy": 512}})
-    assert compute_study_cost(of_sizes).with_sharing.device_hours == pytest.approx(cost.with_sharing.steps / 3600)
+    of_sizes = compute_study_cost(graph(tmp_path, hardware={"tokens_per_second_of": {"toy": 512}}))
+    assert of_sizes.with_sharing.device_hours == pytest.approx(of_sizes.with_sharing.steps / 3600)

@@ -2,7 +2,6 @@
 
 import shutil
 
-import manifests
 from stage_artifacts import build_stages, make, make_run
 
 BOTH = {"models": [{"size": "toy", "steps": [400, 600], "mask": 0.4}], "finetune": None}
@@ -53,9 +52,3 @@ def test_without_its_parent_a_branch_is_planned_anew(tmp_path):
     assert starts(again) == starts(stages)
     make(again["pretrain/toy-mlm40-600"])
     again["pretrain/toy-mlm40-400"].check()
-
-
-def test_a_finished_study_keeps_every_start(tmp_path):
-    stages = build_stages(tmp_path, **manifests.BASE)
-    make(*(node for id, node in stages.items() if id.startswith("pretrain/")))
-    assert starts(build_stages(tmp_path, **manifests.BASE)) == starts(stages)

@@ -4,12 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from manifests import STUDY
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results.files import read_result_tree
-from megaenc.study.manifest.model_key import ModelKey, parse_model_name
-from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
 from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
@@ -74,21 +72,6 @@ def test_mask_ratios_with_and_without_clm(ours):
     assert list(lines(picture)) == ["MLM only", "CLM 75, then MLM"]
     two_stage = ours.find(ModelKey("mini", 75, 225, mask_ratio=0.2), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
-
-
-def test_the_papers_mask_ratios_stand_beside_those_after_clm():
-    """Names of the published raw results; a further share of CLM at the same budget is a line if it has two ratios."""
-    names = [f"610m-{first}mlm{ratio}-42k" for first in ("", "clm-40k-") for ratio in (20, 30, 40, 50)]
-    names.append("610m-clm-10k-mlm40-42k")
-    assert set(names) < set(read_manifest(STUDY / "paper.yaml").model_keys())
-    keys = [parse_model_name(name) for name in names]
-    picture = objectives.build_two_stage_mask_ratio_figure(made_of(*keys, dataset="average"))
-    assert list(lines(picture)) == ["MLM only", "CLM 40k, then MLM"]
-    assert [round(at) for at in points(picture, "CLM 40k, then MLM")] == [20, 30, 40, 50]
-    more = parse_model_name("610m-clm-10k-mlm20-42k")
-    found = lines(objectives.build_two_stage_mask_ratio_figure(made_of(*keys, more, dataset="average")))
-    assert set(found) == {"MLM only", "CLM 10k, then MLM", "CLM 40k, then MLM"}
-    assert len({line.colour for line in found.values()}) == 3
 
 
 def test_efficiency_by_step_and_by_operations(ours, runs):
@@ -180,8 +163,6 @@ def test_names_with_dollar_signs_are_no_formulas():
     keys = [ModelKey(size, *steps) for size in (name, "y") for steps in ((10,), (0, 10, 0, 0.4))]
     svg = objectives.build_objectives_figure(made_of(*keys, dataset=name)).svg
     assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
-    ways = [ModelKey(size, mask_ratio=0.4, mlm_steps=at, decayed=False) for size in ("x", name) for at in (10, 20)]
-    assert f">MLM, {name}</text>" in objectives.build_step_efficiency_figure(made_of(*ways)).svg  # in the legend
 
 
 def test_other_schedules_stand_beside_plain_models_of_as_many_steps():

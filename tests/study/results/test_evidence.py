@@ -162,24 +162,9 @@ def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
     assert "mine (own: no run)" in describe_missing_scores(build_evidence(read_result_tree(tmp_path), {}.get, scope=scope))
 
 
-def test_a_set_that_is_called_like_an_average_is_a_set(tmp_path):
-    for name in ("average_rating", "zebra"):
-        result(tmp_path / "mine" / "SC" / name / "lr2e-05_sd0", 0.5)
-    assert read_evidence(tmp_path, {}).datasets() == [("SC", "average_rating"), ("SC", "zebra"), ("SC", AVERAGE)]
-
-
 def test_sets_after_several_trainings_are_told_apart(tmp_path):
     for train_on in ("a", "b"):
         for dataset in ("nq", "msmarco"):
             result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
     names = [dataset for _, dataset in read_evidence(tmp_path, {}).datasets()]
     assert names == ["msmarco after a", "msmarco after b", "nq after a", "nq after b", "average after a", "average after b"]
-
-
-def test_t_intervals_on_request(tmp_path):
-    for seed, score in enumerate([0.9102, 0.9154, 0.9137, 0.9200, 0.9233]):
-        result(tmp_path / MLM / "IR/msmarco" / f"msmarco_pairs_lr2e-05_sd{seed}", score)
-    normal, wide = (raw(tmp_path, kind=kind).find(parse_model_name(MLM), "msmarco") for kind in ("normal", "t"))
-    assert (
-        f"{100 * normal.mean:.2f} ({100 * normal.half_width:.2f})" == "91.65 (0.45)" and f"{100 * wide.half_width:.2f}" == "0.64"
-    )

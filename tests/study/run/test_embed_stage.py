@@ -1,8 +1,5 @@
 """Zero-shot retrieval as a stage: its commands one after the other, what is stale, and what is refused before the run."""
 
-import json
-import shlex
-
 import manifests
 import pytest
 import stage_artifacts
@@ -13,8 +10,6 @@ from stage_artifacts import STUDY, TWO, make
 from megaenc.study.plan.command import format_plan
 from megaenc.study.plan.cost import compute_study_cost
 from megaenc.study.plan.dag import build_graph
-from megaenc.study.run.command import main as run_main
-from megaenc.study.run.slurm import StageTask
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
 from megaenc.study.run.status import build_table
 
@@ -137,40 +132,6 @@ def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
     (stage.folder / "seed-1.json").write_text("[" * 100_000)
     assert stage.progress() == (2, 3)
     stage.check()
-
-
-def test_a_stage_runs_to_its_end_in_one_job(data, monkeypatch):
-    """The commands are replaced by scripts that write the same files, as `megaenc embed` would."""
-    stages = build(data)
-    make(*(stage for stage in stages.values() if stage.kind != "embed"))
-    stage, made = stages["embed/base"], data / "made"
-    make_all(stage)
-    stage.folder.rename(made)
-    original = type(stage).next_command
-
-    def replace_command(self):
-        """Copy what the stage's next command would write."""
-        command = words(original(self))
-        output = command[command.index("--output") + 1]
-        source = output.replace(str(self.folder), str(made))
-        return ["sh", "-c", f"mkdir -p {self.folder}; echo {shlex.join(command[:2])}; cp -r {source} {output}"]
-
-    monkeypatch.setattr(type(stage), "next_command", replace_command)
-    StageTask(stage, data / STUDY)()
-    log = (data / STUDY / "logs" / "embed" / "base.log").read_text()
-    assert stage.is_done() and [line for line in log.splitlines() if line.startswith("embed ")] == [
-        "embed eval", *2 * ["embed train", "embed eval"]
-    ]  # fmt: skip
-    assert json.loads((stage.folder / "pairs.json").read_text()) == {"train": "pairs.jsonl", "bytes of train": 32}
-
-
-def test_missing_data_are_refused_before_the_run(tmp_path, refusal):
-    path, output = manifests.write(tmp_path, embed=EMBED, **ONE), tmp_path / STUDY
-    flags = [path, "--output", output]
-    assert f"embed: field `datasets`: sci: {tmp_path}/ir/sci: no such folder" in refusal(run_main, flags)
-    (tmp_path / "ir" / "sci").mkdir(parents=True)
-    assert f"embed: field `train`: {tmp_path}/qa/pairs.jsonl: no such file or folder" in refusal(run_main, flags)
-    assert not output.exists()
 
 
 def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):

@@ -5,17 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from small_studies import TWO, by_claim, mini, sized
+from small_studies import by_claim, mini, sized
 
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.published import published
 from megaenc.study.stats import inference
-
-
-def test_several_pretrainings_are_what_is_compared():
-    found = by_claim(mini(5, pretraining_seeds=(1, 2, 3)), draws=0)["4a"]
-    assert found.overall.test.seed_count == 3 and found.overall.test.df < 5
-    assert by_claim(mini(5, pretraining_seeds=(2,)), draws=0)["4a"].overall.test.seed_count == 5
 
 
 def test_each_line_has_all_its_pretraining_seeds():
@@ -74,11 +68,6 @@ def test_seeds_that_have_nothing_in_common():
     ]
     found = by_claim(Evidence(scores))["1a"]
     assert found.verdict == "not resolved" and "No fine-tuning seed that all of these models have" in found.reason
-
-
-def test_a_set_may_be_called_average():
-    evidence = Evidence([dataclasses.replace(one, dataset="average_rating") for one in mini(5, families=TWO[:1]).scores])
-    assert [one.dataset for one in by_claim(evidence, draws=0)["4a"].comparisons] == ["average_rating"]
 
 
 def test_seeds_needed_are_never_enough_or_not_known():
