@@ -1,6 +1,6 @@
 """How often each way to test a difference raises a false alarm at 5 %, where there is no difference: a table of study-claims.md.
 
-    python tests/study/levels.py 2000
+    python tests/study/levels.py 1000
 
 Two models answer the same examples right or wrong in S fine-tunings each. What is random: how easy an example is, how much a
 model likes it (others of the same kind it would like otherwise), what a seed does to a whole run, and chance.
@@ -9,19 +9,16 @@ model likes it (others of the same kind it would like otherwise), what a seed do
 import sys
 
 import numpy as np
+from scipy import stats
 
 from megaenc.study.stats import inference
 
 WORLDS = {  # seeds, examples, sd of what a seed does in logits, sd of what a model likes, share that all models have of a seed
     "5 seeds, seeds matter": (5, 300, 0.3, 0.5, 0.0),
-    "5 seeds, seeds matter, shared": (5, 300, 0.3, 0.5, 0.8),
-    "5 seeds, 2,000 examples, seeds matter": (5, 2000, 0.3, 0.5, 0.0),
-    "5 seeds, seeds hardly matter": (5, 300, 0.02, 0.3, 0.0),
     "5 seeds, examples matter": (5, 300, 0.05, 2.0, 0.0),
-    "5 seeds, examples matter, seeds shared": (5, 300, 0.15, 2.0, 0.8),
     "3 seeds, both matter": (3, 300, 0.1, 1.5, 0.0),
     "2 seeds, seeds matter": (2, 300, 0.2, 0.5, 0.0),
-    "2 seeds, examples matter": (2, 300, 0.05, 2.0, 0.0),
+    "5 seeds, seeds matter, shared": (5, 300, 0.3, 0.5, 0.8),
 }
 
 
@@ -36,23 +33,18 @@ def differences(
     return right[0].astype(float) - right[1]
 
 
-def ways(block: np.ndarray, draws: int = 400) -> dict[str, bool]:
+def ways(block: np.ndarray) -> dict[str, bool]:
     """Whether each way says that there is a difference."""
-    scores, count = block.mean(1), len(block)
+    scores = block.mean(1)
     parts = inference.variance_components(scores, [block])
-    total = parts.total
-    df = total**2 / (parts.seed_variance**2 / (count - 1)) if parts.seed_variance else np.inf
-    two_way = abs(scores.mean()) > inference._t_quantile(df) * total**0.5 if total else False
-    found = {
+    degrees = np.inf
+    if parts.seed_variance:
+        degrees = parts.total**2 / (parts.seed_variance**2 / (len(block) - 1))
+    return {
         "t over seeds alone": inference.contrast_t_test(scores).p < 0.05,
-        "t over both": two_way,
+        "t over both": abs(scores.mean()) > stats.t.ppf(0.975, degrees) * parts.total**0.5 > 0,
         "the less certain": inference.contrast_t_test(scores, [block]).p < 0.05,
     }
-    if draws:
-        percentile, studentised = inference.bootstrap_intervals(scores, [block], draws)
-        found["bootstrap, percentile"] = percentile[0] > 0 or percentile[1] < 0
-        found["bootstrap, studentised"] = studentised[0] > 0 or studentised[1] < 0
-    return found
 
 
 def main(studies: int) -> None:
@@ -60,12 +52,9 @@ def main(studies: int) -> None:
     for name, world in WORLDS.items():
         random = np.random.default_rng(1)
         found = [ways(differences(random, *world)) for _ in range(studies)]
-        print(
-            f"| {name} | " + " | ".join(f"{100 * np.mean([one[way] for one in found]):.1f}" for way in found[0]) + " |",
-            flush=True,
-        )
-    print(", ".join(found[0]))
+        shares = [f"{100 * np.mean([one[way] for one in found]):.1f}" for way in found[0]]
+        print(f"| {name} | {' | '.join(shares)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500)
+    main(int(sys.argv[1]))

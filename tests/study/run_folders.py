@@ -1,38 +1,55 @@
 """Run folders without a run."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+CLM, MLM = "clm", "mlm(mask=0.3)"
 
-def write_run(folder: Path, train_iters: int = 40, made: int | None = None) -> Path:
-    """`made` steps of a quarter CLM, then MLM: the loss falls from 9 by 0.1 a step; a validation each ten steps.
 
-    CLM predicts 1000 tokens a step and MLM 300; a step is 10**15 FLOPs.
+def write_run(
+    folder: Path,
+    train_iters: int = 40,
+    made: int | None = None,
+    phases: Sequence[tuple[str, int]] = (),
+    begun: int = 0,
+    start: Mapping | None = None,
+    every: int = 1,
+) -> Path:
+    """A row each `every` steps up to `made`, a validation each ten rows: the loss falls from 9 by 0.1 a row.
+
+    Without `phases`, objectives with their last steps, a quarter is CLM and the rest MLM. CLM predicts 1000 tokens a step and
+    others 300; a step is 10**15 FLOPs. The run begins after `begun` steps, and `start` says how.
     """
     made = train_iters if made is None else made
-    rows, validations = [], [_validation(0, train_iters)]
-    for step in range(1, made + 1):
-        phase = int(step > train_iters // 4)
-        rows.append(
-            {
-                "step": step,
-                "objective": ("clm", "mlm(mask=0.3)")[phase],
-                "phase": phase,
-                "loss": 9 - 0.1 * step,
-                "accuracy": step / 100,
-                "learning_rate": 5e-4,
-                "grad_norm": 1.0,
-                **_progress(step, train_iters),
-                "tokens_per_second": 500.0,
-                "step_seconds": 2.0,
-            }
-        )
-        if step % 10 == 0:
-            validations.append(_validation(step, train_iters))
+    phases = phases or [(CLM, train_iters // 4), (MLM, train_iters)]
+    rows = []
+    validations = [] if begun else [_validation(0, phases, every)]
+    for step in range(begun + every, made + 1, every):
+        phase = _phase_of(step, phases)
+        row = {
+            "step": step,
+            "objective": phases[phase][0],
+            "phase": phase,
+            "loss": 9 - 0.1 * step / every,
+            "accuracy": step / every / 100,
+            "learning_rate": 5e-4,
+            "grad_norm": 1.0,
+            "tokens_per_second": 500.0,
+            "step_seconds": 2.0,
+        }
+        rows.append(row | _progress(step, phases))
+        if step % (10 * every) == 0 or step == train_iters:
+            validations.append(_validation(step, phases, every))
     folder.mkdir(parents=True)
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "validation.jsonl", validations)
-    (folder / "run.json").write_text(json.dumps({"parameters": 7_340_000, "identity": {"train_iters": train_iters}}))
+    schedule = ",".join(f"{objective}:{last}" for objective, last in phases)
+    identity = {"train_iters": train_iters, "objective_schedule": schedule, "lr": 5e-4, "seq_length": 125, "global_batch_size": 8}
+    facts = {"megaenc": "0.1.0", "parameters": 7_340_000, "identity": identity}
+    if start is not None:
+        facts["start"] = {**start, "at": begun or start["at"], **_progress(begun, phases)}
+    (folder / "run.json").write_text(json.dumps(facts))
     return folder
 
 
@@ -40,14 +57,19 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _progress(step: int, train_iters: int) -> dict:
-    causal = min(step, train_iters // 4)
+def _phase_of(step: int, phases: Sequence[tuple[str, int]]) -> int:
+    return sum(step > last for _, last in phases[:-1])
+
+
+def _progress(step: int, phases: Sequence[tuple[str, int]]) -> dict:
+    causal = min(step, phases[0][1]) if phases[0][0] == CLM else 0
     return {"tokens": 1000 * step, "predicted_tokens": 1000 * causal + 300 * (step - causal), "flops": 10**15 * step}
 
 
-def _validation(step: int, train_iters: int) -> dict:
+def _validation(step: int, phases: Sequence[tuple[str, int]], every: int) -> dict:
+    rows = step / every
     objectives = {
-        "clm": {"loss": 9 - 0.05 * step, "accuracy": 0.01 * step, "most_frequent": 0.08},
-        "mlm(mask=0.3)": {"loss": 9 - 0.09 * step, "accuracy": 0.008 * step, "most_frequent": 0.05},
+        CLM: {"loss": 9 - 0.05 * rows, "accuracy": 0.01 * rows, "most_frequent": 0.08},
+        MLM: {"loss": 9 - 0.09 * rows, "accuracy": 0.008 * rows, "most_frequent": 0.05},
     }
-    return {"step": step, **_progress(step, train_iters), "objectives": objectives}
+    return {"step": step, **_progress(step, phases), "objectives": objectives}

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from run_folders import write_run
 
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
 
@@ -68,51 +70,16 @@ def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
     for name, one in models.items():
         if not one.decayed:
             continue
-        branch = one.clm_steps and one.mlm_steps
-        start, begun = {"kind": "new", "run": "", "at": 0}, 0
-        last = one.cpt_mlm_steps or one.clm_steps + one.mlm_steps
-        if branch:
-            begun = one.clm_steps
-            start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300", "at": begun}
-        elif one.cpt_mlm_steps:
-            parent = format_model_name(
-                ModelKey(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None)
-            )
-            start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": 300}
-        start |= _progress(begun)
-        phases = [("clm", one.clm_steps)] * (one.clm_steps > 0 and not one.cpt_mlm_steps)
-        masked = one.cpt_mlm_steps or one.mlm_steps
-        phases += [(f"mlm(mask={one.mask_ratio})", masked)] * (masked > 0)
-        identity = {
-            "train_iters": last,
-            "global_batch_size": 16,
-            "seq_length": 128,
-            "lr": 2e-3,
-            "objective_schedule": ",".join(f"{objective}:{steps}" for objective, steps in phases),
-        }
-        facts = {"megaenc": "0.1.0", "parameters": 1_400_000, "start": start, "identity": identity}
-        folder = root / name
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps(facts))
-        rows, validations = [], [] if begun else [_validation(0, one)]
-        for step in range(begun + 5, last + 1, 5):
-            objective = "clm" if step <= one.clm_steps and not one.cpt_mlm_steps else f"mlm(mask={one.mask_ratio})"
-            row = {"objective": objective, "phase": 0, "loss": 8.0, "learning_rate": 2e-3, "step_seconds": 0.5}
-            rows.append({"step": step, **_progress(step), **row})
-            if step % 50 == 0 or step == last:
-                validations.append(_validation(step, one))
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validations))
+        masked = f"mlm(mask={one.mask_ratio})"
+        before = one.clm_steps + one.mlm_steps
+        if one.cpt_mlm_steps:
+            parent = format_model_name(replace(one, cpt_mlm_steps=0, mask_ratio=one.mask_ratio if one.mlm_steps else None))
+            start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": before}
+            write_run(root / name, one.cpt_mlm_steps, phases=[(masked, one.cpt_mlm_steps)], start=start, every=5)
+        elif one.clm_steps and one.mlm_steps:
+            start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300"}
+            phases = [("clm", one.clm_steps), (masked, before)]
+            write_run(root / name, before, phases=phases, begun=one.clm_steps, start=start, every=5)
+        else:
+            write_run(root / name, before, phases=[("clm" if one.clm_steps else masked, before)], every=5)
     return root
-
-
-def _progress(step: int) -> dict:
-    return {"tokens": 2048 * step, "predicted_tokens": 1024 * step, "flops": 1e12 * step}
-
-
-def _validation(step: int, one: ModelKey) -> dict:
-    loss = 8.3 - 3 * (step / 450) ** 0.4
-    slow = 0.3 * (0.4 if one.mask_ratio is None else one.mask_ratio) + (0.3 if one.mask_ratio else 0)
-    losses = {"clm": loss + 2 * slow, "mlm": loss + 0.3 - slow * (one.clm_share - 0.25)}
-    objectives = {name: {"loss": value, "accuracy": 0.1, "most_frequent": 0.05} for name, value in losses.items()}
-    return {"step": step, **_progress(step), "objectives": objectives}

@@ -35,6 +35,8 @@ def test_a_rate_that_fails_is_no_steadiness():
     found = by_claim(rated((mlm, clm), of_sides=({"baseline": 0.5, **failed}, {"baseline": 0.5})))["3"]
     assert found.verdict == "holds" and found.overall.difference > 0.9
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
+    reversed_sides = rated((clm, mlm), of_sides=({"baseline": 0.5}, {"baseline": 0.5, **failed}))
+    assert by_claim(reversed_sides)["3"].verdict == "reversed"
     unknown = by_claim(rated((mlm, clm), of_sides=(failed, {})))["3"]  # results that do not say what the baseline gets
     assert "failed runs count as the worst run of that data set" in unknown.reason and unknown.overall.difference < 0.9
 

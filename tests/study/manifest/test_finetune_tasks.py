@@ -1,7 +1,6 @@
 """What a plan says of data sets without opening them is what fine-tuning finds and writes."""
 
 import gzip
-import json
 
 import pytest
 
@@ -13,21 +12,20 @@ from megaenc.study.run.finetune_stage import dataset_result_name, plan_training_
 
 @pytest.fixture
 def data(tmp_path):
-    """A folder with one file of labelled text, a link to it, and two small retrieval sets."""
-    rows = "".join(json.dumps({"text": f"text {at}", "label": "ab"[at % 2]}) + "\n" for at in range(40))
-    (tmp_path / "sets").mkdir()
-    with gzip.open(tmp_path / "sets" / "mine.jsonl.gz", "wt") as file:
-        file.write(rows)
+    """A folder with one file of labelled text, two small retrieval sets, and a link to one."""
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    with gzip.open(sets / "mine.jsonl.gz", "wt") as file:
+        file.write('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 20)
+    texts = "".join(f'{{"_id": "{at}", "text": "text {at}"}}\n' for at in range(30))
+    judged = "query-id\tcorpus-id\tscore\n" + "".join(f"{at}\t{at}\t1\n" for at in range(30))
     for name in ("one", "two"):
-        folder = tmp_path / "sets" / name
-        (folder / "qrels").mkdir(parents=True)
-        texts = "".join(json.dumps({"_id": f"{at}", "text": f"{name} {at}"}) + "\n" for at in range(30))
-        (folder / "corpus.jsonl").write_text(texts)
-        (folder / "queries.jsonl").write_text(texts)
-        for split in ("train", "test"):
-            lines = "".join(f"{at}\t{at}\t1\n" for at in range(30))
-            (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines)
-    (tmp_path / "sets" / "latest").symlink_to("one")
+        (sets / name / "qrels").mkdir(parents=True)
+        for file in ("corpus.jsonl", "queries.jsonl"):
+            (sets / name / file).write_text(texts)
+        for file in ("train.tsv", "test.tsv"):
+            (sets / name / "qrels" / file).write_text(judged)
+    (sets / "latest").symlink_to("one")
     return tmp_path
 
 

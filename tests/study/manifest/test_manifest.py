@@ -28,14 +28,8 @@ def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names(
     settings = manifest.model_keys()
     assert (len(manifest.models), len(settings)) == (38, 50)
     assert {name: parse_model_name(name) for name in settings} == settings
-    assert {"610m-mlm40-42k", "610m-clm-10k-mlm40-42k", "610m-clm-dec42k-mlm40-64k", "1b-clm-42k", "210m-mlm50-42k"} < set(
-        settings
-    )
     assert settings["610m-mlm40-42k-1000"] == ModelKey("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
-    after_clm = [f"610m-clm-40k-mlm{percent}-42k" for percent in (20, 30, 40, 50)]  # of the published raw results
-    assert [model.name for model in manifest.models if model.key.clm_steps == 40_000] == after_clm
-    assert settings[after_clm[0]] == ModelKey("610M", 40_000, 2_000, mask_ratio=0.2)
-    assert {model.group for model in manifest.models if model.inferred} == {"cpt"}
+    assert settings["610m-clm-40k-mlm20-42k"] == ModelKey("610M", 40_000, 2_000, mask_ratio=0.2)
     counts = Counter(model.group for model in manifest.models)
     assert counts == manifest.reported.models == {"base": 15, "pfs": 17, "cpt": 6}
 
@@ -127,7 +121,6 @@ def test_a_checkpoint_on_the_way_is_what_has_been_trained_by_then(tmp_path):
 
 TOY = {"size": "toy", "steps": 400, "mask": 0.4}
 CONTINUED = {"steps": 20, "mask": 0.4}
-SCHEDULE = {"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}
 WRONG = {
     "unknown key of an entry": (
         manifests.models(TOY | {"maks": 0.3}),

@@ -17,19 +17,11 @@ def test_the_plan_of_the_paper(capsys):
     out = printed(capsys, manifests.STUDY / "paper.yaml")
     first = out.splitlines()[0]
     assert first.endswith("38 models and 12 intermediate checkpoints")
-    cells = {line.split()[0]: line.split()[1:] for line in out.splitlines() if " models, " in line}
-    assert {name: (*row[:2], row[4]) for name, row in cells.items()} == {
-        "base": ("15", "630,000", "80,956"),
-        "pfs": ("17", "130,000", "16,705"),
-        "cpt": ("6", "52,000", "6,682"),
-        "together": ("38", "812,000", "104,344"),
-    }
-    assert {name: " ".join(row[7:]) for name, row in cells.items()} == {
-        "base": "15 models, 630,000 steps, 81,000 h",
-        "pfs": "17 models, 120,000 steps, 16,000 h",
-        "cpt": "6 models, 26,000 steps, 4,000 h",
-        "together": "38 models, 776,000 steps, 101,000 h",
-    }
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    [pfs] = [line for line in lines if line.startswith("pfs 17 models, 130,000 steps,")]
+    assert " 16,705 " in pfs and pfs.endswith(" 17 models, 120,000 steps, 16,000 h")
+    [whole] = [line for line in lines if line.startswith("together 38 models, 812,000 steps,")]
+    assert " 104,344 " in whole and whole.endswith(" 38 models, 776,000 steps, 101,000 h")
     assert "18,000 results, 50 checkpoints x 12 data sets x 6 rates x 5 seeds" in out
     assert "15,000 runs" in out
     assert "the paper reports 15,120, 42 checkpoints x 360: 30 models and 12 intermediate checkpoints, the count of its" in out
@@ -37,8 +29,6 @@ def test_the_plan_of_the_paper(capsys):
     marked = [line for line in out.splitlines() if line.endswith(", inferred")]
     assert len(marked) == 6 and all("-dec42k-mlm40-" in line for line in marked)
     assert out.count("\n    inferred") == 2  # decay, continued pretraining
-    for name in ("610m-clm-dec42k-mlm40-64k", "1b-mlm50-42k"):
-        assert out.count(f" {name} ") == 1
 
 
 def test_the_picture_is_written_and_what_the_plan_lacks_is_said(tmp_path, capsys):

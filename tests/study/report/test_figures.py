@@ -78,7 +78,7 @@ def test_efficiency_by_step_and_by_operations(ours, runs):
     picture = objectives.build_step_efficiency_figure(published())
     assert points(picture, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
     by_flops = objectives.build_flop_efficiency_figure(ours, flops_by_model(runs, settings()))
-    assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
+    assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e15, 150e15]
     assert "directory of the pretraining runs with --runs" in objectives.build_flop_efficiency_figure(ours, {}).caption
 
 
@@ -106,7 +106,7 @@ def test_rates_are_drawn_below_each_models_best(ours):
 
 def test_losses_of_the_runs(runs):
     picture = build_loss_figure(runs)
-    assert [panel.title for panel in picture.panels] == ["under clm", "under mlm"]
+    assert [panel.title for panel in picture.panels] == ["under clm", "under mlm(mask=0.3)"]
     names = [line.name for line in picture.panels[0].lines]
     assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
     [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]

@@ -90,17 +90,6 @@ def test_missing_runs_are_named_and_what_depends_on_them_differs(tree, capsys):
     assert "Missing: 9 of 195 results" in page and "Reproduces 14 of 16 printed cells" in page
 
 
-def test_a_seed_that_no_rate_has_changes_the_interval(tree):
-    remove(tree, *(path.relative_to(tree / MODEL) for path in (tree / MODEL / "SC/sst2").glob("*_sd4")))
-    rows = report_of(tree)[1]["reproduction"].rows
-    [different] = [row.cells for row in rows if row.cells[-1] != "equal"]
-    assert different[2] == "SST-2" and different[5:7] == ("2e-05", "3/6")
-    printed, recomputed = (re.fullmatch(r"(.*) \((.*)\)", text).groups() for text in different[3:5])
-    differences = [float(own) - float(other) for own, other in zip(recomputed, printed, strict=True)]
-    assert different[-1] == "{:+.2f} ({:+.2f})".format(*differences)
-    assert not [row for row in rows if row.cells[1:3] == ("SC", "Average")]  # no common seeds
-
-
 def test_a_rerun_is_compared_in_the_tables_of_scores_only(tree):
     """One file of it makes the cell a rerun's; nor is an average over other sets a printed average."""
 

@@ -26,18 +26,18 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
     assert (continued.kind, continued.parent) == ("continued", "mini-clm-300")
     assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
     made = dict(pretraining_facts({"branch": branch}))
-    assert made["Pretraining"] == f"1 runs, 225 steps, {2048 * 225:,} tokens"
-    assert made["Time in pretraining"] == f"{225 * 0.5 / 3600:.2f} hours in training steps"
+    assert made["Pretraining"] == f"1 runs, 225 steps, {1000 * 225:,} tokens"
+    assert made["Time in pretraining"] == f"{225 * 2 / 3600:.2f} hours in training steps"
 
 
 def test_operations_include_what_came_before(runs):
     found = flops_by_model(runs, settings())
     spent = {one.steps: found[one] for one in (ModelKey("mini", 75, 225, mask_ratio=0.4), ModelKey("mini", 50, decayed=False))}
-    assert spent == {300: 300e12, 50: 50e12}
-    assert found[ModelKey("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e12
+    assert spent == {300: 300e15, 50: 50e15}
+    assert found[ModelKey("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e15
     assert len(found) == len(settings())
     early = ModelKey("mini", 50, decayed=False, budget=300)  # before the branch it is its parent's
-    assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e12}
+    assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e15}
     assert flops_by_model(runs, {"mini-clm-300-7": ModelKey("mini", 7, decayed=False)}) == {}  # no row says
 
 

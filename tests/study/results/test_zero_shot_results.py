@@ -35,9 +35,7 @@ def test_scores_are_those_of_the_files(tmp_path):
     results = read(tmp_path)
     one = results.pretrained["own", "sci", METRIC]
     assert np.array_equal(one.values, scores) and one.mean == pytest.approx(0.5)
-    rows = json.loads((tmp_path / "embed" / "own" / "pretrained.json").read_text())["rows"]
-    [row] = [row for row in rows if (row["model"], row["metric"]) == ("pretrained", METRIC)]
-    assert one.interval == (row["low"] / 100, row["high"] / 100) and row["mean"] == pytest.approx(50)
+    assert one.interval[0] < 0.5 < one.interval[1]
     assert results.trained["own", "sci", METRIC][1].mean == pytest.approx(np.mean(scores**2))
     assert results.trained["own", "sci", RECALL][1].mean == pytest.approx(np.mean(np.minimum(1, 2 * scores**2)))
     assert results.baselines["BM25", "sci", METRIC].mean == pytest.approx(0.25)

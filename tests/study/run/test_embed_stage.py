@@ -144,7 +144,3 @@ def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
     assert f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} checkpoints as pretrained" in lines
     assert f"  and after {2 * checkpoints} contrastive trainings: 2 seeds of each checkpoint" in lines
     assert f"  {cost.embed_hours:.1f} hours of one device at 90 seconds a training with its evaluation" in lines
-    unknown = build_graph(stage_artifacts.read_manifest(manifests.write(tmp_path, embed=EMBED, finetune=None)))
-    assert "  hours: unknown; set `hardware: {embed_seconds: ...}` in the manifest" in format_plan(
-        unknown, compute_study_cost(unknown)
-    )
