@@ -41,7 +41,6 @@ def nothing(setting: ModelKey, family: TaskFamily) -> float:
 def study(
     number: int,
     shift: Shift = nothing,
-    away: Shift = nothing,
     examples: int = 250,
     quiet: bool = False,
     seeds: int = SEEDS,
@@ -49,7 +48,7 @@ def study(
     runs: float = 0.0,
     uneven: float = 0.0,
 ) -> Evidence:
-    """The scores of 46 models. `shift` moves a model's mean, in logits; `away` is what each step to a worse rate costs it more.
+    """The scores of 46 models. `shift` moves a model's mean, in logits.
 
     Studies differ in how much seeds matter, against examples, and whether the same seed does the same to all models; `quiet` ones
     have the least noise. `pretrained` is how often by size, `runs` the sd of what a run does (half of it to all models of its
@@ -84,7 +83,7 @@ def study(
         for at, setting in enumerate(settings):
             rates = {}
             for steps, rate in enumerate(RATES):
-                lost = steps * (0.01 + away(setting, family)) - (rough[at, steps] if steps else 0)
+                lost = 0.01 * steps - (rough[at, steps] if steps else 0)
                 rates[rate] = dict(enumerate(means[at] - lost))
             made = compute_interval(means[at].tolist())
             examples_of = functools.partial(dict, dict(enumerate(found[at])))

@@ -16,8 +16,8 @@ from megaenc.study.stats.comparisons import ModelSelector
 def gap_by_words(scope: StudyScope):
     """Claim 1d of a study whose gap narrows, read in the order of the names of its models, sizes called by words."""
     scores = []
-    for size, gap in (("large", 0.01), ("medium", 0.03), ("small", 0.05)):
-        scores += [replace(one, family="IR", dataset="nq") for one in sized(size, [1], gap, runs=0)]
+    for number, (size, gap) in enumerate((("large", 0.01), ("medium", 0.03), ("small", 0.05))):
+        scores += [replace(one, family="IR", dataset="nq") for one in sized(size, [1], gap, runs=0, random=number)]
     return by_claim(Evidence(scores, scope=scope))["1d"]
 
 

@@ -49,18 +49,6 @@ def test_false_alarms_in_studies_without_differences():
     assert 0.03 < np.mean(whole) < 0.07 and 0.03 < np.mean(single) < 0.07
 
 
-@pytest.mark.slow
-def test_studies_like_the_papers():
-    """With the published effects the large ones are found of another run; without effects nothing is said of it."""
-    found = [{f"{one.claim}{one.part}": one for one in judge(simulated.paper_study(number), draws=0)} for number in range(12)]
-    for claim in ("1a", "1b", "2"):
-        assert sum(one[claim].another_run == "holds" for one in found) >= 8
-        assert not any(one[claim].verdict == "reversed" for one in found)
-    for number in range(12):
-        verdicts = judge(simulated.paper_study(number, effect=0.0), draws=0)
-        assert not any(simulated.false_alarm(one, another_run=True) for one in verdicts)
-
-
 def only_mlm(one):
     return one.mlm_steps > 0 and not one.clm_steps and not one.cpt_mlm_steps and one.decayed
 

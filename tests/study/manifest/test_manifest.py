@@ -10,9 +10,11 @@ from manifests import EMBED
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.results.aggregate import GridSpec
 from megaenc.study.manifest import expand
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.manifest.scope import build_scope
 from megaenc.study.plan.command import format_plan
 from megaenc.study.plan.cost import compute_study_cost
 from megaenc.study.plan.dag import build_graph
@@ -97,9 +99,7 @@ def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_p
 @pytest.mark.parametrize(
     ("schedule", "setting"),
     [
-        ("clm:100,mlm(mask=0.3):300", ModelKey("toy", 100, 300, mask_ratio=0.3)),
         ("2x(clm:50,mlm:150)", ModelKey("toy", 100, 300, mask_ratio=0.4, schedule="2x(clm:50,mlm:150)")),
-        ("mix(clm:1,mlm:3)", ModelKey("toy", 100, 300, mask_ratio=0.4, schedule="mix(clm:1,mlm:3)")),
         ("mntp(mask=0.2)", ModelKey("toy", 0, 400, mask_ratio=0.2, schedule="mntp(mask=0.2)")),
         ("mlm(mask=0.5->0.3)", ModelKey("toy", 0, 400, mask_ratio=0.4, schedule="mlm(mask=0.5->0.3)")),
         ("mlm(random=0.1)", ModelKey("toy", 0, 400, mask_ratio=0.4, schedule="mlm(random=0.1)")),
@@ -226,18 +226,6 @@ def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):
         read(tmp_path, **manifests.models(entry | {"seed": [1, 2, 3]}))
 
 
-def test_paths_of_data_are_in_the_folder_of_the_data(tmp_path):
-    """A word without a path is left for the run to refuse; one that is a number is a weight."""
-    pretrain = manifests.BASE["pretrain"] | {"tokenizer": "x" * 300}
-    for given, expected in ((7, ["7"]), (False, [str(tmp_path / "False")]), ("a", [str(tmp_path / "a")])):
-        more = {"data_path": given, "valid_data_path": ["web=w", "law=/l"]}
-        manifest = read(tmp_path, pretrain=pretrain | more, corpus={"vocab_size": 1024})
-        flag_values = build_graph(manifest).runs["toy-mlm40-400"].flags
-        assert [str(path) for path in flag_values["data_path"]] == expected
-        assert flag_values["valid_data_path"] == [f"web={tmp_path / 'w'}", "law=/l"]
-        assert flag_values["tokenizer"] == "x" * 300
-
-
 def test_packs_of_random_length_take_no_loop(tmp_path):
     packs = {"packing": "random-length", "seq_length": 10**12}
     graph = build_graph(read(tmp_path, **manifests.models(TOY | {"pretrain": packs})))
@@ -251,3 +239,14 @@ def test_a_long_chain_of_branches_is_planned(tmp_path):
     graph = build_graph(read(tmp_path, models=[entry], finetune=None))
     assert len(graph.runs) == 300
     assert len(list(format_plan(graph, compute_study_cost(graph)))) > 300
+
+
+def test_sizes_models_and_grid_of_a_report_are_the_manifests(tmp_path):
+    shape = manifests.BASE["sizes"]["toy"]
+    sizes = {"large": shape | {"num_layers": 4}, "small": shape, "medium": shape | {"num_layers": 3}}
+    models = [{"size": list(sizes), "steps": 100, "clm_share": 1, "checkpoints": [50]}]
+    scope = build_scope(read(tmp_path, sizes=sizes, models=models))
+    assert scope.sizes == ("small", "medium", "large")
+    assert scope.model_keys["small-clm-100"] == ModelKey("small", 100) and len(scope.model_keys) == 6
+    assert scope.grid == GridSpec((1e-4, 1e-3), (0, 1, 2)) and scope.datasets == (("SC", "demo_sc"), ("IR", "demo_ir"))
+    assert build_scope(read(tmp_path, finetune=None)).grid is None

@@ -25,21 +25,6 @@ def of_file(name):
 HARDWARE = {"tokens_per_second": 512, "finetune_seconds": 36, "devices": 2}
 
 
-def test_the_paper_in_numbers():
-    graph = of_file("paper")
-    cost = compute_study_cost(graph)
-    assert (len(graph.runs), len(graph.exports), cost.finetune_runs) == (38, 50, 15_000)
-    assert {group: (shared.steps, unshared.steps) for group, (shared, unshared) in cost.groups.items()} == {
-        "base": (630_000, 630_000),
-        "pfs": (130_000, (5 * 12 + 5 * 22 + 3 * 42 + 4 * 42) * 1000),
-        "cpt": (52_000, 2 * (2 + 12 + 22) * 1000),
-    }
-    assert cost.with_sharing.tokens == 812_000 * 1152 * 2048
-    assert cost.with_sharing.device_hours == pytest.approx(104_000, rel=0.005)
-    assert cost.groups["base"][0].device_hours == pytest.approx(81_000, rel=0.001)  # as the paper says
-    assert cost.finetune_hours == pytest.approx(15_000 * 2143 / 3600)
-
-
 def test_the_differences_from_the_paper_are_explained_by_the_graph():
     assert explain_steps(of_file("paper")) == {
         "base": "630,000 steps: 15 x 42,000 from new weights; the paper reports 630,000, the same",

@@ -150,17 +150,6 @@ def test_the_real_settings_take_every_run(file, processes):
     )
 
 
-def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
-    plan = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
-    (tokenizer, learn), (index, read) = plan.corpus.commands.items()
-    assert (learn[0], read[0]) == ("tokenizer", "preprocess")
-    assert learn[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
-    flag_values = plan.runs["toy-clm-400"].flags
-    assert f"{flag_values['data_path'][0]}.idx" == str(index) and flag_values["tokenizer"] == str(tokenizer)
-    assert plan.runs["toy-clm-400"].needs == ("corpus",)
-    assert [words[0] for words in graph(tmp_path).corpus.commands.values()] == ["demo", "tokenizer", "preprocess"]
-
-
 def test_fine_tuning_counts_retrieval_once(tmp_path):
     grids = build_graph(read_manifest(manifests.STUDY / "paper.yaml")).grids
     assert (sum(grid.result_count for grid in grids.values()), sum(grid.run_count for grid in grids.values())) == (18_000, 15_000)
@@ -179,10 +168,12 @@ def test_paths_are_found_from_the_folder_of_data(tmp_path):
     settings = {"datasets": ["squad=qa", "qa"], "learning_rates": [1e-4], "seeds": 1}
     for tokenizer, expected in (("tok", str(folder / "tok")), ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m")):
         pretrain = manifests.BASE["pretrain"] | {"data_path": ["1/3", "?", "0.5", "/b"], "tokenizer": tokenizer}
+        pretrain["valid_data_path"] = ["web=w", "law=/l"]
         path = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}, finetune=settings)
         plan = build_graph(read_manifest(path, folder))
         [run, *_] = plan.runs.values()
         words = run.flags["data_path"]
+        assert run.flags["valid_data_path"] == [f"web={folder / 'w'}", "law=/l"]
         assert words[::2] == ["1/3", "0.5"] and words[3] == "/b" and run.flags["tokenizer"] == expected
         assert list_prefixes([words[1]]) == [str(folder / "a"), str(folder / "b")]
     [grid, *_] = plan.grids.values()

@@ -100,9 +100,7 @@ def test_a_rerun_is_compared_in_the_tables_of_scores_only(tree):
     report, _ = report_of(tree)
     assert list(report.notices) == ["Reproduces 14 of 14 printed cells."]  # without SST-2 and the average over it
     shutil.rmtree(tree / MODEL / "QA/squad")
-    report, tables = report_of(tree)
-    assert list(report.notices) == ["Reproduces 12 of 12 printed cells."]
-    assert [row.cells[2] for row in tables["reproduction"].rows if row.cells[1] == "QA"] == ["SQuAD-v2", "ReCoRD"]
+    assert list(report_of(tree)[0].notices) == ["Reproduces 12 of 12 printed cells."]
     for path in tree.rglob("results.json"):
         splits = json.loads(path.read_text())
         claim(path, {name: splits[name] | {"metrics": {"accuracy": 0.5}} for name in ("validation", "test")})

@@ -11,102 +11,90 @@ from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import normal_interval_coverage
 from megaenc.study.report.score_tables import build_score_tables, build_standard_metric_tables, format_scores_csv
-from megaenc.study.report.table import table_to_csv, table_to_latex, table_to_markdown
+from megaenc.study.report.table import Column, Table, TableRow, format_score, table_to_csv, table_to_latex, table_to_markdown
 from megaenc.study.results.evidence import Evidence, Score, build_evidence
 from megaenc.study.results.groups import SETUP_TITLES
 from megaenc.study.results.published import parse_model_key, published, read_published_rows
 
-LINES = {"base": 15, "efficiency": 12, "pfs": 15, "cpt": 8}
+OURS = Score("a", ModelKey("610M", 0, 42_000, mask_ratio=0.4), "IR", "msmarco", 0.5, 0.01, {0: 0.4, 1: 0.6})
+
+
+def cells_of(table, first=0) -> list[tuple]:
+    return [row.cells[first:] for row in table.rows]
 
 
 def test_every_published_cell_comes_back_in_its_table_in_every_form():
     tables = {table.key: table for table in build_score_tables(published())}
-    assert {key: len(table.rows) for key, table in tables.items()} == LINES
+    assert {key: len(table.rows) for key, table in tables.items()} == {"base": 15, "efficiency": 12, "pfs": 15, "cpt": 8}
     expected = {}
     for row in read_published_rows():
-        expected.setdefault(row["setup"], {}).setdefault(parse_model_key(row), {})[f"{row['task']} {row['dataset']}"] = row
-    found = 0
-    for setup, of_setting in expected.items():
-        lines = list(csv.DictReader(io.StringIO(table_to_csv(tables[setup]))))
-        for line, cells in zip(lines, of_setting.values(), strict=True):
-            first = next(iter(cells.values()))
-            assert line["Size"] == first["size"]
-            for name in ("clm", "mlm"):
-                assert line.get(f"{name.upper()} steps", first[f"{name}_steps"]) == first[f"{name}_steps"]
-            for name, row in cells.items():
-                assert line[name] == f"{row['mean']} ({row['ci95']})"
-                found += 1
-    assert found == 800
-    for table in tables.values():
-        cells = [cell for row in table.rows for cell in row.cells if isinstance(cell, str) and "(" in cell]
-        assert len(cells) == 16 * len(table.rows)
-        for text in (table_to_markdown(table), table_to_latex(table)):
-            assert all(cell in text for cell in cells)
+        expected.setdefault((row["setup"], parse_model_key(row)), []).append(row)
+    lines = []
+    for key, table in tables.items():
+        lines += [(key, line) for line in csv.DictReader(io.StringIO(table_to_csv(table)))]
+        texts = (table_to_markdown(table), table_to_latex(table))
+        for row in table.rows:
+            for cell in row.cells[-16:]:
+                assert "(" in cell and all(cell in text for text in texts)
+    for (key, line), ((setup, _), rows) in zip(lines, expected.items(), strict=True):
+        assert (key, line["Size"], len(rows)) == (setup, rows[0]["size"], 16)
+        for name in ("clm", "mlm"):
+            assert line.get(f"{name.upper()} steps", rows[0][f"{name}_steps"]) == rows[0][f"{name}_steps"]
+        for row in rows:
+            assert line[f"{row['task']} {row['dataset']}"] == f"{row['mean']} ({row['ci95']})"
 
 
 def test_all_scores_in_one_file_are_the_published_file():
-    made = [line[:10] for line in csv.reader(io.StringIO(format_scores_csv([published()])))]
-    printed = [list(read_published_rows()[0]), *(list(row.values()) for row in read_published_rows())]
-    assert made[0] == printed[0] and sorted(made) == sorted(printed)
+    head, *made = [line[:10] for line in csv.reader(io.StringIO(format_scores_csv([published()])))]
+    rows = read_published_rows()
+    assert head == list(rows[0]) and sorted(made) == sorted(list(row.values()) for row in rows)
 
 
 def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
-    one, other = ModelKey("mini", 100), ModelKey("mini", 0, 100, mask_ratio=0.4)
-    seeds = {seed: 0.55 for seed in range(3)}
-    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, collapsed_at_rate=3, ended_runs=6, planned_runs=6)
-    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6)
+    runs = {"collapsed_at_rate": 3, "ended_runs": 6, "planned_runs": 6}
+    collapsed = Score("a", ModelKey("mini", 100), "TC", "ner", 0.55, 0.0, dict.fromkeys(range(3), 0.55), **runs)
+    key = ModelKey("mini", 0, 100, mask_ratio=0.4)
+    begun = replace(collapsed, model="b", model_key=key, mean=0.6, half_width=0.01, collapsed_at_rate=1, ended_runs=4)
     average = replace(begun, dataset="average", members=(begun, begun))
     [table] = build_score_tables(Evidence([collapsed, begun, average]))
-    assert [row.cells[3:] for row in table.rows] == [
-        ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),
-        ("55.00 (0.00) †3/3", None),
-    ]
+    assert cells_of(table, 3) == [("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"), ("55.00 (0.00) †3/3", None)]
     assert "runs of a cell have collapsed to worthless predictions" in table.note and "only k of n fine-tuning runs" in table.note
     assert r"55.00 (0.00) $\dagger$3/3" in table_to_latex(table)
     lines = list(csv.DictReader(io.StringIO(format_scores_csv([Evidence([collapsed, begun])]))))
-    assert [(line["collapsed_runs"], line["ended_trainings"], line["planned_trainings"]) for line in lines] == [
-        ("1", "4", "6"),
-        ("3", "6", "6"),
-    ]
+    counts = [(line["collapsed_runs"], line["ended_trainings"], line["planned_trainings"]) for line in lines]
+    assert counts == [("1", "4", "6"), ("3", "6", "6")]
     [clean] = build_score_tables(Evidence([replace(collapsed, collapsed_at_rate=0)]))
     assert "†" not in clean.note and "[k/n]" not in clean.note
 
 
 def test_notes_say_what_an_interval_is_worth():
-    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
-    own = Score("a", setting, "IR", "msmarco", 0.5, 0.01, {0: 0.4, 1: 0.6})
-    [table] = build_score_tables(Evidence([own]))
+    [table] = build_score_tables(Evidence([OURS]))
     assert "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100" in table.note
-    [table] = build_score_tables(Evidence([own], kind="t"), published())
+    [table] = build_score_tables(Evidence([OURS], kind="t"), published())
     expected = "95 % by Student's t over 2 fine-tuning seeds, given the chosen learning rate; published ones are 1.96"
-    assert f"{expected} standard errors over 5" in table.note
-    assert "88 times in 100" in table.note and "95" not in build_score_tables(published())[0].note
+    assert f"{expected} standard errors over 5" in table.note and "88 times in 100" in table.note
     assert [normal_interval_coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx([0.70, 0.81, 0.88, 0.95], abs=0.01)
 
 
 def test_published_values_stand_below_those_of_the_same_setting():
-    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
-    unknown = ModelKey("610M", 0, 42_000, mask_ratio=0.15)
-    scores = [Score("a", setting, "IR", "msmarco", 0.5, 0.01), Score("b", unknown, "IR", "msmarco", 0.4, 0.01)]
-    [table] = build_score_tables(Evidence(scores), published())
-    assert [(row.cells[2:], row.light) for row in table.rows] == [
-        (("15 %", "ours", "40.00 (1.00)"), False),
-        (("40 %", "ours", "50.00 (1.00)"), False),
-        (("40 %", "published", "91.65 (0.45)"), True),
+    unknown = replace(OURS, model="b", model_key=replace(OURS.model_key, mask_ratio=0.15), mean=0.4)
+    [table] = build_score_tables(Evidence([OURS, unknown]), published())
+    assert cells_of(table, 2) == [
+        ("15 %", "ours", "40.00 (1.00)"),
+        ("40 %", "ours", "50.00 (1.00)"),
+        ("40 %", "published", "91.65 (0.45)"),
     ]
+    assert [row.light for row in table.rows] == [False, False, True]
 
 
 def test_models_without_a_setting_and_several_seeds():
-    scores = [Score("own-model", None, "SC", "own_set", 0.7, 0.02)]
-    scores += [Score(f"s{seed}", ModelKey("1B", 9, seed=seed), "SC", "own_set", 0.6, 0.01) for seed in (1, 2)]
-    base, other = build_score_tables(Evidence(scores), published())
-    assert [row.cells for row in base.rows] == [("1B", "CLM", "", 1, "60.00 (1.00)"), ("1B", "CLM", "", 2, "60.00 (1.00)")]
-    assert (
-        other.title == SETUP_TITLES["other"]
-        and other.rows[0].cells[0] == "own-model"
-        and other.rows[0].cells[-1] == "70.00 (2.00)"
-    )
+    own = replace(OURS, model="own-model", model_key=None, family="SC", dataset="own_set")
+    seeds = [replace(own, model=f"s{seed}", model_key=ModelKey("1B", 9, seed=seed)) for seed in (1, 2)]
+    base, other = build_score_tables(Evidence([own, *seeds]), published())
+    assert cells_of(base) == [("1B", "CLM", "", 1, "50.00 (1.00)"), ("1B", "CLM", "", 2, "50.00 (1.00)")]
+    [row] = other.rows
+    assert other.title == SETUP_TITLES["other"] and (row.cells[0], row.cells[-1]) == ("own-model", "50.00 (1.00)")
 
 
 def test_standard_metrics_have_tables_of_their_own(tmp_path):
@@ -119,3 +107,56 @@ def test_standard_metrics_have_tables_of_their_own(tmp_path):
     assert groups == [("SC, accuracy", "demo_sc"), ("QA, token F1", "demo_qa"), ("QA, exact match", "demo_qa")]
     [ours] = build_score_tables(evidence)
     assert table.rows[0].cells[3] == ours.rows[0].cells[3] and build_standard_metric_tables(evidence, []) == []
+
+
+COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
+
+
+@pytest.fixture
+def table():
+    rows = (TableRow(("1B", 42_000, "91.65 (0.45)", None)), TableRow(("a_b|c <1 %", 10, None, "1.00"), rule=True, light=True))
+    return Table("base", "Models & sizes", "Percent.", COLUMNS, rows)
+
+
+def test_scores_have_the_digits_of_the_study():
+    assert format_score(0.9165, 0.0045) == "91.65 (0.45)"
+    assert format_score(0.5, None) == "50.00" == format_score(0.5, float("nan"))
+    assert format_score(None) is None is format_score(float("nan"))
+
+
+def test_csv_keeps_counts_plain_and_missing_cells_empty(table):
+    assert list(csv.reader(io.StringIO(table_to_csv(table)))) == [
+        ["Size", "Steps", "SC SST-2", "IR NQ"],
+        ["1B", "42000", "91.65 (0.45)", ""],
+        ["a_b|c <1 %", "10", "", "1.00"],
+    ]
+
+
+def test_markdown_is_aligned_and_escaped(table):
+    assert table_to_markdown(table).splitlines() == [
+        "### Models & sizes",
+        "",
+        "Percent.",
+        "",
+        "| Size           |  Steps |     SC SST-2 | IR NQ |",
+        "| -------------- | -----: | -----------: | ----: |",
+        "| 1B             | 42,000 | 91.65 (0.45) |       |",
+        r"| a_b\|c &lt;1 % |     10 |              |  1.00 |",
+    ]
+
+
+def test_latex_has_booktabs_rules_and_escapes(table):
+    text = table_to_latex(table)
+    assert r"\caption{Models \& sizes. Percent.}" in text and r"\label{tab:base}" in text
+    assert r" &  & \multicolumn{1}{c}{SC} & \multicolumn{1}{c}{IR} \\" in text
+    assert r"\cmidrule(lr){3-3} \cmidrule(lr){4-4}" in text
+    assert r"1B & 42,000 & 91.65 (0.45) &  \\" in text
+    assert r"\textit{a\_b|c $<$1\,\%} & \textit{10} &  & \textit{1.00} \\" in text
+    assert text.index(r"\addlinespace") > text.index("91.65") and text.count("{") == text.count("}")
+
+
+def test_a_wide_table_has_its_groups_below_each_other():
+    columns = (Column("Size", number=False), *(Column(f"set {at}", group) for group in "ABC" for at in range(4)))
+    text = table_to_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
+    assert text.count(r"\begin{tabular}{lrrrr}") == 3 and text.count(r"\begin{table}") == 1
+    assert "1B & 4 & 5 & 6 & 7" in text

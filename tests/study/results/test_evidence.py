@@ -1,18 +1,21 @@
 """Trees of results as evidence: every published cell comes out to the printed digit, and what there is not is not made up."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import published_tree
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.results.aggregate import GridSpec
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.results.aggregate import STUDY_DATASETS, GridSpec
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.scope import StudyScope
 from megaenc.study.results.evidence import AVERAGE, build_evidence, describe_missing_scores, read_evidence
-from megaenc.study.results.published import DATASET_NAMES, parse_model_key, raw, read_published_rows
+from megaenc.study.results.published import DATASET_NAMES, TABLES, parse_model_key, published, raw, read_published_rows
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
 
@@ -168,3 +171,24 @@ def test_sets_after_several_trainings_are_told_apart(tmp_path):
             result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
     names = [dataset for _, dataset in read_evidence(tmp_path, {}).datasets()]
     assert names == ["msmarco after a", "msmarco after b", "nq after a", "nq after b", "average after a", "average after b"]
+
+
+def test_all_cells_are_there_and_the_package_says_so():
+    rows = read_published_rows()
+    assert len(rows) == 800 and {row["setup"] for row in rows} == {"base", "efficiency", "pfs", "cpt"}
+    found = published()
+    assert len(found.model_keys()) == 46 and len(found.scores) == 46 * 16
+    assert all(parse_model_name(one.model) == one.model_key for one in found.scores)
+    packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert packaged["megaenc.study.results"] == [TABLES]
+    assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}
+
+
+def test_averages_are_those_of_the_three_sets_in_the_order_of_the_study():
+    found = published()
+    expected = [(str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)]
+    assert found.datasets() == expected
+    for setting in found.model_keys():
+        for family in TaskFamily:
+            means = [found.find(setting, dataset, family).mean for dataset in STUDY_DATASETS[family]]
+            assert abs(sum(means) / 3 - found.find(setting, AVERAGE, family).mean) < 0.0001001  # each rounded to 0.0001

@@ -44,6 +44,8 @@ def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
     assert ": would run: megaenc tokenizer " in lines[1] and ": would run: megaenc preprocess " in lines[2]
     assert ": would run: megaenc pretrain --" in lines[3] and " --seq-length 64 " in lines[3]
     assert " --objective-schedule clm --train-iters 400 " in lines[3]
+    corpus = tmp_path / "study" / "corpus"
+    assert f" --data-path {corpus}/corpus_text_document --tokenizer {corpus}/tokenizer " in f"{lines[3]} "
     assert not (tmp_path / "study").exists()
 
 
@@ -78,18 +80,6 @@ def test_flags_that_would_change_nothing_and_files_that_are_not_there_are_refuse
     path = manifests.write(tmp_path, corpus={"text": ["x" * 300], "vocab_size": 1024})
     assert f"corpus: field `text`: {tmp_path / ('x' * 300)}: no such file" in said(path)
     assert not (tmp_path / "study").exists()
-
-
-def test_a_manifests_own_text_begins_where_its_data_do(tmp_path, capsys):
-    pretrain = {**manifests.BASE["pretrain"], "data_path": ["text"], "tokenizer": "org/name"}
-    path = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})
-    command = [str(path), "--output", str(tmp_path / "study"), "--dry-run", "--only", "pretrain/toy-clm-400"]
-    main(command)
-    output = capsys.readouterr().out
-    assert f" --data-path {tmp_path / 'text'} " in output and " --tokenizer org/name " in output
-    main([*command, "--data-path", "/elsewhere/text"])
-    output = capsys.readouterr().out
-    assert " --data-path /elsewhere/text " in output and " --tokenizer org/name " in output
 
 
 def test_paths_of_commands_are_absolute(tmp_path, capsys, monkeypatch):

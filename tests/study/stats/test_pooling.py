@@ -47,25 +47,22 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
 
 def test_other_examples_leave_the_seeds_alone():
     """Two models that were evaluated on different examples cannot be paired by them."""
-    evidence = mini(5)
-    odd = [
-        dataclasses.replace(score, load_examples=lambda: {seed: np.ones(7) for seed in range(5)})
-        if score.model_key.clm_steps == 10
-        else score
-        for score in evidence.scores
-    ]
-    both, alone = by_claim(evidence, draws=0)["4a"].overall, by_claim(Evidence(odd), draws=0)["4a"].overall
+    evidence, odd = mini(5), []
+    for score in evidence.scores:
+        if score.model_key.clm_steps == 10:
+            score = dataclasses.replace(score, load_examples=lambda: {seed: np.ones(7) for seed in range(5)})
+        odd.append(score)
+    both, alone = (by_claim(each, draws=0)["4a"].overall for each in (evidence, Evidence(odd)))
     assert not math.isnan(both.test.components.example_variance) and math.isnan(alone.test.components.example_variance)
     assert alone.difference == pytest.approx(both.difference)
 
 
 def test_seeds_that_have_nothing_in_common():
-    scores = [
-        dataclasses.replace(
-            score, seed_scores={seed + 5 * bool(score.model_key.clm_steps): value for seed, value in score.seed_scores.items()}
-        )
-        for score in mini(5).scores
-    ]
+    scores = []
+    for score in mini(5).scores:
+        shift = 5 if score.model_key.clm_steps else 0
+        by_seed = {seed + shift: value for seed, value in score.seed_scores.items()}
+        scores.append(dataclasses.replace(score, seed_scores=by_seed))
     found = by_claim(Evidence(scores))["1a"]
     assert found.verdict == "not resolved" and "No fine-tuning seed that all of these models have" in found.reason
 
