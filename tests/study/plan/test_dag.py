@@ -150,14 +150,6 @@ def test_the_real_settings_take_every_run(file, processes):
     )
 
 
-def test_fine_tuning_counts_retrieval_once(tmp_path):
-    grids = build_graph(read_manifest(manifests.STUDY / "paper.yaml")).grids
-    assert (sum(grid.result_count for grid in grids.values()), sum(grid.run_count for grid in grids.values())) == (18_000, 15_000)
-    (first, *_) = graph(tmp_path).grids.values()
-    assert [(training.train_on, training.family) for training in first.training_sets] == [("demo_sc", "SC"), ("demo_ir", "IR")]
-    assert first.flags == {"datasets": ("demo_sc", "demo_ir"), "learning_rates": (1e-4, 1e-3), "seeds": 3}
-
-
 def test_paths_are_found_from_the_folder_of_data(tmp_path):
     """Of local sets and corpora, and of a tokenizer that is a folder there; a folder's name is no part of a pattern."""
     folder = tmp_path / "data[1]"

@@ -156,18 +156,12 @@ def test_nothing_outside_of_the_report_is_changed(kind, name, tmp_path, monkeypa
     assert content(outside) == before
 
 
-def test_wrong_input_is_one_line(study, tmp_path, refusal):
-    def said(*flags):
-        return refusal(report_command.main, [*flags, "--output", tmp_path / "r"])
-
-    results = ["--results", study / "results"]
-    assert "--published: found together with results; it reports the published tables only" in said("--published", *results)
-    assert "holds no results" in said("--results", tmp_path)
-    assert "--about hardware: expected NAME=TEXT" in said(*results, "--about", "hardware")
+def test_results_of_other_models_or_rates_than_the_manifests_are_one_line(study, tmp_path, refusal):
+    flags = [tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r"]
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
-    line = said(tmp_path / "other.yaml", *results)
+    line = refusal(report_command.main, flags)
     assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
-    (tmp_path / "rates.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
-    line = said(tmp_path / "rates.yaml", *results)
+    (tmp_path / "other.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
+    line = refusal(report_command.main, flags)
     assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of the grid of" in line and ": rates 3e-04 with" in line
     assert not (tmp_path / "r").exists()

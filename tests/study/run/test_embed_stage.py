@@ -59,17 +59,17 @@ def words(command):
 def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     stages = build(data)
     make(*(stage for stage in stages.values() if stage.kind != "embed"))
-    stage, root = stages["embed/base"], data / STUDY / "embed" / "base"
-    sets = ["--data", f"sci={data}/ir/sci", f"demo_ir={data}/{STUDY}/demo/demo_ir"]
-    expected = [["embed", "eval", "--model", f"pretrained={data}/{STUDY}/hf/base", *sets, "--output", f"{root}/pretrained.json"]]
-    expected[0] += ["--overwrite", "--query-prefix=- "]
-    for seed in range(2):
-        training = ["embed", "train", "--model", f"{data}/{STUDY}/hf/base", "--data", f"{data}/qa/pairs.jsonl", "--output"]
-        expected.append([*training, f"{root}/seed-{seed}", "--seed", str(seed), "--batch-size", "64", "--query-prefix=- "])
-        folder, output = f"seed-{seed}={root}/seed-{seed}", f"{root}/seed-{seed}.json"
-        expected.append(["embed", "eval", "--model", folder, *sets, "--output", output, "--overwrite", "--no-bm25"])
+    stage, study = stages["embed/base"], data / STUDY
+    root = study / "embed" / "base"
+    sets = f"--data sci={data}/ir/sci demo_ir={study}/demo/demo_ir"
+    first = f"embed eval --model pretrained={study}/hf/base {sets} --output {root}/pretrained.json --overwrite --query-prefix=- "
+    expected = [first]
+    for name in ("seed-0", "seed-1"):
+        training = f"embed train --model {study}/hf/base --data {data}/qa/pairs.jsonl --output {root}/{name}"
+        expected.append(f"{training} --seed {name[-1]} --batch-size 64 --query-prefix=- ")
+        expected.append(f"embed eval --model {name}={root}/{name} {sets} --output {root}/{name}.json --overwrite --no-bm25")
     assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
-    assert [words(command) for command in stage.remaining_commands()] == expected
+    assert [" ".join(words(command)) for command in stage.remaining_commands()] == expected
     made = [stage.next_command()]
     zero_shot_folders.make_evaluation(stage, "pretrained")
     for seed in range(2):
@@ -77,11 +77,11 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
         zero_shot_folders.make_training(stage, seed)
         made.append(stage.next_command())
         zero_shot_folders.make_evaluation(stage, f"seed-{seed}")
-    assert [words(command) for command in made] == expected
+    assert [" ".join(words(command)) for command in made] == expected
     assert stage.is_done() and stage.progress() == (3, 3) and not stage.remaining_commands()
-    check_stages(stages.values(), stages, data / STUDY)
+    check_stages(stages.values(), stages, study)
     assert finished_stages(stages.values()) == set(stages)
-    [row] = [row for row in build_table(stages.values(), data / STUDY) if row.stage == "embed/base"]
+    [row] = [row for row in build_table(stages.values(), study) if row.stage == "embed/base"]
     assert (row.state, row.progress) == ("done", "3 of 3 evaluations")
 
 
@@ -102,7 +102,7 @@ STALE = [
 FILES = [
     ("ir/sci/corpus.jsonl", "embed: sci is "),
     ("qa/pairs.jsonl", "bytes of train is 32 there, 7 here (pairs.json)"),
-    (f"{STUDY}/hf/base/model.safetensors", "embed: model is "),
+    (f"{STUDY}/hf/base/model.safetensors", "here (seed-0)"),  # the training, not only the evaluation
     (f"{STUDY}/embed/base/seed-1/model.safetensors", "(seed-1)"),
     (f"{STUDY}/embed/base/seed-1/tokenizer.json", "embed: tokenizer is "),
 ]
