@@ -17,11 +17,14 @@ def test_the_plan_of_the_paper(capsys):
     out = printed(capsys, manifests.STUDY / "paper.yaml")
     first = out.splitlines()[0]
     assert first.endswith("38 models and 12 intermediate checkpoints")
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    [pfs] = [line for line in lines if line.startswith("pfs 17 models, 130,000 steps,")]
-    assert " 16,705 " in pfs and pfs.endswith(" 17 models, 120,000 steps, 16,000 h")
-    [whole] = [line for line in lines if line.startswith("together 38 models, 812,000 steps,")]
-    assert " 104,344 " in whole and whole.endswith(" 38 models, 776,000 steps, 101,000 h")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for row in (
+        "base 15 630,000 1.49T 5.80e+21 80,956 630,000 80,956 15 models, 630,000 steps, 81,000 h",
+        "pfs 17 130,000 307G 1.09e+21 16,705 464,000 59,625 17 models, 120,000 steps, 16,000 h",
+        "cpt 6 52,000 123G 4.35e+20 6,682 72,000 9,252 6 models, 26,000 steps, 4,000 h",
+        "together 38 812,000 1.92T 7.32e+21 104,344 1,166,000 149,833 38 models, 776,000 steps, 101,000 h",
+    ):
+        assert row in rows
     assert "18,000 results, 50 checkpoints x 12 data sets x 6 rates x 5 seeds" in out
     assert "15,000 runs" in out
     assert "the paper reports 15,120, 42 checkpoints x 360: 30 models and 12 intermediate checkpoints, the count of its" in out
