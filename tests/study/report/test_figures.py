@@ -166,16 +166,17 @@ def test_names_with_dollar_signs_are_no_formulas():
 
 
 def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
-    plain = [MLM, CLM, ModelKey("610M", 0, 12_000, mask_ratio=0.4), ModelKey("610M", 42_000, 0, 22_000, 0.4)]
+    plain = [MLM, CLM, ModelKey("610M", 0, 12_000, mask_ratio=0.4)]
+    plain += [ModelKey("610M", 42_000, 0, 22_000, 0.4), ModelKey("610M", 0, 42_000, 22_000, 0.4)]
     turns = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     evidence = made_of(*plain, turns, detour)
     picture = objectives.build_schedule_figure(evidence)
     found = {name: [round(point.x) for point in line.points] for name, line in lines(picture).items()}
-    beside = {"MLM": [0], "CLM": [0], "MLM on CLM": [1]}
+    beside = {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1]}
     assert found == {**beside, turns.schedule: [0], f"{detour.schedule} on MLM": [1]}
     looks = {name: (line.colour, line.marker) for name, line in lines(picture).items()}
-    assert len(set(looks.values())) == 5
+    assert len(set(looks.values())) == 6
     assert picture.panels[0].ticks == {0: "42k", 1: "64k"}
     assert list(points(picture, turns.schedule).values()) == [52.1]
     assert objectives.build_schedule_figure(made_of(*plain)) is None
