@@ -54,11 +54,11 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     kept = set()
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
-        for file in ("of-before.csv", "own.csv", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
+        for file in ("of-before.csv", "own.csv", "notes.txt", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
             (output / name / file).touch()
-        kept |= {f"{name}/own.csv", f"{name}/.own.csv.1-0a1b2c3d.tmp"}  # what somebody else put there
+        kept |= {f"{name}/own.csv", f"{name}/notes.txt", f"{name}/.own.csv.1-0a1b2c3d.tmp"}  # what somebody else put there
     (output / "index.html").write_text(f"<head>{GENERATOR_TAG}</head>")
-    (output / "files.txt").write_text(f"{LIST}tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\n")
+    (output / "files.txt").write_text(f"{LIST}tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n")
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.build_figures
