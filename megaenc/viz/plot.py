@@ -318,7 +318,7 @@ def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]
         name = f"{match['measure']})" if match else objective
         if name not in merged or curve[1][-1] < merged[name][1][-1]:
             merged[name] = curve
-            shifts |= {name: f", shift {match['shift']}"} if match else {}
+            shifts[name] = f", shift {match['shift']}" if match else ""
     return merged, shifts
 
 
