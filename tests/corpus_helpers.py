@@ -1,10 +1,12 @@
-"""Small corpora that tests write with megatron-core."""
+"""Small corpora that tests write with megatron-core, or with our own writer and a .json."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 
 # Four documents: one sequence, three sequences, none at all, one sequence.
@@ -22,4 +24,32 @@ def write_corpus(prefix: Path, documents: list[list[list[int]]], dtype: type = n
             builder.add_item(torch.tensor(sequence, dtype=torch.int64))
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "uint16", **changes) -> str:
+    """Write documents that end in id 0, with a .json in which `changes` are made, and return the prefix."""
+    writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
+    writer.add_documents(np.concatenate(documents).astype(np.uint32), lengths, np.ones_like(lengths))
+    sha256 = writer.finish()
+    sidecar = {
+        "format": 1,
+        "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1},
+        "vocab_size": 100,
+        "eod": 0,
+        "append_eod": True,
+        "documents": writer.documents,
+        "sequences": writer.documents,
+        "tokens": writer.tokens,
+        "empty_documents": 0,
+        "skipped_lines": 0,
+        "dtype": dtype,
+        "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
+        "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
+        "sha256": sha256,
+        "sources": [],
+        "megaenc": "0.1.0",
+    }
+    Path(f"{prefix}.json").write_text(json.dumps(sidecar | changes))
     return str(prefix)

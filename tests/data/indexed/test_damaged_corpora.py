@@ -6,127 +6,123 @@ import struct
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
-from test_verify import write_whole_corpus
+from corpus_helpers import write_whole_corpus
 
 from megaenc.data.indexed import verify
-from megaenc.data.indexed.corpus import Corpus, parse_split
+from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC
+from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.objectives.inspection import inspect
 from megaenc.training.config_groups import DataConfig
 
 COUNT = 4
-LENGTHS, POINTERS, INDICES = HEADER.size, HEADER.size + 4 * COUNT, HEADER.size + 12 * COUNT
-BIG = (1 << 62, (1 << 63) - 1, (1 << 64) - 1)
+LENGTHS = HEADER.size
+POINTERS = LENGTHS + 4 * COUNT
+INDICES = LENGTHS + 12 * COUNT
+NEGATIVE = "found sequences or documents of negative length"
 
 
-def header(sequences: int = COUNT, indices: int = COUNT + 1, code: int = 8) -> bytes:
-    return HEADER.pack(MAGIC, 1, code, sequences, indices)
+def header(sequences: int = COUNT, indices: int = COUNT + 1, code: int = 8, version: int = 1) -> bytes:
+    return HEADER.pack(MAGIC, version, code, sequences, indices)
 
 
-def overwritten(offset: int, kind: str, *values: int):
-    """Put numbers at a byte of the .idx."""
-
-    def damage(prefix: Path) -> None:
-        content = bytearray(Path(f"{prefix}.idx").read_bytes())
-        content[offset : offset + struct.calcsize(f"<{len(values)}{kind}")] = struct.pack(f"<{len(values)}{kind}", *values)
-        Path(f"{prefix}.idx").write_bytes(content)
-
-    return damage
+def pack(kind: str, *values: int) -> bytes:
+    return struct.pack(f"<{len(values)}{kind}", *values)
 
 
-def instead(extension: str, content: bytes):
-    """Put other bytes in the place of a file."""
-    return lambda prefix: Path(f"{prefix}{extension}").write_bytes(content)
-
-
-def replaced(extension: str, put):
-    """Put something else in the place of a file."""
-
-    def damage(prefix: Path) -> None:
-        path = Path(f"{prefix}{extension}")
-        path.unlink()
-        put(path)
-
-    return damage
-
-
-def sidecar(**changes):
-    """Change fields of the .json; None leaves a field out."""
-
-    def damage(prefix: Path) -> None:
-        values = json.loads(Path(f"{prefix}.json").read_text()) | changes
-        Path(f"{prefix}.json").write_text(json.dumps({name: value for name, value in values.items() if value != "LEFT OUT"}))
-
-    return damage
-
-
+# The file, from which byte on (None: all of it), other bytes, what training says, and `data verify` where it says more.
 INDEX = {
-    # damage of .idx and .bin, which all commands must find
-    **{f"{count:,} sequences": overwritten(0, "B", *header(sequences=count)) for count in BIG},
-    **{f"{count:,} documents": overwritten(0, "B", *header(indices=count)) for count in BIG},
-    **{f"{count:,} of both": overwritten(0, "B", *header(count, count)) for count in BIG},
-    "no sequence": overwritten(0, "B", *header(sequences=0)),
-    "a size that would wrap around": overwritten(0, "B", *header((1 << 62) + COUNT, (1 << 61) + 5)),
-    "another kind of number": overwritten(0, "B", *header(code=6)),
-    "a negative length": overwritten(LENGTHS, "i", -5),
-    "a negative length and a long one": overwritten(LENGTHS, "i", -5, 9),
-    "a length beyond the .bin": overwritten(LENGTHS, "i", (1 << 31) - 1),
-    "lengths beyond the .bin": overwritten(LENGTHS, "i", *[(1 << 31) - 1] * COUNT),
-    "a last pointer beyond the .bin": overwritten(POINTERS + 8 * (COUNT - 1), "q", 1 << 40),
-    "a first pointer below zero": overwritten(POINTERS, "q", -2),
-    "a document beyond the sequences": overwritten(INDICES + 8, "q", 1 << 40),
-    "a document below zero": overwritten(INDICES + 8, "q", -1),
-    "documents that wrap around": overwritten(INDICES, "q", 0, (1 << 63) - 1, -2, 3, 4),
-    "a last document that is another": overwritten(INDICES + 8 * COUNT, "q", 3),
-    "no document at first": overwritten(INDICES, "q", 1),
-    "an empty .idx": instead(".idx", b""),
-    "an empty .bin": instead(".bin", b""),
-    "an .idx of a header": instead(".idx", header()),
-    "an .idx of zeros": instead(".idx", bytes(200)),
-    "a .bin of one byte": instead(".bin", b"x"),
-    **{f"a folder for {extension}": replaced(extension, os.mkdir) for extension in (".idx", ".bin")},
-    **{f"a FIFO for {extension}": replaced(extension, os.mkfifo) for extension in (".idx", ".bin")},
-    **{f"no {extension}": replaced(extension, lambda path: None) for extension in (".idx", ".bin")},
+    "many sequences": (".idx", 0, header(sequences=1 << 62), "demo.idx: truncated: found 122 bytes", ""),
+    "many documents": (".idx", 0, header(indices=(1 << 64) - 1), "demo.idx: truncated: found 122 bytes", ""),
+    "a size that would wrap around": (".idx", 0, header((1 << 62) + COUNT, (1 << 61) + 5), "demo.idx: truncated", ""),
+    "no sequence": (".idx", 0, header(sequences=0), "demo.idx: too long for a text corpus", ""),
+    "another kind of number": (".idx", 0, header(code=6), "demo.idx: found dtype code 6", ""),
+    "another version": (".idx", 0, header(version=2), "version 2; expected", ""),
+    "a negative length": (".idx", LENGTHS, pack("i", -5), NEGATIVE, "sequence 0: found length -5, expected 0 or more"),
+    "a length beyond the .bin": (".idx", LENGTHS, pack("i", (1 << 31) - 1), "demo.bin: truncated", "sequence 1: found pointer 8"),
+    "a pointer below zero": (
+        ".idx",
+        POINTERS,
+        pack("q", -2),
+        "do not lie end to end",
+        "sequence 0: found pointer -2, expected 0",
+    ),
+    "a pointer beyond the .bin": (
+        ".idx",
+        POINTERS + 24,
+        pack("q", 1 << 40),
+        "do not lie end to end",
+        "sequence 3: found pointer",
+    ),
+    "a document beyond the sequences": (".idx", INDICES + 8, pack("q", 1 << 40), NEGATIVE, "document 2: found first sequence 2"),
+    "a document below zero": (".idx", INDICES + 8, pack("q", -1), NEGATIVE, "document 1: found first sequence -1"),
+    "documents that wrap around": (
+        ".idx",
+        INDICES,
+        pack("q", 0, (1 << 63) - 1, -2),
+        NEGATIVE,
+        "document 2: found first sequence",
+    ),
+    "no document at first": (".idx", INDICES, pack("q", 1), NEGATIVE, "document 0: found first sequence 1, expected 0"),
+    "another last document": (
+        ".idx",
+        INDICES + 32,
+        pack("q", 3),
+        "do not end at its last",
+        "the last document index is 3, expected 4",
+    ),
+    "a .idx of a part of its header": (".idx", None, header()[:10], "truncated: found 10 bytes, expected a header of 34", ""),
+    "a .idx without its last byte": (".idx", None, header() + bytes(87), "truncated: found 121 bytes, expected 122", ""),
+    "a .idx of zeros": (".idx", None, bytes(200), "demo.idx: found header", ""),
+    "an empty .bin": (".bin", None, b"", "demo.bin: found no tokens, expected at least one document with text", ""),
+    "a .bin of one byte": (".bin", None, b"x", "demo.bin: truncated: found 1 bytes, expected 32", ""),
 }
-SIDECAR = {
-    # damage of .json, and a word of the line
-    "no JSON": (instead(".json", b"{"), "not JSON"),
-    "nothing": (instead(".json", b""), "not JSON"),
-    "no UTF-8": (instead(".json", b'{"\xff": 1}'), "not JSON"),
-    "nesting": (instead(".json", b"[" * 100_000), "nested too deeply"),
-    "a long number": (instead(".json", b"1" * 5000), "not JSON"),
-    "a FIFO": (replaced(".json", os.mkfifo), "not a regular file"),
-    "a folder": (replaced(".json", os.mkdir), "cannot be read"),
-    **{f"a {kind.__name__}": (instead(".json", json.dumps(kind()).encode()), "expected an object") for kind in (list, int, str)},
-    **{
-        f"{name} left out": (sidecar(**{name: "LEFT OUT"}), name)
-        for name in ("vocab_size", "dtype", "sha256", "tokens", "tokenizer")
-    },
-    **{
-        f"vocab_size {size}": (sidecar(vocab_size=size), "vocab_size")
-        for size in (0, -1, 1 << 40, 10**400, 1.5, True, "9", [], None)
-    },
-    **{f"eod {eod}": (sidecar(eod=eod), "eod") for eod in (-1, 1 << 70, 100, "0", [], True)},
-    **{f"documents {count}": (sidecar(documents=count), "documents") for count in (-1, 1 << 70, "4", None, {}, float("nan"))},
-    **{f"sha256 {value}": (sidecar(sha256=value), "sha256") for value in ({}, [], "x", {"bin": 3, "idx": "x"}, None)},
-    **{f"tokenizer {value}": (sidecar(tokenizer=value), "tokenizer") for value in ({}, [], "x", {"name": 3}, None)},
-    **{f"dtype {value}": (sidecar(dtype=value), "dtype") for value in ("float64", "O", "", 3, None, "a\nb")},
-    **{f"format {value}": (sidecar(format=value), "format") for value in (2, "1", None, [])},
-    **{f"sources {value}": (sidecar(sources=value), "sources") for value in ({}, "x", 3, None)},
-}
+MISSING = object()
+SIDECAR = [
+    (b"{", "not JSON"),
+    (b'{"\xff": 1}', "not JSON"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b"1" * 5000, "not JSON"),
+    (b"[]", "found a JSON list, expected an object"),
+    ({"format": 2}, "field `format`: found 2, expected 1"),
+    ({"tokens": MISSING}, "no field `tokens`"),
+    ({"tokenizer": {"name": "demo"}}, "no field `tokenizer.fingerprint`"),
+    ({"tokenizer": {"name": 3}}, "field `tokenizer.name`: found 3, expected text"),
+    ({"tokenizer": None}, "field `tokenizer`: found null, expected an object"),
+    ({"sha256": {"bin": "0" * 64}}, "no field `sha256.idx`"),
+    ({"vocab_size": 0}, "field `vocab_size`: found 0, expected 1 to 2147483648"),
+    ({"vocab_size": 10**400}, "field `vocab_size`: found 1000"),
+    ({"vocab_size": True}, "field `vocab_size`: found true, expected a whole number"),
+    ({"eod": 100}, "field `eod`: found 100, expected 0 to 99 or null"),
+    ({"eod": "0"}, 'field `eod`: found "0", expected a whole number or null'),
+    ({"documents": float("nan")}, "field `documents`: found NaN, expected a whole number"),
+    ({"documents": -1}, "field `documents`: found -1, expected 0 to"),
+    ({"dtype": "a\nb"}, "field `dtype`: found"),
+    ({"sources": "x"}, "field `sources`: found"),
+    ({"special_tokens": {"mode": "eod"}}, "field `special_tokens`: found"),
+    ({"special_tokens": {"mode": "eod", "before": [], "after": [10**6]}}, "field `special_tokens`: found"),
+]
 READERS = {
     "pretrain": lambda prefix: Corpus.open(prefix),
     "verify": lambda prefix: verify.verify_corpus(prefix),
-    "estimate": lambda prefix: (build_length_model(DATA(prefix), ()), read_vocab_size(DATA(prefix))),
+    "estimate": lambda prefix: (build_length_model(build_data_config(prefix), ()), read_vocab_size(build_data_config(prefix))),
 }
 
 
-def DATA(prefix: Path) -> DataConfig:
+def build_data_config(prefix: Path) -> DataConfig:
     return DataConfig(data_path=(str(prefix),), seq_length=64)
+
+
+def write_changed(prefix: Path, changes: bytes | dict) -> None:
+    """Put other bytes in the place of the .json, or change some of its fields."""
+    path = Path(f"{prefix}.json")
+    if isinstance(changes, dict):
+        values = json.loads(path.read_text()) | changes
+        changes = json.dumps({name: value for name, value in values.items() if value is not MISSING}).encode()
+    path.write_bytes(changes)
 
 
 @pytest.fixture
@@ -143,62 +139,62 @@ def one_line(reader, prefix) -> str:
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
+    assert "\n" not in str(error.value)
     return str(error.value)
 
 
-@pytest.mark.parametrize("reader", ["pretrain", "verify"])
-@pytest.mark.parametrize("damage", INDEX)
-def test_a_damaged_index_is_one_line(damage, reader, prefix):
-    INDEX[damage](prefix)
-    line = one_line(reader, prefix)
-    assert "demo.idx" in line or "demo.bin" in line
+@pytest.mark.parametrize(("extension", "offset", "content", "trained", "verified"), INDEX.values(), ids=INDEX)
+def test_a_damaged_index_is_one_line(extension, offset, content, trained, verified, prefix):
+    path = Path(f"{prefix}{extension}")
+    before = path.read_bytes()
+    path.write_bytes(content if offset is None else before[:offset] + content + before[offset + len(content) :])
+    assert trained in one_line("pretrain", prefix)
+    assert trained in one_line("estimate", prefix)
+    assert (verified or trained) in one_line("verify", prefix)
 
 
-@pytest.mark.parametrize("damage", INDEX)
-def test_an_estimate_of_a_damaged_index_is_one_line(damage, prefix):
-    INDEX[damage](prefix)
-    if os.path.isfile(f"{prefix}.idx"):
-        line = one_line("estimate", prefix)
-        assert "demo.idx" in line or "demo.bin" in line
-    else:  # an estimate needs no data
-        assert "unknown" in build_length_model(DATA(prefix), ()).source
+@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda path: None], ids=["folder", "FIFO", "nothing"])
+def test_what_is_no_file_is_one_line(put, prefix):
+    for extension in (".json", ".bin", ".idx"):
+        path = Path(f"{prefix}{extension}")
+        path.unlink()
+        put(path)
+        if extension == ".json" and not path.exists():
+            with pytest.raises(InputError, match=r"demo\.json: no such file; expected a corpus made by"):
+                read_corpus_metadata(prefix)
+        else:
+            words = "demo.json: cannot be read" if extension == ".json" else f"demo{extension}: no such file"
+            assert words in one_line("pretrain", prefix)
+            assert words in one_line("verify", prefix)
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("damage", SIDECAR)
-def test_a_damaged_sidecar_is_one_line(damage, reader, prefix):
-    put, words = SIDECAR[damage]
-    put(prefix)
-    if reader == "estimate" and damage in ("dtype float64", "dtype O", "dtype "):
-        return  # the type of the .bin is its .idx's
-    line = one_line(reader, prefix)
-    assert "demo.json" in line and words in line
+@pytest.mark.parametrize(("changes", "words"), SIDECAR, ids=range(len(SIDECAR)))
+def test_a_damaged_sidecar_is_one_line(changes, words, prefix):
+    write_changed(prefix, changes)
+    for reader in READERS:
+        line = one_line(reader, prefix)
+        assert "demo.json" in line and words in line
+
+
+def test_a_sidecar_of_another_corpus_is_one_line(prefix):
+    whole = Path(f"{prefix}.json").read_bytes()
+    for field, value in {"documents": 5, "sequences": 5, "tokens": 17, "dtype": "int32", "bin_bytes": 34, "idx_bytes": 1}.items():
+        write_changed(prefix, {field: value})
+        for reader in ("pretrain", "verify"):
+            assert f"demo.json: field `{field}`: found {value}, expected" in one_line(reader, prefix)
+        Path(f"{prefix}.json").write_bytes(whole)
 
 
 @pytest.mark.parametrize("command", [verify.main, inspect.main])
-@pytest.mark.parametrize(
-    "damage", ["a negative length", "documents that wrap around", f"{1 << 62:,} sequences", "a FIFO for .bin"]
-)
-def test_the_commands_end_in_one_line(damage, command, prefix, refusal):
-    INDEX[damage](prefix)
-    assert "demo." in refusal(command, [prefix])
-
-
-@pytest.mark.parametrize("command", [verify.main, inspect.main])
-@pytest.mark.parametrize("name", ["x" * 300, "a**", "none", "[", "a\nb", "/proc/1/mem", "demo.idx"])
-def test_a_prefix_that_is_none_is_one_line(name, command, prefix, refusal):
-    words = "found a file" if name == "/proc/1/mem" else "no such file"
-    assert words in refusal(command, [prefix.parent / name])
-
-
-@pytest.mark.parametrize("text", ["1e1000000000,1,1", "99,1E+999999,0", "1,1", "nan,1,0", "-1,1,1", "1/0,1,1"])
-def test_a_split_that_is_none_is_one_line(text):
-    with pytest.raises(InputError, match="--split: found"):
-        parse_split(text)
+def test_a_prefix_that_is_none_is_one_line(command, prefix, refusal):
+    for name in ("x" * 300, "a**", "[", "a\nb", "demo.idx"):
+        assert "no such file" in refusal(command, [prefix.parent / name])
+    assert "found a file" in refusal(command, ["/proc/1/mem"])
 
 
 def test_whole_corpora_are_read(prefix):
     """So that the damage, and nothing else, is refused above."""
-    assert len(Corpus.open(prefix)) == COUNT and verify.verify_corpus(prefix).documents == COUNT
-    assert "4 documents" in build_length_model(DATA(prefix), ()).source and read_vocab_size(DATA(prefix)) == 100
-    assert np.dtype(Corpus.open(prefix).dtype) == np.uint16
+    assert len(Corpus.open(prefix)) == COUNT
+    assert verify.verify_corpus(prefix).documents == COUNT
+    assert "4 documents" in build_length_model(build_data_config(prefix), ()).source
+    assert read_vocab_size(build_data_config(prefix)) == 100

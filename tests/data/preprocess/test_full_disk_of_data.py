@@ -7,9 +7,7 @@ import pytest
 from megaenc.cli import main
 
 
-@pytest.mark.parametrize(
-    "options", ["size=64k,nr_inodes=2", "size=64k,nr_inodes=3", "size=64k,nr_inodes=4", "size=8k,nr_inodes=100"]
-)
+@pytest.mark.parametrize("options", ["size=64k,nr_inodes=3", "size=8k,nr_inodes=100"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, small_corpus, refusal, options):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -14,6 +14,7 @@ from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
 from megaenc.data.preprocess.resumable import PartitionStore
 from megaenc.data.sources import resolve
+from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
 
 
@@ -48,62 +49,47 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# A preprocessing command that sends itself or its last worker a signal at the third part's second block.
+# A preprocessing command that sends itself a signal at the third part's second block, or before it renames a file.
 KILLED = """
-import os, signal, sys, psutil
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.sources import resolve, text_files
 text_files.BLOCK_BYTES = text_files.LINES_BYTES = 300
-victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []
+signal_number, place = int(sys.argv.pop()), sys.argv.pop()
+parts = []
 def read_blocks(inputs, document_ranges, real=resolve.read_blocks):
     parts.append(document_ranges)
     for at, block in enumerate(real(inputs, document_ranges)):
-        if len(parts) == 3 and at == 1:
-            os.kill(os.getpid() if victim == "main" else psutil.Process().children()[-1].pid, number)
+        if place == "block" and len(parts) == 3 and at == 1:
+            os.kill(os.getpid(), signal_number)
         yield block
 resolve.read_blocks = read_blocks
+def rename(source, target, real=os.replace):
+    if str(target).endswith("out_text_document." + place):
+        os.kill(os.getpid(), signal_number)
+    real(source, target)
+os.replace = rename
 preprocess.main(sys.argv[1:])
 """
 
 
-def command(settings, *more):
-    flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
-    return [
-        sys.executable,
-        "-c",
-        KILLED,
-        *flags,
-        "--append-eod",
-        "--workers",
-        "5" if "worker" in more else "2",
-        "--partitions",
-        "4",
-        *more,
-    ]
+def run_killed(settings, place, number):
+    """Run the command until it sends itself a signal; return how it ended."""
+    words = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
+    words += ["--append-eod", "--workers", "2", "--partitions", "4", place, str(int(number))]
+    return subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("number", "victim", "code"),
-    [
-        (signal.SIGKILL, "main", -9),
-        (signal.SIGTERM, "main", 143),
-        (signal.SIGINT, "main", 130),
-        (signal.SIGKILL, "worker", 2),
-    ],
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_after_a_kill_the_same_command_makes_the_missing_parts(
-    tmp_path, settings, expected_contents, monkeypatch, capsys, number, victim, code
+    tmp_path, settings, expected_contents, monkeypatch, capsys, number, code
 ):
-    ended = subprocess.run(command(settings, str(int(number)), victim), capture_output=True, text=True, timeout=60)
+    ended = run_killed(settings, "block", number)
     assert ended.returncode == code, ended.stderr
-    if victim == "worker":
-        assert ended.stderr.startswith("error: worker 5 of 5 (process ") and "was killed by SIGKILL" in ended.stderr
-        assert ended.stderr.count("\n") == 1
-    else:  # the workers go without a word
-        assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
-    if number != signal.SIGKILL or victim == "worker":
-        assert "2 of 4 partitions are done; run the same command to resume" in ended.stdout
+    # The workers go without a word.
+    assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
+    assert ("2 of 4 partitions are done; run the same command to resume" in ended.stdout) == (number == signal.SIGINT)
     folder = tmp_path / "out_parts"
     assert [name for name in names(folder) if name.endswith(".json")] == ["part-00001.json", "part-00002.json", "plan.json"]
     assert not any(name.startswith("out_text_document") for name in names(tmp_path))
@@ -133,33 +119,27 @@ def interrupted(settings, monkeypatch, after):
             preprocess(settings)
 
 
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("append_eod", {"append_eod": False}),
-        ("partitions", {"partitions": 3}),
-        ("skip_bad_lines", {"skip_bad_lines": True}),
-        ("sentences", {"split_sentences": True}),
-        ("tokenizer", None),
-        ("files", None),
-    ],
-)
-def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monkeypatch, field, change):
+def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monkeypatch):
     interrupted(settings, monkeypatch, after=1)
-    if field == "tokenizer":
-        from megaenc.data.tokenizer.tokenizer import train_tokenizer
-
-        train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "other")
-        change = {"tokenizer": str(tmp_path / "other")}
-    if field == "files":
-        write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-        change = {}
-    before = names(tmp_path / "out_parts")
-    with pytest.raises(
-        InputError, match=rf"out_parts/plan\.json: field `{field}`: found .*, expected .*; give the first command"
-    ):
-        preprocess(dataclasses.replace(settings, **change))
-    assert names(tmp_path / "out_parts") == before
+    folder = tmp_path / "out_parts"
+    plan = json.loads((folder / "plan.json").read_text())
+    assert not {"encoding", "delimiter", "special_tokens"} & plan.keys()  # as in earlier versions
+    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "other")
+    before = names(folder)
+    changes = {
+        "append_eod": {"append_eod": False},
+        "partitions": {"partitions": 3},
+        "encoding": {"encoding": "latin1"},
+        "sentences": {"split_sentences": True},
+        "tokenizer": {"tokenizer": str(tmp_path / "other")},
+        "files": {},
+    }
+    for field, change in changes.items():
+        if field == "files":
+            write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+        with pytest.raises(InputError, match=rf"plan\.json: field `{field}`: found .*, expected .*; give the first command"):
+            preprocess(dataclasses.replace(settings, **change))
+        assert names(folder) == before
 
 
 def test_a_stop_before_the_first_part_leaves_nothing(tmp_path, settings, monkeypatch):
@@ -175,27 +155,17 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     assert "3 of 4 partitions are done" in capsys.readouterr().out
 
 
-def test_input_without_any_text_says_that_its_parts_are_kept(tmp_path, settings, capsys):
-    write_jsonl(tmp_path / "corpus.jsonl", [""] * 40)
-    with pytest.raises(InputError, match="no document holds any text under `text`"):
+def test_a_folder_that_cannot_be_written_to_is_one_line(settings, monkeypatch):
+    real = os.open
+
+    def refused(path, *arguments):
+        if "_parts" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(InputError, match="out_parts: cannot be written to: Read-only file system"):
         preprocess(settings)
-    assert (
-        "out_parts: 4 of 4 partitions are done; run the same command to resume, or remove the folder" in capsys.readouterr().out
-    )
-
-
-def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monkeypatch):
-    for number in (errno.EROFS, errno.EACCES):
-
-        def refused(path, *arguments, number=number, before=os.open):
-            if "_parts" not in str(path):
-                return before(path, *arguments)
-            raise OSError(number, os.strerror(number), path)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", refused)
-            with pytest.raises(InputError, match=rf"out_parts: cannot be written to: {os.strerror(number)}"):
-                preprocess(settings)
 
 
 def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
@@ -209,23 +179,21 @@ def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
-    (tmp_path / "out_parts").mkdir()
-    (tmp_path / "out_parts" / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match=r"out_parts: holds `thesis\.tex`, expected only partitions of a corpus"):
-        preprocess(settings)
-    assert names(tmp_path / "out_parts") == ["thesis.tex"]
-
-
 @pytest.mark.parametrize(
-    "files", [{"part-00001-text.bin": "years"}, {".of_work.tmp": ""}, {"plan.json": '{"steps": 3}', "merged": "{}"}]
+    ("files", "message"),
+    [
+        ({"thesis.tex": "years"}, "holds `thesis.tex`, expected only partitions of a corpus"),
+        ({"part-00001-text.bin": "years"}, "holds no plan.json of a corpus"),
+        ({"plan.json": '{"steps": 3}', "merged": "{}"}, "holds no plan.json of a corpus"),
+    ],
 )
-def test_files_of_somebody_else_with_names_of_partitions_are_left_alone(tmp_path, settings, files):
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, message):
     (tmp_path / "out_parts").mkdir()
     for name, content in files.items():
         (tmp_path / "out_parts" / name).write_text(content)
-    with pytest.raises(InputError, match=r"out_parts: holds no plan\.json of a corpus, expected .*; choose another --output-pre"):
+    with pytest.raises(InputError) as error:
         preprocess(settings)
+    assert f"out_parts: {message}" in str(error.value)
     assert {name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")} == files
 
 
@@ -240,12 +208,19 @@ def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, expected_con
     assert contents(prefix) == expected_contents
 
 
-NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcff", '{"sha256": 3}', None]
+NOTES = ["", "{", "[]", "null", '{"bytes": 3}', "[" * 100_000, "\udcff", None]
 """What may stand in the place of a part's note; None: a FIFO."""
 
 
-@pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
-def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
+def write_damage(path, text):
+    path.unlink(missing_ok=True)
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text, errors="surrogateescape")
+
+
+def test_a_part_with_a_damaged_note_is_missing(tmp_path):
     parts = PartitionStore(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
     parts.open()
     tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
@@ -254,20 +229,17 @@ def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
     path = tmp_path / "part-00001.json"
     record = json.loads(path.read_text())
     values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
-    for damaged in (note, *(json.dumps(record | {name: value}) for name in record for value in values)):
-        path.unlink()
-        os.mkfifo(path) if damaged is None else path.write_text(damaged, errors="surrogateescape")
+    for damaged in (*NOTES, *(json.dumps(record | {name: value}) for name in record for value in values)):
+        write_damage(path, damaged)
         assert parts.missing_partitions() == [0], damaged
 
 
-@pytest.mark.parametrize("plan", NOTES, ids=lambda plan: repr(plan)[:40])
-def test_a_damaged_plan_is_one_line(tmp_path, plan):
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    (folder / "part-00001.json").touch()
-    os.mkfifo(folder / "plan.json") if plan is None else (folder / "plan.json").write_text(plan, errors="surrogateescape")
-    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):
-        PartitionStore(folder, {"keys": ["text"]}, ["text"], "uint16", 1).open()
+def test_a_damaged_plan_is_one_line(tmp_path):
+    (tmp_path / "part-00001.json").touch()
+    for plan in NOTES:
+        write_damage(tmp_path / "plan.json", plan)
+        with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):
+            PartitionStore(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1).open()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -285,23 +257,11 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_conte
     assert contents(prefix) == expected_contents
 
 
-@pytest.mark.parametrize("last", ["json", "idx"])
-def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_contents, last):
-    script = KILLED.replace("resolve.read_blocks = read_blocks", "").replace(
-        "preprocess.main",
-        """
-def rename(source, target, real=os.replace):
-    if str(target).endswith("out_text_document.SUFFIX"):
-        os.kill(os.getpid(), number)
-    real(source, target)
-os.replace = rename
-preprocess.main""",
-    )
-    arguments = command(settings, str(int(signal.SIGKILL)), "main")
-    arguments[2] = script.replace("SUFFIX", last)
-    assert subprocess.run(arguments, capture_output=True, timeout=60).returncode == -9
+@pytest.mark.parametrize(("last", "renamed"), [("json", ["bin"]), ("idx", ["bin", "json"])])
+def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_contents, last, renamed):
+    assert run_killed(settings, last, signal.SIGKILL).returncode == -9
     leftovers = [name for name in names(tmp_path) if name.startswith("out_text_document")]
-    assert leftovers == ["out_text_document.bin", "out_text_document.json"][: 1 if last == "json" else 2]
+    assert leftovers == [f"out_text_document.{suffix}" for suffix in renamed]
     # Somebody else's file in the place of a half-renamed one is not theirs to overwrite.
     ours = (tmp_path / "out_text_document.bin").read_bytes()
     (tmp_path / "out_text_document.bin").write_bytes(ours[::-1])
@@ -312,44 +272,11 @@ preprocess.main""",
     assert contents(prefix) == expected_contents and not (tmp_path / "out_parts").exists()
 
 
-def test_output_that_exists_is_refused(tmp_path, settings):
-    (tmp_path / "out_text_document.bin").touch()
-    with pytest.raises(InputError, match=r"out_text_document\.bin: exists already"):
-        preprocess(settings)
-    assert names(tmp_path) == ["corpus.jsonl", "out_text_document.bin"]
-
-
-def test_parts_hold_every_key(tmp_path, settings):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"title": text[:9], "text": text, "id": 1}) + "\n" for text in TEXTS))
-    both = dataclasses.replace(settings, json_keys=("title", "text"))
-    parted = preprocess(both)
-    plain = preprocess(dataclasses.replace(both, partitions=1, output_prefix=str(tmp_path / "plain")))
-    assert [contents(prefix) for prefix in parted] == [contents(prefix) for prefix in plain]
-
-
 def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, capsys):
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS[:2])
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
     assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
     assert read_corpus_metadata(prefix).documents == 2
-
-
-def test_a_process_that_comes_when_all_is_done_is_told_so(tmp_path, settings, monkeypatch):
-    """It looked at the outputs before the others had written them."""
-    preprocess(settings)
-    monkeypatch.setattr("megaenc.data.preprocess.command._refuse_outputs", lambda *_: None)
-    with pytest.raises(InputError, match="if another process of this command has written it, nothing is left to do"):
-        preprocess(settings)
-    assert not (tmp_path / "out_parts").exists()
-
-
-def test_a_plan_has_encoding_and_delimiter_only_if_given(tmp_path, settings, monkeypatch):
-    interrupted(settings, monkeypatch, after=1)
-    plan = json.loads((tmp_path / "out_parts" / "plan.json").read_text())
-    assert not {"encoding", "delimiter"} & plan.keys()
-    with pytest.raises(InputError, match=r"plan\.json: field `encoding`: found null, expected \"latin1\""):
-        preprocess(dataclasses.replace(settings, encoding="latin1"))
 
 
 def test_a_folder_of_an_earlier_version_is_named(tmp_path, settings, monkeypatch):

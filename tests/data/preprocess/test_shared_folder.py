@@ -11,7 +11,7 @@ import time
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
-from megaenc.data.preprocess import claims, command, partitions
+from megaenc.data.preprocess import command
 from megaenc.data.preprocess.claims import ClaimFolder
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
 from megaenc.data.preprocess.resumable import PartitionStore
@@ -148,15 +148,6 @@ def test_other_flags_are_refused_while_a_process_works_before_its_first_partitio
     assert store.is_gone() and not store.folder.exists()
 
 
-def test_a_process_that_starts_after_the_merge_is_told_so(settings, expected_contents, tmp_path):
-    preprocess(settings)
-    with pytest.raises(
-        InputError, match=r"out_text_document\.idx: exists already; if another process of this command has written"
-    ):
-        preprocess(settings)
-    assert not (tmp_path / "out_parts").exists()
-
-
 def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, monkeypatch, capsys):
     (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
     real, overtaking = PartitionStore.record_merge, []
@@ -190,15 +181,3 @@ def test_a_folder_that_another_process_removes_is_made_again(tmp_path, settings,
     monkeypatch.setattr(PartitionStore, "write", write)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == contents(whole) and removed
-
-
-def test_partitions_of_a_dead_process_elsewhere_are_waited_for(tmp_path, settings, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(partitions, "POLL_SECONDS", 0.05)
-    job = command.prepare_job(settings)
-    store = PartitionStore(tmp_path / "out_parts", job.build_plan(), ["text"], "uint16", 12)
-    store.open()
-    for name in ("part-00004", "merge"):
-        (store.folder / f"{name}.claim-1").write_text('{"machine": "elsewhere", "pid": 1, "start": "1", "done": 3}')
-    preprocess(settings)
-    assert "partitions 12/12" in (output := capsys.readouterr().out) and "merging the partitions" in output
