@@ -13,7 +13,7 @@ from megaenc.data.packing.blended_dataset import (
     parse_data_path,
     weigh_corpora,
 )
-from megaenc.data.packing.corpus_order import PERIOD, compute_sample_counts, interleave_corpora
+from megaenc.data.packing.corpus_order import PERIOD, interleave_corpora
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
@@ -36,9 +36,7 @@ def blend(weights, seq_length=8, seed=0):
 
 
 BLENDS = {
-    "two": ["0.3", "0.7"],
     "uneven": ["0.9", "0.05", "0.03", "0.02"],
-    "a long period": ["0.123457", "0.654321", "0.222222"],
     "counts of tokens": ["123456789", "987654321", "55555"],
     "ten": ["0.01", "0.02", "0.03", "0.05", "0.08", "0.13", "0.21", "0.34", "0.1", "0.03"],
 }
@@ -64,7 +62,7 @@ def test_proportions_hold_at_every_prefix(weights):
         ]
 
 
-@pytest.mark.parametrize("counts", [[1, 1], [3, 7], [1, 2, 3, 4], [997, 2, 1], [100] * 30, [65535, 1]])
+@pytest.mark.parametrize("counts", [[1, 1], [997, 2, 1], [100] * 30, [65535, 1]])
 def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
     order = interleave_corpora(counts)
     assert np.bincount(order, minlength=len(counts)).tolist() == counts
@@ -74,24 +72,21 @@ def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
         assert deviation.max() <= 1 - 1 / (2 * len(counts) - 2) + 1e-9  # Tijdeman's bound
 
 
-def test_each_corpus_is_read_as_it_would_be_alone():
+def test_each_corpus_is_read_as_it_would_be_alone_in_any_order():
     packs = blend(["0.25", "0.75"])
-    datasets = blend(["0.25", "0.75"]).datasets
     counts = [0, 0]
+    places = []
     for sample in range(200):
-        pack, corpus = packs[sample], packs.corpus_of_sample(sample)
-        own = datasets[corpus][counts[corpus]]
-        assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
-        assert (pack.sample, pack.epoch) == (sample, own.epoch)
+        corpus = packs.corpus_of_sample(sample)
+        places.append((corpus, counts[corpus]))
         counts[corpus] += 1
     assert counts == [50, 150] == packs.next_packs(200)
-
-
-def test_a_sample_depends_on_nothing_but_its_number():
-    forwards, jumping = blend(["1", "2", "5"]), blend(["1", "2", "5"])
-    expected = [forwards[sample].tokens for sample in range(500)]
-    for sample in np.random.default_rng(0).permutation(500):
-        assert np.array_equal(jumping[int(sample)].tokens, expected[sample])
+    datasets = blend(["0.25", "0.75"]).datasets
+    for sample in np.random.default_rng(0).permutation(200).tolist():
+        corpus, number = places[sample]
+        own = datasets[corpus][number]
+        assert np.array_equal(packs[sample].tokens, own.tokens) and np.array_equal(packs[sample].edges, own.edges)
+        assert (packs[sample].sample, packs[sample].epoch) == (sample, own.epoch)
 
 
 def test_repeats_begin_when_the_first_corpus_is_through():
@@ -99,14 +94,6 @@ def test_repeats_begin_when_the_first_corpus_is_through():
     through = packs.datasets[1].samples_before_repeat
     turns = [packs.corpus_of_sample(sample) for sample in range(packs.samples_before_repeat)]
     assert turns.count(1) == through and packs.corpus_of_sample(packs.samples_before_repeat) == 1
-
-
-def test_shares_are_exact_where_they_can_be():
-    assert compute_sample_counts([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
-    assert compute_sample_counts([Fraction(2), Fraction(6)]) == [1, 3]
-    counts = compute_sample_counts([Fraction("0.1234567"), Fraction("0.8765433")])
-    assert sum(counts) == PERIOD and abs(counts[0] / PERIOD - 0.1234567) < 1 / PERIOD
-    assert compute_sample_counts([Fraction("0.000001"), Fraction("0.999999")]) is None
 
 
 def test_the_three_spellings_of_data_path():
@@ -131,33 +118,27 @@ def test_a_pattern_names_the_corpora_that_match_it(folder):
     assert [has_group(words) for words in (["b-*"], ["b-deu", "code"], ["1", "b-deu", "1", "odd[1]"])] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["0.5", "c-*", "0.5", "code"], "--data-path c-*: no .idx file matches this pattern"),
-        (["0.5", "b-*", "0.5", "b-fra"], "b-fra and b-* both name b-fra, expected each corpus once"),
-        (["b-*", "*-ell"], "*-ell and b-* both name b-ell"),
-    ],
-)
-def test_a_pattern_without_corpora_of_its_own_is_refused(words, complaint, folder):
-    with pytest.raises(InputError) as error:
-        find_corpora(words)
-    assert complaint in str(error.value)
+def test_a_pattern_without_corpora_of_its_own_is_refused(folder):
+    with pytest.raises(InputError, match=r"--data-path c-\*: no .idx file matches this pattern"):
+        find_corpora(["0.5", "c-*", "0.5", "code"])
+    with pytest.raises(InputError, match=r"b-fra and b-\* both name b-fra, expected each corpus once"):
+        find_corpora(["0.5", "b-*", "0.5", "b-fra"])
 
 
-@pytest.mark.parametrize("temperature", [1, 0.7, 0.5, 0.3, 0])
+@pytest.mark.parametrize("temperature", [1, 0.5, 0])
 def test_corpora_of_a_group_share_its_weight_by_powers_of_their_sizes(temperature):
     tokens = np.exp(np.random.default_rng(0).uniform(5, 25, 1833)).astype(np.int64)
-    sources = [CorpusSource(Fraction("0.602"), "b-*", ("",) * 1833), CorpusSource(Fraction("0.398"), "code", ("",))]
-    *group, code = map(float, weigh_corpora(sources, [*tokens.tolist(), 77], temperature))
     powers = tokens.astype(float) ** temperature
+
+    def weigh(group, code):
+        sources = [CorpusSource(group, "b-*", ("",) * 1833), CorpusSource(code, "code", ("",))]
+        return list(map(float, weigh_corpora(sources, [*tokens.tolist(), 77], temperature)))
+
+    *group, code = weigh(Fraction("0.602"), Fraction("0.398"))
     np.testing.assert_allclose(group, 0.602 * powers / powers.sum(), rtol=1e-11)
     assert code == 0.398
-    without = [CorpusSource(None, "b-*", ("",) * 1833), CorpusSource(None, "code", ("",))]
     powers = np.append(powers, 77.0**temperature)
-    np.testing.assert_allclose(
-        list(map(float, weigh_corpora(without, [*tokens.tolist(), 77], temperature))), powers / powers.sum(), rtol=1e-11
-    )
+    np.testing.assert_allclose(weigh(None, None), powers / powers.sum(), rtol=1e-11)
 
 
 def test_a_corpus_leaves_after_its_last_pack():
@@ -178,11 +159,8 @@ def test_a_corpus_leaves_after_its_last_pack():
     ("words", "complaint"),
     [
         (["0.3", "a", "b"], "expected one prefix, prefixes, or a weight before each"),
-        (["a", "0.3"], "expected one prefix, prefixes, or a weight before each"),
         (["0.3"], "expected one prefix, prefixes, or a weight before each"),
         (["0", "a", "1", "b"], "found weight 0, expected more than 0"),
-        (["-1", "a", "2", "b"], "found weight -1, expected more than 0"),
-        (["0.5", "a", "0.5", "a"], "a is given twice"),
         (["0.5", "a", "0.5", "./a"], "./a is given twice"),
     ],
 )

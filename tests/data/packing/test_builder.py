@@ -36,28 +36,25 @@ def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed
 
 def test_one_corpus_is_a_blend_of_one(corpora):
     data = open_data(corpora[0])
-    (train,), (held_out,) = data.train.datasets, data.held_out.datasets
+    (train,) = data.train.datasets
+    (held_out,) = data.held_out.datasets
     assert isinstance(train, ConcatPackedDataset) and isinstance(held_out, ConcatPackedDataset)
     assert train.tokens_per_epoch == 80 * 9 and held_out.tokens_per_epoch == 20 * 9
-    for sample in (0, 5, 31):
-        assert np.array_equal(data.train[sample].tokens, train[sample].tokens) and data.train[sample].sample == sample
+    assert np.array_equal(data.train[31].tokens, train[31].tokens) and data.train[31].sample == 31
     assert data.fingerprint == data.corpora[0].fingerprint
     assert [(row.packs, row.share, row.epochs) for row in data.corpus_usage(45)] == [(45, 1.0, pytest.approx(2.0, abs=0.05))]
+    with pytest.raises(InputError, match="--split 0,1,0: leaves no text to train on, of 100 documents"):
+        open_data(corpora[0], split="0,1,0")
 
 
 def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
     data = open_data("0.25", corpora[0], "0.75", corpora[1])
-    assert len(data.train.datasets) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
+    assert data.shares == (Fraction(1, 4), Fraction(3, 4))
     rows = data.corpus_usage(1000)
     assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
     # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
     assert [row.epochs for row in rows] == [pytest.approx(250 * 32 / 720, rel=0.01), pytest.approx(750 * 32 / 1600, rel=0.01)]
-    assert [len(set(row)) for row in zip(*[(r.share, r.dropped) for r in rows], strict=True)] == [2, 1]
-
-
-def test_without_weights_the_sizes_decide(corpora):
-    data = open_data(corpora[0], corpora[1])
-    assert data.shares == (Fraction(720, 2320), Fraction(1600, 2320))
+    assert open_data(corpora[0], corpora[1]).shares == (Fraction(720, 2320), Fraction(1600, 2320))  # by size
 
 
 def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
@@ -77,14 +74,6 @@ def test_sentences_need_a_corpus_of_sentences(corpora):
     assert data.corpus_usage(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
     with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
         open_data(corpora[2], corpora[0], packing="sentences")
-
-
-def test_equal_blends_have_equal_fingerprints(corpora):
-    assert (
-        open_data("1", corpora[0], "3", corpora[1]).fingerprint == open_data("0.25", corpora[0], "0.75", corpora[1]).fingerprint
-    )
-    assert open_data("1", corpora[0], "3", corpora[1]).fingerprint != open_data("3", corpora[0], "1", corpora[1]).fingerprint
-    assert open_data("1", corpora[0], "3", corpora[1]).fingerprint != open_data(corpora[0]).fingerprint
 
 
 def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, tmp_path):
@@ -107,42 +96,26 @@ def test_small_corpora_of_a_group_leave_the_held_out_text_and_do_not_end_it(corp
     assert {pack.epoch for pack in packs} == {0}
 
 
-def test_held_out_packs_do_not_depend_on_a_limit_of_epochs(corpora, tmp_path):
-    words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
-    plain, limited, tempered = (open_data(*words, **option) for option in ({}, {"max_epochs": 2}, {"temperature": 0.5}))
-    assert plain.held_out_fingerprint == plain.fingerprint == limited.held_out_fingerprint != limited.fingerprint
-    assert tempered.held_out_fingerprint != plain.held_out_fingerprint
-    for sample in range(40):
-        assert np.array_equal(plain.held_out[sample].tokens, limited.held_out[sample].tokens)
-
-
 def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_path):
     words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
-    options = [{}, {"temperature": 0.5}, {"max_epochs": 2}, {"max_epochs": 3}, {"temperature": 0.5, "max_epochs": 2}]
-    prints = [open_data(*words, **option).fingerprint for option in options]
-    assert len(set(prints)) == 5
-    assert re.fullmatch("[0-9a-f]{24} of 3 corpora of at most 2 epochs", prints[2])  # model cards have its first letters
-    plain = ["0.6", corpora[0], "0.4", corpora[2]]
-    assert open_data(*plain, temperature=0.5).fingerprint == open_data(*plain).fingerprint  # no group
+    options = [{}, {"temperature": 0.5}, {"max_epochs": 2}, {"max_epochs": 3}]
+    blends = [open_data(*words, **option) for option in options]
+    assert len({blend.fingerprint for blend in blends}) == 4
+    assert re.fullmatch("[0-9a-f]{24} of 3 corpora of at most 2 epochs", blends[2].fingerprint)  # model cards have its beginning
+    one_to_three = open_data("1", corpora[0], "3", corpora[1]).fingerprint
+    assert one_to_three == open_data("0.25", corpora[0], "0.75", corpora[1], temperature=0.5).fingerprint  # no group
+    assert one_to_three != open_data("3", corpora[0], "1", corpora[1]).fingerprint
     assert open_data(corpora[0], max_epochs=2).fingerprint == open_data(corpora[0]).fingerprint  # the same packs
+    # A limit of epochs does not change the held-out text.
+    assert blends[0].held_out_fingerprint == blends[0].fingerprint == blends[2].held_out_fingerprint
+    assert blends[1].held_out_fingerprint != blends[0].held_out_fingerprint
+    for sample in range(40):
+        assert np.array_equal(blends[0].held_out[sample].tokens, blends[2].held_out[sample].tokens)
 
 
-def test_the_limit_of_packs_of_sentences_needs_one_epoch(corpora, monkeypatch):
-    """It is so many times the packs of the first epoch: a later one has about as many, and would have to be shuffled."""
-    computed = []
-    compute = SentencePackedDataset._compute_pack_starts
-    monkeypatch.setattr(
-        SentencePackedDataset, "_compute_pack_starts", lambda self, epoch: computed.append(epoch) or compute(self, epoch)
-    )
-    data = open_data(corpora[2], packing="sentences", max_epochs=1000)
-    [part] = data.train_datasets
-    assert data.train.samples == 1000 * part.samples_before_repeat and computed == [0]
-
-
-@pytest.mark.parametrize("packing", ["concat", "random-length"])
-def test_no_corpus_is_read_more_often_than_allowed(packing, corpora):
+def test_no_corpus_is_read_more_often_than_allowed(corpora):
     """Each of them all packs that begin in its first two epochs, whatever the weights."""
-    data = open_data("0.2", corpora[0], "0.8", corpora[1], packing=packing, max_epochs=2)
+    data = open_data("0.2", corpora[0], "0.8", corpora[1], max_epochs=2)
     read = [(data.train.corpus_of_sample(sample), data.train[sample].epoch) for sample in range(data.train.samples)]
     assert {epoch for _, epoch in read} == {0, 1}
     for number, part in enumerate(data.train_datasets):
@@ -162,12 +135,6 @@ def test_the_order_of_a_blend_is_pinned(corpora, packing):
         "concat": [[0, 32], [0, 9, 18, 27, 32]],
         "random-length": [[0, 13, 32], [0, 13, 32]],
     }[packing]
-
-
-def test_corpora_of_a_tiny_share_are_read_at_their_share(corpora):
-    """One pack in 200,000 was refused as below one in 65,536."""
-    data = open_data("0.000005", corpora[0], "0.999995", corpora[1])
-    assert [row.packs for row in data.corpus_usage(10_000_000)] == [50, 9_999_950]
 
 
 def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
@@ -196,23 +163,14 @@ def test_no_more_files_are_open_than_the_limit_allows_for(corpora, tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) - before <= sum(allowed) == 4 + 10 + 4
 
 
-@pytest.mark.parametrize("place", [os.link, shutil.copy])
-def test_the_same_text_under_two_names_is_refused(corpora, tmp_path, place):
-    for suffix in (".bin", ".idx", ".json"):
-        if os.path.exists(corpora[0] + suffix):
-            place(corpora[0] + suffix, tmp_path / f"again{suffix}")
+def test_the_same_text_under_two_names_is_refused(corpora, tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpora[0] + suffix, tmp_path / f"again{suffix}")
     with pytest.raises(InputError, match=r"again has the same text as .*/a, expected each corpus once"):
         open_data(corpora[0], corpora[1], str(tmp_path / "again"))
 
 
-def test_a_corpus_that_is_not_there_is_named(corpora, tmp_path):
-    with pytest.raises(InputError, match=r"nothing\.idx: no such file"):
-        open_data("0.5", corpora[0], "0.5", str(tmp_path / "nothing"))
-    with pytest.raises(InputError, match="--split 0,1,0: leaves no text to train on, of 100 documents"):
-        open_data(corpora[0], split="0,1,0")
-
-
-@pytest.mark.parametrize("packing", ["concat", "random-length", "sentences"])
+@pytest.mark.parametrize("packing", ["concat", "sentences"])
 def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, packing, tmp_path, monkeypatch):
     """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
     paths = corpora[2:] if packing == "sentences" else corpora[:2]

@@ -54,12 +54,6 @@ def test_one_process_makes_and_all_have_the_same_memory(tmp_path):
     assert not notes(tmp_path)  # nothing stays behind
 
 
-def test_another_run_makes_its_own(tmp_path):
-    outputs = wait_for_all([start_process(tmp_path, port=port) for port in (1, 2)])
-    assert all("makes" in lines for lines in outputs)
-    assert len({lines.splitlines()[-1] for lines in outputs}) == 2
-
-
 def test_a_killed_maker_is_replaced(tmp_path):
     first = start_process(tmp_path, "forever")
     assert "makes" in first.stdout.readline()
