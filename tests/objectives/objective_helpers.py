@@ -1,5 +1,6 @@
-"""Packs, a vocabulary and bounds that the tests of objectives share."""
+"""Packs, a vocabulary, collocations and bounds that the tests of objectives share."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -7,10 +8,16 @@ import numpy as np
 
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.objectives.units.matching import Collocations
 
 SPECIAL = (0, 1, 7)
 MASK = 1
 VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=MASK, special_ids=SPECIAL, fingerprint="f" * 64)
+# A word begins with every even id, and with every id after one above 40.
+CODES = np.array([(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2").tobytes()
+WORDS = dataclasses.replace(VOCABULARY, code_words=lambda: CODES)
+# Of the ids 10 to 19; prefixes and overlaps of each other.
+PHRASES = [(10, 11), (10, 11, 12), (11, 12, 13, 14), (12, 13), (14, 15, 16, 17, 18), (15, 15), (16, 17), (10, 11, 12, 13, 10)]
 
 
 def random_pack(sample: int, length: int = 64) -> Pack:
@@ -32,6 +39,14 @@ def places_in_document(pack: Pack) -> list[int]:
 def within(successes, trials, probability) -> bool:
     """Whether a count lies within 4.5 standard deviations of its mean (a chance of 7e-6 to fail, and the seed is fixed)."""
     return abs(successes - trials * probability) < 4.5 * math.sqrt(trials * probability * (1 - probability))
+
+
+def write_phrases(path, phrases=PHRASES, fingerprint=VOCABULARY.fingerprint) -> str:
+    """Write token n-grams as `megaenc objective collocations` does."""
+    tokens = np.array([(*phrase, *(5 - len(phrase)) * [-1]) for phrase in phrases], dtype=np.int32)
+    counts = np.ones(len(phrases), dtype=np.int64)
+    Collocations(tokens, counts.astype(np.float32), counts, {"tokenizer": fingerprint}).save(path)
+    return str(path)
 
 
 def write_teacher(folder: Path, name: str = "eurobert", **options) -> Path:

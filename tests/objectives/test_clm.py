@@ -52,23 +52,6 @@ def test_without_an_end_token_only_text_is_predicted():
     assert actual.labels.tolist() == [7, 8]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_against_a_loop(seed):
-    rng = np.random.default_rng(seed)
-    length = int(rng.integers(1, 60))
-    tokens = rng.integers(0, 100, size=length)
-    inner = np.flatnonzero(rng.random(length - 1) < rng.choice([0.0, 0.2, 0.9])) + 1
-    edges = [0, *inner.tolist(), length]
-    expected = [(i, tokens[i + 1]) for i in range(length - 1) if i + 1 not in edges]
-    actual = targets(tokens, edges)
-    assert list(zip(actual.predict_at, actual.labels, strict=True)) == expected
-
-
-def test_documents_of_one_token_predict_nothing():
-    actual = targets([1, 2, 3], [0, 1, 2, 3])
-    assert len(actual.predict_at) == len(actual.labels) == 0
-
-
 def test_sees_what_comes_before_and_takes_no_option():
     assert CausalLanguageModeling.attention is Attention.CAUSAL == "causal"
     with pytest.raises(InputError, match="clm: option `mask`: unknown, expected no options"):
