@@ -1,8 +1,6 @@
-import gzip
-import pickle
+import re
 
 import pytest
-from backports import zstd
 from text_helpers import TEXTS, write_csv
 
 from megaenc.data.sources import delimited_files, text_files
@@ -27,7 +25,7 @@ def texts_of(path):
 
 
 def test_quoted_cells_hold_line_breaks_commas_and_quotes(tmp_path):
-    cells = ["one\ntwo", "one\r\n\r\ntwo\n", 'a "quote", and more', "", '"', *TEXTS]
+    cells = ["", "one\ntwo", "one\r\n\r\ntwo\n", 'a "quote", and more', "", '"', *TEXTS]
     assert texts_of(write_csv(tmp_path / "a.csv", cells)) == cells
 
 
@@ -43,18 +41,6 @@ def test_byte_order_mark_crlf_and_empty_lines_are_no_text(tmp_path, name, comma)
     assert texts_of(path) == ["é", "\ufeffkept", " ", "last"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.csv", 'text,n\n,1\n"",2\nx,3\n'), ("a.tsv", "text\tn\n\t1\n\t2\nx\t3\n")])
-def test_an_empty_cell_is_an_empty_text(tmp_path, name, content):
-    assert texts_of(write(tmp_path / name, content)) == ["", "", "x"]
-
-
-@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd.compress)])
-def test_compressed_tables_hold_the_same(tmp_path, suffix, compress):
-    plain = write_csv(tmp_path / "a.csv", TEXTS)
-    packed = write(tmp_path / f"a.csv.{suffix}", compress(plain.read_bytes()))
-    assert texts_of(packed) == TEXTS
-
-
 def test_columns_come_in_the_order_of_the_keys(tmp_path):
     path = write(tmp_path / "a.csv", "text,id,title\nx,1,y\n")
     assert parse(path, ("title", "text"))[0] == [("y", "x")]
@@ -68,15 +54,6 @@ def test_rows_come_in_blocks_and_the_last_ends_the_file(tmp_path, monkeypatch):
     assert len(blocks) > 2
     assert positions == sorted(positions) and positions[-1] == 7 + path.stat().st_size
     assert sum(block.size for block in blocks) == path.stat().st_size
-
-
-def test_blocks_can_be_sent_to_worker_processes(tmp_path):
-    path = write(tmp_path / "a.csv", "text\nx\ny,z\n")
-    blocks = list(DelimitedFile(str(path), ["text"], is_csv=True).read_blocks(0, 1, 0))
-    [block] = pickle.loads(pickle.dumps(blocks))
-    assert block.parse(["text"], True) == ([("x",)], 1)
-    with pytest.raises(InputError, match=r"a\.csv:3: found 2 columns, expected 1"):
-        block.parse(["text"], False)
 
 
 def test_a_table_is_never_split(tmp_path):
@@ -96,27 +73,16 @@ def test_a_cell_longer_than_the_limit_is_named(tmp_path, monkeypatch):
         parse(path)
 
 
+NOT_UTF8 = "not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encoding, such as latin1"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b'id,text\n1,"x\ny"\n\n2\n3,z\n', "a.csv:5: found 1 columns, expected 2 as in the header"),
-        ("a.csv", b"id,text\n1,x\n2,y,z\n3,z\n", "a.csv:3: found 3 columns, expected 2 as in the header"),
-        ("a.tsv", b"id\ttext\n1\tx\n2\n3\tz\n", "a.tsv:3: found 1 columns, expected 2 as in the header"),
-        (
-            "a.csv",
-            b'id,text\n1,x\n2,"y\n\xff"\n3,z\n',
-            "a.csv:4: not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encoding, such as latin1",
-        ),
-        (
-            "a.csv",
-            b"id,text\n1,x\n\xff,y\n3,z\n",
-            "a.csv:3: not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encoding, such as latin1",
-        ),
-        (
-            "a.tsv",
-            b"id\ttext\n1\tx\n2\tcaf\xe9\n3\tz\n",
-            "a.tsv:3: not UTF-8 (byte 0xe9 at position 6); expected UTF-8, or its --encoding, such as latin1",
-        ),
+        ("a.tsv", b"id\ttext\n1\tx\ty\n3\tz\n", "a.tsv:2: found 3 columns, expected 2 as in the header"),
+        ("a.csv", b'id,text\n1,"y\n\xff"\n3,z\n', f"a.csv:3: {NOT_UTF8}"),
+        ("a.tsv", b"id\ttext\n\xff\tx\n3\tz\n", f"a.tsv:2: {NOT_UTF8}"),
     ],
 )
 def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
@@ -125,11 +91,10 @@ def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
         parse(path)
     assert str(error.value) == f"{tmp_path}/{message}"
     texts, skipped = parse(path, skip_bad=True)
-    assert [text for (text,) in texts] in (["x", "z"], ["x\ny", "z"])
+    assert texts[-1] == ("z",)
     assert skipped == 1
 
 
-@pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -138,28 +103,16 @@ def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
         ('id,text\n1,"x\n2"y,z\n', "a.csv:2: not CSV: ',' expected after '\"'; expected cells with commas, quotes or"),
     ],
 )
-def test_a_wrong_quote_is_never_skipped(tmp_path, content, message, skip_bad):
-    with pytest.raises(InputError) as error:
-        parse(write(tmp_path / "a.csv", content), skip_bad=skip_bad)
-    assert str(error.value).startswith(f"{tmp_path}/{message}") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "other"), [("id;text\n1;x\n", "';'"), ('"id"\t"text"\n1\tx\n', r"'\t'"), ("text|n\n", "'|'")]
-)
-def test_another_delimiter_is_named_and_read_with_its_flag(tmp_path, content, other):
+def test_a_wrong_quote_is_never_skipped(tmp_path, content, message):
     path = write(tmp_path / "a.csv", content)
-    with pytest.raises(InputError) as error:
-        parse(path)
-    assert str(error.value) == f"{path}:1: found {other} between columns, expected ','; set --delimiter"
+    for skip_bad in (False, True):
+        with pytest.raises(InputError, match=re.escape(f"{tmp_path}/{message}")):
+            parse(path, skip_bad=skip_bad)
 
 
-def test_a_header_that_is_not_utf8_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"a\.csv:1: not UTF-8 \(byte 0xe9 at position 4\)"):
-        parse(write(tmp_path / "a.csv", b"caf\xe9,text\n1,x\n"))
-
-
-def test_damaged_compression_is_one_line(tmp_path):
-    path = write(tmp_path / "a.csv.gz", gzip.compress(write_csv(tmp_path / "a.csv", TEXTS).read_bytes())[:-20])
-    with pytest.raises(InputError, match=r"a\.csv\.gz: broken compressed data: "):
-        parse(path)
+def test_another_delimiter_is_named(tmp_path):
+    for content, other in (("id;text\n1;x\n", "';'"), ('"id"\t"text"\n1\tx\n', r"'\t'")):
+        path = write(tmp_path / "a.csv", content)
+        with pytest.raises(InputError) as error:
+            parse(path)
+        assert str(error.value) == f"{path}:1: found {other} between columns, expected ','; set --delimiter"

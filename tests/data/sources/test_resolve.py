@@ -234,13 +234,6 @@ def test_parts_are_alike_in_bytes(tmp_path):
     assert max(sizes) < 1.1 * inputs.size / 4
 
 
-def test_a_long_line_is_in_one_part(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 1000, "short", "short"])
-    parts = partition_inputs(resolve_paths(tmp_path / "a.jsonl"), 10)
-    assert len(parts) < 4
-    assert parts[0][0].start == 0
-
-
 def test_a_file_that_changes_is_noticed(tmp_path):
     """A part answers only for what it is read from."""
     folder = text_folder(tmp_path / "folder", {"a.txt": "a", "b.txt": "b", "c.txt": "c"})

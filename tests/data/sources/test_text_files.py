@@ -27,13 +27,9 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     data = plain.read_bytes()
     half = len(data) // 2
     files = {
-        "a.jsonl.gz": gzip.compress(data),
         "two-members.gz": gzip.compress(data[:half]) + gzip.compress(data[half:]),
-        "a.jsonl.zst": zstd.compress(data),
         "two-frames.zst": zstd.compress(data[:half]) + zstd.compress(data[half:]),
-        "first-skippable.zst": skippable_frame(0) + zstd.compress(data),
         "skippable.zst": zstd.compress(data[:half]) + skippable_frame(5) + zstd.compress(data[half:]) + skippable_frame(15),
-        "first-empty.zst": zstd.compress(b"") + zstd.compress(data),
         "first-empty.gz": gzip.compress(b"") + gzip.compress(data),
         "padded.gz": gzip.compress(data) + bytes(512),
         "known-by-content-not-by-name": zstd.compress(data),
@@ -45,50 +41,36 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
         assert [block.position for block in read_line_blocks(str(tmp_path / name))][-1] == len(content)
 
 
-@pytest.mark.parametrize("size", [1, 40, 1000])
-def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_file_is_read_in_blocks_and_in_parts_of_whole_lines(tmp_path, monkeypatch, size):
     monkeypatch.setattr(text_files, "LINES_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    data = path.read_bytes()
     blocks = list(read_line_blocks(str(path), before=7))
-    assert b"".join(block.data for block in blocks) == path.read_bytes()
-    for block in blocks:
-        first = json.loads(block.data.split(b"\n")[0])
-        assert first["id"] == block.first_line - 1
-    assert blocks[-1].position == path.stat().st_size + 7
-
-
-@pytest.mark.parametrize("size", [1, 40, 1000])
-def test_a_file_can_be_read_in_parts_at_line_starts(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(text_files, "LINES_BYTES", size)
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    end = path.stat().st_size
-    starts = [find_line_start(str(path), offset) for offset in range(end + 1)]
-    assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(path.read_bytes()) if byte == ord("\n")]]
+    assert b"".join(block.data for block in blocks) == data
+    assert [json.loads(block.data.split(b"\n")[0])["id"] for block in blocks] == [block.first_line - 1 for block in blocks]
+    assert blocks[-1].position == len(data) + 7
+    starts = [find_line_start(str(path), offset) for offset in range(len(data) + 1)]
+    assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(data) if byte == ord("\n")]]
     assert all(start >= offset for offset, start in enumerate(starts))
-    for cut in sorted(set(starts)):
-        blocks = [*read_line_blocks(str(path), 0, cut), *read_line_blocks(str(path), cut, end)]
-        assert b"".join(block.data for block in blocks) == path.read_bytes()
-        assert texts_of(path, 0, cut) + texts_of(path, cut, end) == TEXTS
-
-
-def test_lines_keep_their_numbers_in_a_part(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    for start in set(starts):
+        assert texts_of(path, 0, start) + texts_of(path, start, len(data)) == TEXTS
     with path.open("a") as stream:
         stream.write("wrong\n")
-    start = find_line_start(str(path), path.stat().st_size // 2)
-    assert start > 0
+    assert texts_of(path, 0, len(data)) == TEXTS  # what is added later is not read
     with pytest.raises(InputError, match=rf"a\.jsonl:{len(TEXTS) + 1}: not JSON"):
-        texts_of(path, start, path.stat().st_size)
+        texts_of(path, starts[len(data) // 2], len(data) + 6)
 
 
-@pytest.mark.parametrize("line", ['{"text": "a", "text": "b"}', '{"text": "a", "id": 1, "text" :"b"}'])
-def test_two_equal_keys_are_refused(tmp_path, line):
+def test_two_equal_keys_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{{"id": 1, "id": 2, "meta": {{"text": 1, "text": 2}}, "kind": "text", "text": "kept"}}\n{line}\n')
-    with pytest.raises(InputError, match=r"a\.jsonl:2: found 2 keys `text`, expected one"):
-        texts_of(path)
-    [parsed] = [block.parse(["text"], True) for block in read_line_blocks(str(path))]
-    assert parsed == ([("kept",)], 1)
+    kept = '{"id": 1, "id": 2, "meta": {"text": 1, "text": 2}, "kind": "text", "text": "kept"}'
+    for line in ('{"text": "a", "text": "b"}', '{"text": "a", "id": 1, "text" :"b"}'):
+        path.write_text(f"{kept}\n{line}\n")
+        with pytest.raises(InputError, match=r"a\.jsonl:2: found 2 keys `text`, expected one"):
+            texts_of(path)
+        [parsed] = [block.parse(["text"], True) for block in read_line_blocks(str(path))]
+        assert parsed == ([("kept",)], 1)
 
 
 def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
@@ -97,7 +79,7 @@ def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
     assert texts_of(path) == ["one", "two"]
 
 
-@pytest.mark.parametrize("size", [1, 10, 1000])
+@pytest.mark.parametrize("size", [1, 1000])
 def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
     monkeypatch.setattr(text_files, "LINES_BYTES", size)
     path = tmp_path / "a.txt"
@@ -138,13 +120,11 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     ("line", "message"),
     [
         (b"{", "not JSON"),
-        (b"text", "not JSON"),
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b'["text"]', "found a JSON list, expected an object with the key `text`"),
         (b'{"body": "x"}', "no key `text`; found `body`; set --json-key"),
         (b'{"text": 3}', "key `text`: found 3, expected text"),
-        (b'{"text": null}', "key `text`: found null, expected text"),
     ],
 )
 def test_a_bad_line_is_named_or_counted(line, message):
@@ -170,19 +150,15 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
         texts_of(tmp_path / "a.gz")
 
 
-@pytest.mark.parametrize(
-    ("pack", "kind"),
-    [
-        (lzma.compress, "xz-compressed data"),
-        (bz2.compress, "bzip2-compressed data"),
-    ],
-)
-def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    path.write_bytes(pack(path.read_bytes()))
-    for read in (lambda: texts_of(path), lambda: FileBlock((str(path),), 0).parse(["text"], False)):
-        with pytest.raises(InputError, match=rf"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zst"):
-            read()
+def test_what_is_no_utf8_is_called_by_its_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for pack, kind in ((lzma.compress, "xz"), (bz2.compress, "bzip2")):
+        path.write_bytes(pack(b"text"))
+        words = f"looks like {kind}-compressed data; expected UTF-8, as it is or compressed with gzip or Zst"
+        with pytest.raises(InputError, match=words):
+            texts_of(path)
+        with pytest.raises(InputError, match=words):
+            FileBlock((str(path),), 0).parse(["text"], False)
 
 
 @pytest.mark.parametrize(
@@ -204,43 +180,18 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, before, after, 
         texts_of(path, 0, len(before))
 
 
-def test_whole_lines_added_to_a_file_are_not_read(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    known = path.stat().st_size
-    with path.open("a") as stream:
-        stream.write('{"text": "later"}\n')
-    assert texts_of(path, 0, known) == TEXTS
-
-
 WELL_FORMED = [
     b'{"id":"a/b","n":-1.5e3,"k":[1,2,{"x":null}],"text":"hello \\u00e9 \\ud83d\\ude00 \\n w\xc3\xb6rld","t":true}',
     b'{"text":"x","text":"y","f":NaN,"g":-Infinity,"h":0.0,"i":12345678901234567890123}',
     b' {"a" : {"text":1} , "text" : "q" }\r',
 ]
-MISHAPS = [
-    b'"',
-    b"\\",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b"\\ud800",
-    b"\xff",
-    b"\xed\xa0\x80",
-    b"NaN",
-    b"-",
-    b"01",
-    b"null",
-    b"\x00",
-]
-MISHAPS += [b"\x00", b"\xef\xbb\xbf", b'"text":"z",', b"1e400", b"1.", b".5", b"/**/", b"\x1f", b"\x0b", b"9" * 5000, b"[" * 1100]
+MISHAPS = rb"""" \ { } [ ] , : - 01 null NaN \ud800 1e400 1. .5 /**/ "text":"z",""".split()
+MISHAPS += [b"\xff", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\x1f", b"\x0b", b"9" * 5000, b"[" * 1100]
 
 
 def test_the_quick_parser_takes_nothing_that_the_other_does_not():
     draw, both = random.Random(0), 0
-    for _ in range(20_000):
+    for _ in range(10_000):
         line = bytearray(draw.choice(WELL_FORMED))
         for _ in range(draw.randint(0, 2)):
             at = draw.randrange(len(line) + 1)
@@ -249,14 +200,11 @@ def test_the_quick_parser_takes_nothing_that_the_other_does_not():
         if quick is not None:
             assert text_files._parse_json(bytes(line), ["text"]) == quick, line
             both += 1
-    assert both > 3000
+    assert both > 1500
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['{"a": "\\ud800", "text": "x"}', '\ufeff{"text": "x"}', '{"text": "x", "n": NaN}', ' {"text": "x"} \r', '{"text":"x"}'],
-)
-def test_what_only_the_slow_parser_takes_is_read_too(tmp_path, line):
+def test_what_only_the_slow_parser_takes_is_read_too(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(f"{line}\n\n   \n{line}", encoding="utf-8")
-    assert texts_of(path) == ["x", "x"]
+    for line in ('{"a": "\\ud800", "text": "x"}', '\ufeff{"text": "x"}', '{"text": "x", "n": NaN}', ' {"text": "x"} \r'):
+        path.write_text(f"{line}\n\n   \n{line}", encoding="utf-8")
+        assert texts_of(path) == ["x", "x"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from text_helpers import TEXTS, reference_ids, small_tokenizer
+from text_helpers import TEXTS, reference_ids, small_tokenizer, write_jsonl
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -93,13 +93,7 @@ def test_words_are_cut_only_for_training_and_only_if_long(monkeypatch):
     assert cut.decode(cut.encode("x" * 1000)) == "x" * 1000
 
 
-def test_a_word_of_two_megabytes_trains():
-    words = ["x" * 2_000_000, "".join(random.Random(0).choices("ab", k=200_000))]
-    assert len(train_tokenizer(words, 300)) > 258
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_end_the_training(tmp_path, number, code):
+def test_a_signal_ends_the_training(tmp_path):
     (tmp_path / "a.txt").write_text("".join(random.Random(0).choices(string.ascii_lowercase, k=2_000_000)))
     arguments = ["tokenizer", "--input", "a.txt", "--vocab-size", "200000", "--output", "new/tok"]
     process = subprocess.Popen([sys.executable, "-m", "megaenc", *arguments], cwd=tmp_path, stderr=subprocess.PIPE)
@@ -107,8 +101,8 @@ def test_signals_end_the_training(tmp_path, number, code):
         while process.poll() is None and not list(tmp_path.glob("new/.tok.*")):
             time.sleep(0.05)
         time.sleep(2)  # from reading to merging, which takes minutes
-        process.send_signal(number)
-        assert process.wait(20) == code
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
     finally:
         process.kill()
         process.communicate()
@@ -122,39 +116,13 @@ def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
     tokenizer = make()
     assert get_encoder(tokenizer).is_fast == fast
     generator = random.Random(0)
-    pieces = [
-        "a",
-        "the",
-        " ",
-        "\n",
-        "\r",
-        "'s",
-        "'S",
-        "12",
-        "!",
-        "\u00a0",
-        "\u200b",
-        "é",
-        "\u0301",
-        "中",
-        "👍",
-        "\u2009",
-        "\x00",
-        "<|",
-    ]
+    pieces = [*"a \n\r!\x00\u00a0\u200b\u0301\u2009é中👍", "the", "'s", "'S", "12", "<|"]
     pieces += [chr(generator.randrange(0x20, 0xD800)) for _ in range(100)]
-    noise = ["".join(generator.choices(pieces, k=generator.randrange(60))) for _ in range(500)]
+    noise = ["".join(generator.choices(pieces, k=generator.randrange(60))) for _ in range(200)]
     texts = HOSTILE + TEXTS + noise
     for text, ids in zip(texts, encode_documents(tokenizer, texts), strict=True):
         assert ids.dtype == np.uint32
         assert ids.tolist() == reference_ids(tokenizer, text), ascii(text[:80])
-
-
-def test_spelled_special_tokens_stay_text():
-    tokenizer = small_tokenizer()
-    (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
-    assert not set(ids.tolist()) & set(read_vocabulary(tokenizer).special_ids)
-    assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
 
 
 def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
@@ -189,25 +157,31 @@ def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
 
     serialised = small_tokenizer().backend_tokenizer.to_str()
     honest = encoding._load_gigatoken(serialised)
-    single_wrong, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
-    single_wrong.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
-    short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
-    for is_fast, quick in (
-        (True, fast_way(honest.encode)),
-        *((False, wrong) for wrong in (single_wrong, in_batches, short, broken)),
-    ):
+    single_wrong = fast_way(lambda data: honest.encode(data.replace(b"\r", b"")))
+    single_wrong.encode_batch = honest.encode_batch
+    batch_wrong = fast_way(lambda data: honest.encode(data.replace(b"\r", b"")))
+    batch_wrong.encode = honest.encode
+    ways = {
+        "honest": fast_way(honest.encode),
+        "single wrong": single_wrong,
+        "batch wrong": batch_wrong,
+        "short": fast_way(lambda data: honest.encode(data)[:40]),
+        "broken": fast_way(lambda data: 1 / 0),
+    }
+    for name, quick in ways.items():
         monkeypatch.setattr(encoding, "_load_gigatoken", lambda serialised, quick=quick: quick)
         encoder = FastEncoder(serialised)
-        assert encoder.is_fast == is_fast
+        assert encoder.is_fast == (name == "honest"), name
         assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
 
 
-def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
+def test_trained_tokenizer_is_deterministic_lossless_and_whole():
     tokenizer = small_tokenizer()
     assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    vocabulary = read_vocabulary(tokenizer)
     for text, ids in zip(HOSTILE, encode_documents(tokenizer, HOSTILE), strict=True):
         assert tokenizer.decode(ids) == text
-    vocabulary = read_vocabulary(tokenizer)
+        assert not set(ids.tolist()) & set(vocabulary.special_ids)  # spelled special tokens stay text
     assert (vocabulary.eos_id, vocabulary.mask_id, vocabulary.special_ids) == (0, 1, (0, 1))
     assert vocabulary.size == len(tokenizer) <= 400
     assert tokenizer.pad_token == "<|eos|>"
@@ -220,25 +194,13 @@ def test_sep_ends_documents_only_without_an_eos():
     assert read_vocabulary(tokenizer).eos_id == 0
 
 
-def test_the_mask_token_swallows_the_space_before_it():
-    tokenizer = small_tokenizer()
-    masked = tokenizer("The <|mask|> sleeps")["input_ids"]
-    full_ids = tokenizer("The dog sleeps")["input_ids"]
-    hidden = tokenizer(" dog")["input_ids"]
-    at = masked.index(tokenizer.mask_token_id)
-    assert masked[:at] + hidden + masked[at + 1 :] == full_ids
-
-
 def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
-    tokenizer = small_tokenizer()
-    before = read_vocabulary(tokenizer)
-    tokenizer.save_pretrained(tmp_path / "one")
+    before = read_vocabulary(small_tokenizer())
+    small_tokenizer().save_pretrained(tmp_path / "one")
     again = load_tokenizer(tmp_path / "one")
-    assert read_vocabulary(again) == before
     again("padded and cut", padding="max_length", truncation=True, max_length=4)  # leaves its settings in the backend
-    assert read_vocabulary(again).fingerprint == before.fingerprint
     again.save_pretrained(tmp_path / "two")
-    assert read_vocabulary(load_tokenizer(tmp_path / "two")) == before
+    assert read_vocabulary(again) == before == read_vocabulary(load_tokenizer(tmp_path / "two"))
     assert read_vocabulary(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
     again.mask_token = "dog"
     assert read_vocabulary(again).fingerprint != before.fingerprint
@@ -254,41 +216,14 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_command_writes_a_folder_once(tmp_path, capsys):
-    from text_helpers import write_jsonl
-
+def test_command_writes_a_folder(tmp_path):
     corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    arguments = ["--input", str(corpus), "--vocab-size", "400", "--output", str(tmp_path / "out")]
-    main(arguments)
+    main(["--input", str(corpus), "--vocab-size", "400", "--output", str(tmp_path / "out")])
     assert read_vocabulary(load_tokenizer(tmp_path / "out")) == read_vocabulary(small_tokenizer())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--vocab-size", "100"], "at least 258"),
-        (["--json-key", "body"], "no key `body`; found `id`, `text`; set --json-key"),
-    ],
-)
-def test_command_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys, change, message):
-    from text_helpers import write_jsonl
-
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    with pytest.raises(SystemExit) as stop:
-        main(["--input", str(corpus), "--output", str(tmp_path / "out"), *change])
-    errors = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in errors and errors.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
-
-
-@pytest.mark.parametrize("make", [small_tokenizer, llama3_like, wordpiece, byte_fallback])
+@pytest.mark.parametrize("make", [llama3_like, wordpiece, byte_fallback])
 def test_runs_hold_every_token_once_and_no_half_character(make):
     tokenizer = make()
     for text in [*TEXTS, *HOSTILE[:-2], "日本語 a\ufffdb\ufffd\ufffd", "it 's 3 . 14 , n't"]:

@@ -34,7 +34,7 @@ def documents() -> list[str]:
 def tokenizers(documents, tmp_path_factory):
     """Small tokenizers by name."""
     folder = tmp_path_factory.mktemp("kinds")
-    kinds = {name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "llama 3", "qwen2", "smollm", "modernbert", "bert")}
+    kinds = {name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "qwen2", "modernbert", "bert")}
     saved = {name: hf_tokenizers.save(make(), folder / name.replace(" ", "-")) for name, make in kinds.items()}
     large, config = hf_tokenizers.llama3()
     trainer = BpeTrainer(
@@ -53,17 +53,15 @@ def encode(tokenizer, text) -> tuple[np.ndarray, np.ndarray]:
     return np.array(encoding["input_ids"]), np.diff(words, prepend=-1) != 0
 
 
-# Shares found: 0.9996, 1, 0.9978, 0.9813, 0.9814, 0.9886, 0.9886. Vocabularies of 300 ids write two spaces as two tokens, of
-# which the second belongs to the next word; llama 3 and qwen2 join one sign with the word after it, but not the second of two.
+# Shares found: 0.9996, 1, 0.9978, 0.9814, 0.9886. Vocabularies of 300 ids write two spaces as two tokens, of
+# which the second belongs to the next word; qwen2 joins one sign with the word after it, but not the second of two.
 @pytest.mark.parametrize(
     ("name", "least"),
     [
         ("own", 0.999),
         ("bert", 1.0),
         ("llama 3, 2000 ids", 0.995),
-        ("llama 3", 0.975),
         ("qwen2", 0.975),
-        ("smollm", 0.98),
         ("modernbert", 0.98),
     ],
 )

@@ -148,9 +148,8 @@ def test_a_hidden_word_is_in_brackets_and_where_it_is_predicted_is_marked(tokeni
     output = render(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, hidden, shift), 0, tokenizer))
     assert line in output.splitlines()
     assert "hidden: the model reads the mask token" in output
-    assert f"{len(hidden)} tokens predicted ({20 * len(hidden)}.0 %), {len(hidden)} changed in the model's input" in " ".join(
-        output.split()
-    )
+    count = len(hidden)
+    assert f"{count} tokens predicted ({20 * count}.0 %), {count} changed in the model's input" in " ".join(output.split())
 
 
 def test_no_control_character_reaches_the_terminal(tokenizer, vocabulary):
