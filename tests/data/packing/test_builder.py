@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from fractions import Fraction
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_sentences_need_a_corpus_of_sentences(corpora):
 
 
 def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, tmp_path):
-    """In the held-out text too, whose losses are by word of --data-path."""
+    """In the held-out text too, which a small corpus leaves without ending it."""
     pattern = str(tmp_path / "[ab]")
     data = open_data("0.6", pattern, "0.4", corpora[2], temperature=0.5)
     roots = np.sqrt([720, 1600])
@@ -85,15 +84,13 @@ def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, t
     packs = np.array([row.packs for row in data.corpus_usage(1000)])
     assert np.abs(packs - 1000 * np.array(data.shares, float)).max() < 2
     assert data.train.sources == data.held_out.sources == (pattern, pattern, corpora[2])
-    turns = [data.held_out.corpus_of_sample(sample) for sample in range(6)]
-    assert np.abs(np.bincount(turns, minlength=3) - 6 * np.array(data.shares, float)).max() < 1
-
-
-def test_small_corpora_of_a_group_leave_the_held_out_text_and_do_not_end_it(corpora, tmp_path):
-    held_out = open_data(str(tmp_path / "[abc]"), temperature=0).held_out
-    packs = [held_out[sample] for sample in range(held_out.samples)]
-    assert held_out.samples_before_repeat == held_out.samples == sum(part.samples_before_repeat for part in held_out.datasets)
-    assert {pack.epoch for pack in packs} == {0}
+    held_out = data.held_out
+    assert held_out.samples == sum(part.samples_before_repeat for part in held_out.datasets)
+    assert {held_out[sample].epoch for sample in range(held_out.samples)} == {0}
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpora[0] + suffix, tmp_path / f"again{suffix}")
+    with pytest.raises(InputError, match=r"again has the same text as .*/a, expected each corpus once"):
+        open_data(corpora[0], corpora[1], str(tmp_path / "again"))
 
 
 def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_path):
@@ -123,18 +120,13 @@ def test_no_corpus_is_read_more_often_than_allowed(corpora):
     assert [row.epochs for row in data.corpus_usage(data.train.samples)] == [2.0] * len(data.corpora)
 
 
-@pytest.mark.parametrize("packing", ["concat", "random-length"])
-def test_the_order_of_a_blend_is_pinned(corpora, packing):
+def test_the_order_of_a_blend_is_pinned(corpora):
     """Corpus, epoch, edges and tokens of the first samples: a change here would silently give every run other data."""
-    data = open_data("0.3", corpora[0], "0.7", corpora[1], packing=packing)
-    turns = [data.train.corpus_of_sample(sample) for sample in range(10)]
-    assert turns == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
-    checks = [int((pack.tokens * np.arange(1, 33)).sum()) for pack in islice((data.train[s] for s in range(99)), 4)]
-    assert checks == [7702, 7864, 7860, 8538]
-    assert [data.train[sample].edges.tolist() for sample in range(2)] == {
-        "concat": [[0, 32], [0, 9, 18, 27, 32]],
-        "random-length": [[0, 13, 32], [0, 13, 32]],
-    }[packing]
+    train = open_data("0.3", corpora[0], "0.7", corpora[1]).train
+    assert [train.corpus_of_sample(sample) for sample in range(10)] == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert [int((train[sample].tokens * np.arange(1, 33)).sum()) for sample in range(4)] == [7702, 7864, 7860, 8538]
+    cut = open_data("0.3", corpora[0], "0.7", corpora[1], packing="random-length").train
+    assert [train[1].edges.tolist(), cut[1].edges.tolist()] == [[0, 9, 18, 27, 32], [0, 13, 32]]
 
 
 def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
@@ -163,30 +155,19 @@ def test_no_more_files_are_open_than_the_limit_allows_for(corpora, tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) - before <= sum(allowed) == 4 + 10 + 4
 
 
-def test_the_same_text_under_two_names_is_refused(corpora, tmp_path):
-    for suffix in (".bin", ".idx"):
-        shutil.copy(corpora[0] + suffix, tmp_path / f"again{suffix}")
-    with pytest.raises(InputError, match=r"again has the same text as .*/a, expected each corpus once"):
-        open_data(corpora[0], corpora[1], str(tmp_path / "again"))
-
-
-@pytest.mark.parametrize("packing", ["concat", "sentences"])
-def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, packing, tmp_path, monkeypatch):
+def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, tmp_path, monkeypatch):
     """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
-    paths = corpora[2:] if packing == "sentences" else corpora[:2]
-    unshared = open_data(*paths, packing=packing)
+    unshared = open_data(corpora[0])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
     monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
-    first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
-    samples = range(2 * unshared.train.samples_before_repeat + 3)
+    first, second = open_data(corpora[0]), open_data(corpora[0])
     for data in (first, second):
-        for sample in samples:
-            actual, expected = data.train[sample], unshared.train[sample]
-            assert np.array_equal(actual.tokens, expected.tokens) and np.array_equal(actual.edges, expected.edges)
-    for one, other in zip(first.corpora, second.corpora, strict=True):
-        assert one.document_lengths.ctypes.data != other.document_lengths.ctypes.data  # each has mapped it
-        assert not one.document_lengths.flags.writeable
-    for one, other in zip(first.train_datasets, second.train_datasets, strict=True):
-        for mine, theirs in zip(one.stream.epoch_order(1), other.stream.epoch_order(1), strict=True):
-            assert np.array_equal(mine, theirs) and not mine.flags.writeable
+        for sample in range(2 * unshared.train.samples_before_repeat + 3):
+            assert np.array_equal(data.train[sample].tokens, unshared.train[sample].tokens)
+            assert np.array_equal(data.train[sample].edges, unshared.train[sample].edges)
+    mine, theirs = (data.corpora[0].document_lengths for data in (first, second))
+    assert mine.ctypes.data != theirs.ctypes.data  # each has mapped it
+    assert not mine.flags.writeable
+    for order in first.train_datasets[0].stream.epoch_order(1):
+        assert not order.flags.writeable

@@ -77,17 +77,20 @@ def test_what_a_killed_process_had_is_made_again_and_its_note_goes(tmp_path):
     assert not notes(tmp_path)
 
 
-def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch):
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """This process is one of a run's, with temporary files of its own."""
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    calls = []
 
-    def make():
-        calls.append(1)
-        return (np.arange(3),)
 
-    (one,), (two,) = share_arrays(("a",), make), share_arrays(("a",), make)
-    assert len(calls) == 1
+def make_three():
+    return (np.arange(3),)
+
+
+def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, shared):
+    (one,) = share_arrays(("a",), make_three)
+    (two,) = share_arrays(("a",), lambda: pytest.fail("made again"))
     assert one.tolist() == two.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="read-only"):
         one[0] = 1
@@ -95,52 +98,36 @@ def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch
     assert other.tolist() == [0, 1, 2, 3]
     del one, two, other
     assert not notes(tmp_path)
-    share_arrays(("a",), make)
-    assert len(calls) == 2
+    assert share_arrays(("a",), lambda: (np.arange(5),))[0].tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"process": 1, "descriptor": 0}', '{"process": 999999999, "descriptor": 3, "arrays": []}']
-)
-def test_a_note_that_leads_nowhere_is_written_anew(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(os, "environ", environment(tmp_path))
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    arrays = share_arrays(("a",), lambda: (np.arange(3),))
+@pytest.mark.parametrize("text", ["{", "[]", '{"process": 1, "descriptor": 0}', '{"process": 999999999, "descriptor": 3}'])
+def test_a_note_that_leads_nowhere_is_written_anew(tmp_path, shared, text):
+    arrays = share_arrays(("a",), make_three)
     [note] = notes(tmp_path)
     note.write_text(text)
-    (actual,) = share_arrays(("a",), lambda: (np.arange(3),))
-    assert actual.tolist() == arrays[0].tolist()
+    assert share_arrays(("a",), make_three)[0].tolist() == arrays[0].tolist()
 
 
 @pytest.mark.parametrize("of_that_name", [True, False])
-def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_path, monkeypatch, of_that_name):
+def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_path, shared, of_that_name):
     """A file of another name, or memory of this name that is not written yet: its numbers would be wrong, or too few."""
-    monkeypatch.setattr(os, "environ", environment(tmp_path))
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    arrays = share_arrays(("a",), lambda: (np.arange(3),))
+    arrays = share_arrays(("a",), make_three)
     [note] = notes(tmp_path)
     memory = os.memfd_create(note.name if of_that_name else "other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 4096)  # zeros
-    text = json.loads(note.read_text()) | {"descriptor": memory}
-    note.write_text(json.dumps(text))
-    (actual,) = share_arrays(("a",), lambda: (np.arange(3),))
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"descriptor": memory}))
+    (actual,) = share_arrays(("a",), make_three)
     os.close(memory)
     assert actual.tolist() == arrays[0].tolist() == [0, 1, 2]
 
 
-def test_empty_arrays_and_a_single_process_need_no_memory_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    own = np.arange(3)
-    assert share_arrays(("a",), lambda: (own,))[0] is own
-    monkeypatch.setattr(os, "environ", environment(tmp_path))
-    assert [array.tolist() for array in share_arrays(("a",), lambda: (np.zeros(0), np.zeros((0, 2))))] == [[], []]
+def test_empty_arrays_need_no_memory_of_all(shared):
     mixed = share_arrays(("b",), lambda: (np.zeros(0, np.int32), np.ones((2, 2), np.uint16), np.zeros((0, 2))))
     assert [(array.dtype, array.tolist()) for array in mixed] == [("int32", []), ("uint16", [[1, 1], [1, 1]]), ("float64", [])]
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", environment(tmp_path))
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, shared):
     folder = tmp_path / f"megaenc-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
@@ -150,17 +137,3 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     assert share_arrays(("a",), lambda: (own,))[0] is own
-
-
-def test_memory_that_is_closed_to_us_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", environment(tmp_path))
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    arrays = share_arrays(("a",), lambda: (np.arange(3),))
-
-    def refused(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(module, "_open_published", refused)
-    own = np.arange(3)
-    assert share_arrays(("a",), lambda: (own,))[0] is own
-    assert len(notes(tmp_path)) == 1 and arrays[0].tolist() == [0, 1, 2]  # which others still find
