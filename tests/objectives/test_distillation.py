@@ -121,12 +121,15 @@ def test_only_predicted_positions_get_logits(teacher, monkeypatch):
     assert load_teacher(str(teacher), VOCABULARY).model is load_teacher(str(teacher), VOCABULARY).model
 
 
-def test_a_share_of_zero_is_mlm_and_options_change_over_a_phase(teacher):
+def test_options_change_over_a_phase_and_the_teacher_is_part_of_the_identity(teacher):
     schedule = Schedule.build(f"distill(teacher={teacher},share=1->0,top_k=4->8):1.0", 5, VOCABULARY)
     assert [schedule.objective(step).share for step in (1, 3, 5)] == [1, 0.5, 0]
     assert [schedule.objective(step).top_k for step in (1, 3, 5)] == [4, 6, 8]
     soft_labels = schedule.objective(5).targets(random_pack(0), SampleRandomness(0, 0, 0)).soft_labels
     assert (soft_labels.probabilities[:, 0] == 1).all() and (soft_labels.probabilities[:, 1:] == 0).all()
+    assert schedule.objective(1).files() == (teacher / "config.json", teacher / "model.safetensors")
+    [text] = schedule.packages().values()
+    assert "config.json (" in text and "model.safetensors (" in text
 
 
 def test_a_teacher_is_needed_at_a_path_that_a_schedule_can_hold():
@@ -135,13 +138,6 @@ def test_a_teacher_is_needed_at_a_path_that_a_schedule_can_hold():
     for part in ("my folder", "a,b", "a(b)"):
         with pytest.raises(InputError, match=r"at character \d+ of .*here: "):
             Schedule.build(f"distill(teacher=/models/{part}):1.0", 1, VOCABULARY)
-
-
-def test_its_files_are_part_of_the_identity(teacher):
-    schedule = Schedule.build(f"distill(teacher={teacher}):1.0", 1, VOCABULARY)
-    assert schedule.objective(1).files() == (teacher / "config.json", teacher / "model.safetensors")
-    [text] = schedule.packages().values()
-    assert "config.json (" in text and "model.safetensors (" in text
 
 
 def change_config(folder, **values):
@@ -156,18 +152,14 @@ def change_config(folder, **values):
     [
         (shutil.rmtree, "no such folder, expected one with config.json"),
         (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
-        (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle, which could run any code"),
         (lambda f: (f / "model.safetensors").write_bytes(b"12"), "not a complete safetensors file"),
-        (lambda f: change_config(f, model_type="t6"), "field `model_type`: found 't6'"),
         (lambda f: change_config(f, model_type="vit"), "found a vit model; expected a masked language model"),
         (lambda f: change_config(f, vocab_size=49), "a vocabulary of 49 ids, expected at least the 50 of the tokenizer"),
-        (lambda f: change_config(f, vocab_size=51), "expected a masked language model"),
         (lambda f: change_config(f, num_hidden_layers=3), "no weights `model.layers.2"),
         (lambda f: change_config(f, architectures=["LlamaForCausalLM"], model_type="llama"), "reads causally"),
         (lambda f: change_config(f, prediction_shift=1), "predicts tokens 1 further (`prediction_shift`)"),
         (lambda f: change_config(f, max_position_embeddings=63), "reads up to 63 tokens, expected the 64 of a pack"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be loaded"),
     ],
 )
 def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, tmp_path):
@@ -180,13 +172,7 @@ def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, 
     assert line.startswith(f"objective `distill(teacher={folder})`, pack 0: ")
 
 
-def test_a_tokenizer_of_its_own_must_be_the_run_s(teacher, small_corpus, tmp_path):
-    folder = shutil.copytree(teacher, tmp_path / "teacher")
-    shutil.copytree(small_corpus.tokenizer, folder, dirs_exist_ok=True)
-    with pytest.raises(InputError, match=r"its tokenizer \([0-9a-f]{12}\) is not the run's \(f{12}\), expected a model trained"):
-        Distillation(VOCABULARY, teacher=str(folder)).targets(random_pack(0), SampleRandomness(0, 0, 0))
-
-
+@pytest.mark.slow
 def test_objective_check_passes(small_corpus, tmp_path, monkeypatch):
     """With a teacher that has a tokenizer, and a context shorter than the made-up packs but not than their documents."""
     monkeypatch.setattr(measure, "_PACKS", 16)

@@ -1,12 +1,10 @@
 """Which update trains which objective, and where a schedule that cannot be read goes wrong."""
 
-from fractions import Fraction
-
 import pytest
 
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, known, parse_schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, known
 
 VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 NAMES = ", ".join(known())
@@ -61,9 +59,7 @@ def test_at_every_step():
     assert [schedule.phase_at(step).index for step in range(1, 13)] == [0] * 3 + [1] * 6 + [2] * 3
     assert schedule.objective(4) == MaskedLanguageModeling(VOCABULARY, mask=0.3)
     assert schedule.objective(12) == CausalLanguageModeling(VOCABULARY)
-    for step in (0, 13, -1):
-        with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
-            schedule.phase_at(step)
+    for step in (0, 13):
         with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
             schedule.objective(step)
 
@@ -86,17 +82,6 @@ def test_canonical_is_equal_where_the_phases_are():
         "sum(clm:1,mlm:4)",
     ):
         assert canonical(canonical(text)) == canonical(text)
-
-
-def test_parsed_phases_know_their_place():
-    first, second = parse_schedule("clm:0.25, mlm(mask=0.3):75")
-    ((weight, clm),) = first.components
-    assert (clm.name, clm.name.start, clm.options, weight, first.amount) == ("clm", 0, (), 1, Fraction(1, 4))
-    ((_, mlm),) = second.components
-    assert (mlm.name.start, second.amount, second.amount_text.start) == (10, 75, 24)
-    (option,) = mlm.options
-    assert (option.name, option.name.start, option.value, option.value.start) == ("mask", 14, "0.3", 19)
-    assert option.end is None
 
 
 # The piece in brackets is where the error must point.

@@ -314,11 +314,6 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
     goes_on = 1 - 1 / span
     for length in range(1, 31):
         assert within((lengths == length).sum(), len(lengths), (1 - goes_on) * goes_on ** (length - 1)), length
-    # Gaps are geometric too: the chain forgets everything but the token before.
-    gaps = np.flatnonzero(turns == 1)[1:] - np.flatnonzero(turns == -1)[:-1]
-    begins = mask / (span * (1 - mask))
-    for length in range(1, 11):
-        assert within((gaps == length).sum(), len(gaps), begins * (1 - begins) ** (length - 1)), length
 
 
 def test_prefixes_are_uniform():

@@ -22,11 +22,3 @@ def test_figures_worked_out_by_hand():
         LengthBin(32, 63, 0, 0),
         LengthBin(64, 127, 1, 100),
     )
-
-
-def test_bins_begin_with_the_shortest_documents():
-    assert compute_length_stats(np.array([5, 6])).bins == (LengthBin(4, 7, 2, 11),)
-    assert compute_length_stats(np.array([1 << 40, (1 << 40) - 1])).bins == (
-        LengthBin(1 << 39, (1 << 40) - 1, 1, (1 << 40) - 1),
-        LengthBin(1 << 40, (1 << 41) - 1, 1, 1 << 40),
-    )
