@@ -1,4 +1,3 @@
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -60,16 +59,16 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
         stream.write("no json\n")
     (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True))
     sidecar = read_corpus_metadata(prefix)
-    vocabulary = read_vocabulary(small_tokenizer())
     data, index = contents(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
     assert sidecar.tokens == sum(len(reference_ids(small_tokenizer(), text)) + 1 for text in TEXTS)
-    assert (sidecar.vocab_size, sidecar.eod, sidecar.append_eod, sidecar.dtype) == (vocabulary.size, 0, True, "uint16")
-    assert (sidecar.tokenizer.name, sidecar.tokenizer.fingerprint) == ("small", vocabulary.fingerprint)
-    assert (sidecar.bin_bytes, sidecar.idx_bytes) == (len(data), len(index))
+    assert (sidecar.vocab_size, sidecar.eod, sidecar.dtype) == (len(small_tokenizer()), 0, "uint16")
+    assert sidecar.tokenizer.name == "small"
+    assert sidecar.tokenizer.fingerprint == read_vocabulary(small_tokenizer()).fingerprint
     assert sidecar.sha256 == {"bin": hashlib.sha256(data).hexdigest(), "idx": hashlib.sha256(index).hexdigest()}
     assert sidecar.sources == [{"path": "corpus.jsonl", "bytes": corpus.stat().st_size}]
     assert str(corpus.parent) not in (prefix.parent / "out_text_document.json").read_text()
+    verify_corpus(prefix)
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.jsonl", write_jsonl), ("a.csv", write_csv)])
@@ -158,16 +157,15 @@ def from_jsonl(tmp_path_factory, tokenizer_folder):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, hub, kind):
     paths = tuple(map(str, SOURCES[kind](tmp_path)))
-    settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
+    settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2, partitions=3)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == from_jsonl
-    (parted,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "parted"), partitions=3))
-    assert contents(parted) == from_jsonl
     sources = read_corpus_metadata(prefix).sources
-    assert [source["path"] for source in sources] == [name.split("/")[-1] if kind != "hub" else name for name in paths]
-    assert sources == read_corpus_metadata(parted).sources and str(tmp_path) not in json.dumps(sources)
+    assert str(tmp_path) not in json.dumps(sources)
     if kind == "hub":
-        assert sources[0] == {"path": "someone/small", "bytes": None, "config": None, "split": "train"}
+        assert sources == [{"path": "someone/small", "bytes": None, "config": None, "split": "train"}]
+    else:
+        assert [source["path"] for source in sources] == [os.path.basename(path) for path in paths]
 
 
 HOSTILE = [
@@ -210,10 +208,9 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
 def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, capsys):
     texts = ["One dog. Two foxes!\n\nThree? Mr. Fox sleeps.  ", "", "No end", "\ud800 One. Two."]
     corpus = write_jsonl(tmp_path / "a.jsonl", texts)
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, split_sentences=True))
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, split_sentences=True, partitions=3))
     documents = documents_of(prefix)
-    spelled = [[small_tokenizer().decode(sequence) for sequence in document] for document in documents]
-    assert spelled == [
+    assert [[small_tokenizer().decode(sequence) for sequence in document] for document in documents] == [
         ["One dog.", " Two foxes!", "\n\nThree?", " Mr. Fox sleeps.  <|eos|>"],
         ["No end<|eos|>"],
         ["\ufffd One.", " Two.<|eos|>"],
@@ -222,10 +219,6 @@ def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, c
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
     assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
     assert "sentences: " in capsys.readouterr().out
-    corpus = Corpus.open(prefix)
-    assert corpus.tokens(0, 0, int(corpus.document_lengths[0])).tolist() == list(chain(*documents[0]))
-    (parted,) = preprocess(flags(tmp_path / "a.jsonl", tokenizer_folder, "parted", split_sentences=True, partitions=3))
-    assert contents(parted) == contents(prefix)
 
 
 @pytest.fixture(scope="module")
@@ -244,20 +237,17 @@ def template_flags(corpus, tokenizer, name="out", **changes):
 def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, capsys):
     """Also of several workers and partitions, and without the documents that deduplication removes."""
     corpus = write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "", *TEXTS, *TEXTS])
-    (prefix,) = preprocess(template_flags(corpus, templated))
+    (prefix,) = preprocess(template_flags(corpus, templated, partitions=3, workers=2))
     assert "special tokens of a document: <|mask|> <|mask|> ... <|eos|> (template)\n" in capsys.readouterr().out
-    want = [[1, 1, *reference_ids(small_tokenizer(), text), 0] for text in TEXTS]
-    assert documents_of(prefix) == [[document] for document in [want[0], *want, *want]]
+    want = [[[1, 1, *reference_ids(small_tokenizer(), text), 0]] for text in TEXTS]
+    assert documents_of(prefix) == [want[0], *want, *want]
     metadata = read_corpus_metadata(prefix)
     assert metadata.special_tokens == {"mode": "template", "before": [1, 1], "after": [0]}
     assert (metadata.eod, metadata.append_eod, metadata.empty_documents) == (0, True, 1)
-    assert metadata.tokens == sum(map(len, [want[0], *want, *want]))
-    assert "special_tokens" in prepare_job(template_flags(corpus, templated)).build_plan()  # parts of another mode are refused
-    (parted,) = preprocess(template_flags(corpus, templated, "parted", partitions=3, workers=2))
-    assert contents(parted) == contents(prefix)
-    (unique,) = preprocess(template_flags(corpus, templated, "unique", deduplicate="exact"))
-    assert documents_of(unique) == [[document] for document in want]
     verify_corpus(prefix)
+    assert "special_tokens" in prepare_job(template_flags(corpus, templated)).build_plan()  # parts of another mode are refused
+    (unique,) = preprocess(template_flags(corpus, templated, "unique", deduplicate="exact"))
+    assert documents_of(unique) == want
 
 
 def test_the_first_and_the_last_sentence_have_the_special_tokens(tmp_path, templated):
@@ -270,8 +260,8 @@ def test_the_first_and_the_last_sentence_have_the_special_tokens(tmp_path, templ
     ]
 
 
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_a_sidecar_of_an_earlier_version_is_read(corpus, tokenizer_folder, append_eod):
+@pytest.mark.parametrize(("append_eod", "special"), [(True, SpecialTokens("eod", after=(0,))), (False, SpecialTokens())])
+def test_a_sidecar_of_an_earlier_version_is_read(corpus, tokenizer_folder, append_eod, special):
     (prefix,) = preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))
     path = prefix.with_name(prefix.name + ".json")
     values = json.loads(path.read_text())
@@ -279,9 +269,8 @@ def test_a_sidecar_of_an_earlier_version_is_read(corpus, tokenizer_folder, appen
     del values["sentences"]
     path.write_text(json.dumps(values))
     opened = Corpus.open(prefix)
-    assert opened.find_special_tokens(0) == (SpecialTokens("eod", after=(0,)) if append_eod else SpecialTokens())
+    assert opened.find_special_tokens(0) == special
     assert opened.metadata.sentences is None
-    assert opened.metadata.sequences == len(TEXTS)
 
 
 def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
@@ -357,31 +346,14 @@ def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_fol
     assert theirs.read_text() == "theirs"
 
 
-def test_nothing_opens_before_all_is_there(corpus, tokenizer_folder, monkeypatch):
-    """Without its .idx, which comes last, no reader takes a corpus for one."""
-    renamed = []
-    real = os.replace
-
-    def replace(source, target):
-        renamed.append(str(target))
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    preprocess(flags(corpus, tokenizer_folder))
-    suffixes = [name.removeprefix(f"{corpus.parent}/out_text_document") for name in renamed]
-    assert sorted(suffixes[:-1]) == [".bin", ".json"]
-    assert suffixes[-1] == ".idx"
-
-
 def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokenizer_folder):
     (prefix,) = preprocess(flags(corpus, tokenizer_folder))
     before = contents(prefix)
-    (corpus.parent / "out_parts").mkdir()
     noted = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.parent.glob("out_text_document.*")}
-    for hashes in ({}, noted, dict.fromkeys(noted, "0" * 64)):
-        (corpus.parent / "out_parts" / "merged").write_text(json.dumps(hashes))
-        with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
-            preprocess(flags(corpus, tokenizer_folder, append_eod=False))
+    (corpus.parent / "out_parts").mkdir()
+    (corpus.parent / "out_parts" / "merged").write_text(json.dumps(noted))
+    with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
+        preprocess(flags(corpus, tokenizer_folder, append_eod=False))
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"):
         preprocess(flags(corpus, tokenizer_folder, append_eod=False, partitions=2))
     assert contents(prefix) == before

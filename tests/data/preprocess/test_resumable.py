@@ -1,5 +1,4 @@
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -155,19 +154,6 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     assert "3 of 4 partitions are done" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written_to_is_one_line(settings, monkeypatch):
-    real = os.open
-
-    def refused(path, *arguments):
-        if "_parts" in str(path):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        return real(path, *arguments)
-
-    monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(InputError, match="out_parts: cannot be written to: Read-only file system"):
-        preprocess(settings)
-
-
 def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
     store = PartitionStore(tmp_path / "work", {"input": "a"}, ["text"], "uint16", 123_456)
     store.open()
@@ -197,17 +183,6 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, mess
     assert {name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")} == files
 
 
-def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, expected_contents, monkeypatch):
-    interrupted(settings, monkeypatch, after=3)
-    with open(tmp_path / "out_parts" / "part-00002-text.bin", "rb+") as stream:
-        stream.truncate(10)
-    (tmp_path / "out_parts" / "part-00003.json").write_text("{")
-    ranges = record_ranges(monkeypatch)
-    (prefix,) = preprocess(settings)
-    assert len(ranges) == 3
-    assert contents(prefix) == expected_contents
-
-
 NOTES = ["", "{", "[]", "null", '{"bytes": 3}', "[" * 100_000, "\udcff", None]
 """What may stand in the place of a part's note; None: a FIFO."""
 
@@ -220,38 +195,45 @@ def write_damage(path, text):
         path.write_text(text, errors="surrogateescape")
 
 
-def test_a_part_with_a_damaged_note_is_missing(tmp_path):
+def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
     parts = PartitionStore(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
     parts.open()
-    tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
-    parts.write(0, lambda writers, band_keys: writers[0].add_documents(tokens, 2 * ones, ones) or {"documents": 1})
+    ones = np.array([1], np.int32)
+    parts.write(0, lambda writers, band_keys: writers[0].add_documents(ones.astype(np.uint16), ones, ones) or {"documents": 1})
     assert parts.missing_partitions() == []
     path = tmp_path / "part-00001.json"
-    record = json.loads(path.read_text())
+    note = path.read_text()
     values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
-    for damaged in (*NOTES, *(json.dumps(record | {name: value}) for name in record for value in values)):
+    changed = [json.dumps(json.loads(note) | {name: value}) for name in json.loads(note) for value in values]
+    for damaged in (*NOTES, *changed):
         write_damage(path, damaged)
         assert parts.missing_partitions() == [0], damaged
+    write_damage(path, note)
+    assert parts.missing_partitions() == []
+    os.truncate(tmp_path / "part-00001-text.bin", 1)
+    assert parts.missing_partitions() == [0]
 
 
 def test_a_damaged_plan_is_one_line(tmp_path):
     (tmp_path / "part-00001.json").touch()
+    store = PartitionStore(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1)
     for plan in NOTES:
         write_damage(tmp_path / "plan.json", plan)
         with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):
-            PartitionStore(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1).open()
+            store.open()
+    write_damage(tmp_path / "plan.json", '{"keys": ["text"]}')
+    with pytest.raises(InputError, match=r"plan\.json: field `folder`: missing, as in those of earlier versions; remove"):
+        store.open()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_contents, monkeypatch, suffix):
     interrupted(settings, monkeypatch, after=3)
     path = tmp_path / "out_parts" / f"part-00001-text.{suffix}"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and run") as error:
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and run"):
         preprocess(settings)
-    assert "\n" not in str(error.value) and not (tmp_path / "out_text_document.json").exists()
+    assert not (tmp_path / "out_text_document.json").exists()
     (tmp_path / "out_parts" / "part-00001.json").unlink()
     (prefix,) = preprocess(settings)
     assert contents(prefix) == expected_contents
@@ -277,17 +259,6 @@ def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, caps
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
     assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
     assert read_corpus_metadata(prefix).documents == 2
-
-
-def test_a_folder_of_an_earlier_version_is_named(tmp_path, settings, monkeypatch):
-    interrupted(settings, monkeypatch, after=2)
-    folder = tmp_path / "out_parts"
-    plan = json.loads((folder / "plan.json").read_text())
-    del plan["folder"]
-    (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "lock").touch()
-    with pytest.raises(InputError, match=r"plan\.json: field `folder`: missing, as in those of earlier versions; remove"):
-        preprocess(settings)
 
 
 def test_parts_may_be_on_another_disk(tmp_path, settings, expected_contents):

@@ -66,16 +66,6 @@ def test_no_character_is_lost(monkeypatch, window):
             assert all(piece.strip() for piece in pieces) or not text.strip()
 
 
-def test_windows_do_not_change_what_punkt_says(monkeypatch):
-    text = " ".join(PROSE * 100)
-    sentences = build_sentence_splitter(ENGLISH)(text)
-    assert len(sentences) == 1000
-    for window, context in ((500, 100), (3000, 1000)):
-        monkeypatch.setattr(sentence_splitter, "_WINDOW", window)
-        monkeypatch.setattr(sentence_splitter, "_CONTEXT", context)
-        assert build_sentence_splitter(ENGLISH)(text) == sentences
-
-
 def test_a_long_text_without_an_end_is_one_sentence():
     assert len(build_sentence_splitter(ENGLISH)("word " * 200_000)) == 1
 

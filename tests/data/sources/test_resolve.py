@@ -1,7 +1,6 @@
 import gzip
 import json
 import os
-from itertools import chain
 
 import datasets
 import pyarrow as pa
@@ -51,14 +50,14 @@ def test_suffixes_in_capitals_are_the_same(tmp_path):
 
 
 def test_files_that_are_read_twice_are_named(tmp_path):
+    folder = text_folder(tmp_path / "folder", {"b.txt": "b"})
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    os.link(path, tmp_path / "linked.jsonl")
     copy = write_jsonl(tmp_path / "copy.jsonl", ["x"])
+    linked = tmp_path / "linked.jsonl"
+    os.link(path, linked)
     said = "--input: 1 files are read more than once: "
     assert resolve_paths(path, copy).messages == []
-    assert resolve_paths(path, copy, path).messages == [f"{said}{path}"]
-    assert resolve_paths(path, tmp_path / "linked.jsonl").messages == [f"{said}{tmp_path / 'linked.jsonl'}"]
-    folder = text_folder(tmp_path / "folder", {"b.txt": "b"})
+    assert resolve_paths(path, copy, linked).messages == [f"{said}{linked}"]
     assert resolve_paths(folder, folder / "b.txt").messages[-1] == f"{said}{folder / 'b.txt'}"
 
 
@@ -214,24 +213,17 @@ def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     want = list(read_texts(inputs, "text"))
     assert len(want) == 28
     parts = partition_inputs(inputs, count)
-    assert 1 <= len(parts) <= count and all(parts)
-    pieces = []
+    assert 1 <= len(parts) <= count and (count > 3 or len(parts) == count)
+    texts = []
+    positions = [0]
     for part in parts:
         blocks = list(read_blocks(inputs, part))
-        pieces.append([text for block in blocks for (text,) in block.parse(["text"], False).texts])
-    assert all(pieces)
-    assert list(chain(*pieces)) == want
-    positions = [block.position for part in parts for block in read_blocks(inputs, part)]
+        positions += [block.position for block in blocks]
+        pieces = [text for block in blocks for (text,) in block.parse(["text"], False).texts]
+        assert pieces
+        texts += pieces
+    assert texts == want
     assert positions == sorted(positions) and positions[-1] == inputs.size == inputs.known_size
-
-
-def test_parts_are_alike_in_bytes(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [f"{number:05}" for number in range(3000)])
-    parquet(tmp_path / "b.parquet", [f"{number:050}" for number in range(3000)], row_group_size=100)
-    inputs = resolve_paths(tmp_path / "a.jsonl", tmp_path / "b.parquet")
-    ends = [list(read_blocks(inputs, part))[-1].position for part in partition_inputs(inputs, 4)]
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    assert max(sizes) < 1.1 * inputs.size / 4
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):
