@@ -16,8 +16,9 @@ VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=MASK, special_ids=SPECIAL, fi
 # A word begins with every even id, and with every id after one above 40.
 CODES = np.array([(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2").tobytes()
 WORDS = dataclasses.replace(VOCABULARY, code_words=lambda: CODES)
-# Of the ids 10 to 19; prefixes and overlaps of each other.
-PHRASES = [(10, 11), (10, 11, 12), (11, 12, 13, 14), (12, 13), (14, 15, 16, 17, 18), (15, 15), (16, 17), (10, 11, 12, 13, 10)]
+# Of the ids 10 to 19: prefixes and overlaps of each other. Two, with special tokens, are such as no search would find.
+PHRASES = [(10, 11), (10, 11, 12), (11, 12, 13, 14), (12, 13), (14, 15, 16, 17, 18), (15, 15), (16, 17)]
+PHRASES += [(10, 11, 12, 13, 10), (7, 10), (12, 0, 7, 11)]
 
 
 def random_pack(sample: int, length: int = 64) -> Pack:

@@ -17,7 +17,6 @@ from megaenc.objectives import (
     find,
     known,
     register,
-    registry,
 )
 
 VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
@@ -74,13 +73,6 @@ def test_package_is_loaded_when_its_objective_is_asked_for(install):
     assert schedule.canonical == "clm:5,copying(every=3):5"
     with pytest.raises(InputError, match=r"at character 15 of .*option `every`: found 0, expected a whole number from 1"):
         Schedule.build("copying(every=0)", 10, VOCABULARY)
-
-
-def test_package_may_also_register_what_it_offers(install, monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    decorated = COPYING.replace("@dataclass", "@register\n    @dataclass").replace("option\n", "option, register\n")
-    install("copy-objectives", "copying_module", decorated, copying="copying_module:Copying")
-    assert find("copying") is find("copying")
 
 
 def test_two_packages_offer_one_name(install):

@@ -316,18 +316,6 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
         assert within((lengths == length).sum(), len(lengths), (1 - goes_on) * goes_on ** (length - 1)), length
 
 
-def test_prefixes_are_uniform():
-    objective = build("prefix_lm(low=0.25,high=0.75)")
-    edges = np.arange(0, 4097, 16, dtype=np.int32)
-    prefixes = []
-    for sample in range(256):
-        pack = Pack(sample, 0, np.full(4096, 20), edges)
-        prefixes.append(objective.targets(pack, SampleRandomness(0, sample, 0)).prefixes)
-    histogram = np.bincount(np.concatenate(prefixes), minlength=16)
-    assert histogram.sum() == histogram[4:12].sum() == 65536
-    assert all(within(count, 65536, 1 / 8) for count in histogram[4:12])
-
-
 @pytest.mark.parametrize(
     ("options", "digest"), [({}, "2e09c4eb87db8036"), ({"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c")]
 )
@@ -362,15 +350,6 @@ def test_masks_without_spans_never_change(options, digest):
 def test_options_that_cannot_be(name, options, complaint):
     with pytest.raises(InputError, match=f"{name}: {complaint}"):
         find(name)(VOCABULARY, **options)
-
-
-@pytest.mark.parametrize("mask", [0.1, 0.3, 0.95])
-def test_the_smallest_span_that_is_named_can_be_used(mask):
-    with pytest.raises(InputError) as caught:
-        MaskedLanguageModeling(VOCABULARY, mask=mask, span=1)
-    named = float(str(caught.value).removesuffix(" up").rpartition(" ")[2])
-    assert 1 / (1 - mask) <= named < 1 / (1 - mask) + 0.0011
-    MaskedLanguageModeling(VOCABULARY, mask=mask, span=named)
 
 
 def test_a_mask_token_is_needed():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from objective_helpers import VOCABULARY, random_pack
+from objective_helpers import SPECIAL, VOCABULARY, random_pack
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.objectives import Attention, Schedule, check_targets, find
@@ -40,8 +40,11 @@ def test_no_prediction_can_see_its_label(text):
 @pytest.mark.parametrize("text", EVERY)
 def test_targets_keep_to_the_rules_and_leave_the_pack_as_it_was(text):
     predictions = 0
+    never_predicted = [token for token in SPECIAL if text != "clm" or token != VOCABULARY.eos_id]
     for objective, pack, actual in targets_of(text):
         assert (actual.prefixes is not None) == (objective.attention is Attention.PREFIX)
+        assert not np.isin(actual.labels, never_predicted).any()
+        assert not (actual.inputs != pack.tokens)[np.isin(pack.tokens, SPECIAL)].any()
         check_targets(objective, pack, seed=3)
         assert np.array_equal(pack.tokens, random_pack(pack.sample).tokens)
         predictions += len(actual.labels)

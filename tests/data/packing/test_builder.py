@@ -1,6 +1,5 @@
 """From `--data-path` to packs: blends, held-out text, what is reported, and an order that nothing but data and seed decides."""
 
-import os
 import re
 import shutil
 from fractions import Fraction
@@ -133,26 +132,6 @@ def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
     monkeypatch.setattr("megaenc.processes.resource.getrlimit", lambda kind: (64, 200))
     with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 200 open files, expected [0-9,]+ .* 2 corpora"):
         open_data(*corpora[:2])
-
-
-def test_no_more_files_are_open_than_the_limit_allows_for(corpora, tmp_path, monkeypatch):
-    """Of processes that share arrays, in two phases, of which the second reads the same corpus by another name."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
-    monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
-    allowed = []
-    monkeypatch.setattr("megaenc.data.packing.builder.allow_open_files", lambda count, purpose: allowed.append(count))
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"link{suffix}").symlink_to(f"{corpora[0]}{suffix}")
-    opened = {}
-    before = len(os.listdir("/proc/self/fd"))
-    phases = [open_data(corpora[0], opened=opened), open_data(str(tmp_path / "link"), seq_length=64, opened=opened)]
-    assert len(opened) == 1
-    for data in phases:
-        for dataset in (*data.train_datasets, *data.held_out.datasets):
-            for sample in range(dataset.first_sample_of_epoch(3)):
-                dataset[sample]
-    assert len(os.listdir("/proc/self/fd")) - before <= sum(allowed) == 4 + 10 + 4
 
 
 def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, tmp_path, monkeypatch):

@@ -245,7 +245,8 @@ def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, 
     assert metadata.special_tokens == {"mode": "template", "before": [1, 1], "after": [0]}
     assert (metadata.eod, metadata.append_eod, metadata.empty_documents) == (0, True, 1)
     verify_corpus(prefix)
-    assert "special_tokens" in prepare_job(template_flags(corpus, templated)).build_plan()  # parts of another mode are refused
+    # Parts of another mode are refused.
+    assert "special_tokens" in prepare_job(template_flags(corpus, templated, "planned")).build_plan()
     (unique,) = preprocess(template_flags(corpus, templated, "unique", deduplicate="exact"))
     assert documents_of(unique) == want
 

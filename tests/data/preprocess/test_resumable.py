@@ -80,7 +80,7 @@ def run_killed(settings, place, number):
     return subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_after_a_kill_the_same_command_makes_the_missing_parts(
     tmp_path, settings, expected_contents, monkeypatch, capsys, number, code
 ):
@@ -152,17 +152,6 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     with pytest.raises(InputError, match=r"corpus\.jsonl:39: not JSON"):
         preprocess(settings)
     assert "3 of 4 partitions are done" in capsys.readouterr().out
-
-
-def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
-    store = PartitionStore(tmp_path / "work", {"input": "a"}, ["text"], "uint16", 123_456)
-    store.open()
-    store.write(123_455, lambda writers, band_keys: {})
-    assert "part-123456-text.bin" in names(tmp_path / "work")
-    store.open()
-    assert store.read_progress() == ({123_455}, {})
-    store.remove()
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -239,7 +228,7 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_conte
     assert contents(prefix) == expected_contents
 
 
-@pytest.mark.parametrize(("last", "renamed"), [("json", ["bin"]), ("idx", ["bin", "json"])])
+@pytest.mark.parametrize(("last", "renamed"), [pytest.param("json", ["bin"], marks=pytest.mark.slow), ("idx", ["bin", "json"])])
 def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_contents, last, renamed):
     assert run_killed(settings, last, signal.SIGKILL).returncode == -9
     leftovers = [name for name in names(tmp_path) if name.startswith("out_text_document")]

@@ -121,6 +121,7 @@ def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp
     assert not [path for path in tmp_path.iterdir() if "_parts" in path.name or path.name.endswith(".tmp")]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_paused_too_long_corrupts_nothing(tmp_path, settings, expected_contents, nodes):
     pids, exit_codes = nodes(2)
     wait_until(lambda: is_writing(tmp_path, 1))

@@ -56,12 +56,6 @@ def test_rows_come_in_blocks_and_the_last_ends_the_file(tmp_path, monkeypatch):
     assert sum(block.size for block in blocks) == path.stat().st_size
 
 
-def test_a_table_is_never_split(tmp_path):
-    source = DelimitedFile(str(write_csv(tmp_path / "a.csv", TEXTS)), ["text"], is_csv=True)
-    assert [source.find_split_point(offset) for offset in (0, 1, source.size)] == [0, 1, source.end]
-    assert list(source.read_blocks(1, 1, 0)) == []
-
-
 def test_cells_may_be_longer_than_the_csv_module_allows_by_default(tmp_path):
     assert texts_of(write_csv(tmp_path / "a.csv", ["long " * 100_000])) == ["long " * 100_000]
 
