@@ -61,3 +61,17 @@ def text_encoder(tokenizer, max_length: int, *, add_bos: bool = False, add_eos: 
     """A TextEncoder with --add-bos and --add-eos as given."""
     protocol = FinetuneConfig(add_bos=add_bos, add_eos=add_eos)
     return TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol))
+
+
+def serve_hub(folder: Path, monkeypatch, tables: list[dict]) -> None:
+    """Let the Hub have one data set, whatever its name, of a Parquet file for each table; the rest is the real load_dataset."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "hub").mkdir()
+    for number, columns in enumerate(tables):
+        pq.write_table(pa.table(columns), folder / "hub" / f"train-{number}.parquet")
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(folder / "hub"), *rest, **options))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))

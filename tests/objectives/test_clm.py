@@ -19,14 +19,6 @@ def targets(tokens, edges, vocabulary=VOCABULARY):
     return CausalLanguageModeling(vocabulary).targets(pack, SampleRandomness(0, 0, 0))
 
 
-def test_by_hand():
-    actual = targets([7, 8, 9, 0, 5, 6, 4], [0, 4, 5, 7])
-    assert actual.inputs.tolist() == [7, 8, 9, 0, 5, 6, 4]
-    assert actual.predict_at.tolist() == [0, 1, 2, 5]
-    assert actual.labels.tolist() == [8, 9, 0, 4]
-    assert actual.predict_at.dtype == actual.labels.dtype == np.int64
-
-
 @pytest.mark.parametrize(
     ("tokens", "edges", "predictions"),
     [

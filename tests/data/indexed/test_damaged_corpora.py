@@ -39,6 +39,7 @@ INDEX = {
     "many documents": (".idx", 0, header(indices=(1 << 64) - 1), "demo.idx: truncated: found 122 bytes", ""),
     "a size that would wrap around": (".idx", 0, header((1 << 62) + COUNT, (1 << 61) + 5), "demo.idx: truncated", ""),
     "no sequence": (".idx", 0, header(sequences=0), "demo.idx: too long for a text corpus", ""),
+    "tokens without a sequence": (".idx", None, header(0, 2) + bytes(16), "found no tokens, expected at least one document", ""),
     "another kind of number": (".idx", 0, header(code=6), "demo.idx: found dtype code 6", ""),
     "another version": (".idx", 0, header(version=2), "version 2; expected", ""),
     "a negative length": (".idx", LENGTHS, pack("i", -5), NEGATIVE, "sequence 0: found length -5, expected 0 or more"),

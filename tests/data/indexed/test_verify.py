@@ -10,7 +10,6 @@ import pytest
 from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus, write_whole_corpus
 
 from megaenc.data.indexed import verify
-from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import HEADER
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -118,13 +117,6 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
     assert "demo.idx: sequence 3: found pointer 19, expected 18" in places[pointers + 3 * 8]
     assert "demo.idx: document 0: found first sequence 1, expected 0" in places[documents]
     assert "demo.idx: found sha256" in places[documents + 5 * 8]  # document 5 now seems to start with sequence 4
-
-
-def test_tokens_without_a_sequence(prefix):
-    Path(f"{prefix}.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 2) + struct.pack("<qq", 0, 0))
-    for check in (verify.verify_corpus, Corpus.open):
-        with pytest.raises(InputError, match="found no tokens, expected at least one document with text"):
-            check(prefix)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])

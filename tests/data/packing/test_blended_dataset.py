@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from corpus_helpers import Numbered
 
 from megaenc.data.packing.blended_dataset import (
     BlendedDataset,
@@ -18,20 +19,8 @@ from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
 
-class Numbered:
-    """One corpus in memory; a token says which."""
-
-    def __init__(self, name: int, lengths):
-        self.name = name
-        self.document_lengths = np.array(lengths, dtype=np.int64)
-
-    def read_spans(self, documents, starts, stops):
-        pieces = zip(documents, starts, stops, strict=True)
-        return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
-
-
 def blend(weights, seq_length=8, seed=0):
-    parts = [ConcatPackedDataset(Numbered(name, [5, 9, 30, 2]), np.arange(4), seq_length, seed) for name in range(len(weights))]
+    parts = [ConcatPackedDataset(Numbered([5, 9, 30, 2], name), np.arange(4), seq_length, seed) for name in range(len(weights))]
     return BlendedDataset(parts, [Fraction(weight) for weight in weights])
 
 

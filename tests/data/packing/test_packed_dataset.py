@@ -4,21 +4,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from corpus_helpers import Numbered
 
 from megaenc import counter_rng
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, RandomLengthPackedDataset
 from megaenc.errors import InputError
-
-
-class Numbered:
-    """Documents in memory whose tokens say where they come from: 1000 * document + place."""
-
-    def __init__(self, lengths):
-        self.document_lengths = np.array(lengths, dtype=np.int64)
-
-    def read_spans(self, documents, starts, stops):
-        pieces = zip(documents, starts, stops, strict=True)
-        return np.concatenate([1000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
 
 def stream(lengths, documents, seed):

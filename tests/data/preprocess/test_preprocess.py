@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tokenizer, write_csv, write_jsonl
+from text_helpers import TEXTS, contents, documents_of, reference_ids, serve_hub, small_tokenizer, write_csv, write_jsonl
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.metadata import read_corpus_metadata
@@ -130,22 +130,6 @@ def _saved(folder):
     return folder
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """The Hub has one data set, `someone/small`, of two files: everything but the name goes through the real load_dataset."""
-    (tmp_path / "hub").mkdir()
-    for number, texts in enumerate((TEXTS[:3], TEXTS[3:])):
-        _parquet(tmp_path / "hub" / f"train-0000{number}-of-00002.parquet", texts)
-    real = datasets.load_dataset
-
-    def load_dataset(name, config=None, **options):
-        assert name == "someone/small"
-        return real(str(tmp_path / "hub"), config, **options)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def from_jsonl(tmp_path_factory, tokenizer_folder):
     """What TEXTS become, read from JSONL by one worker."""
@@ -155,7 +139,8 @@ def from_jsonl(tmp_path_factory, tokenizer_folder):
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, hub, kind):
+def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, monkeypatch, kind):
+    serve_hub(tmp_path, monkeypatch, [{"text": TEXTS[:3]}, {"text": TEXTS[3:]}])
     paths = tuple(map(str, SOURCES[kind](tmp_path)))
     settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2, partitions=3)
     (prefix,) = preprocess(settings)

@@ -1,7 +1,7 @@
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from text_helpers import serve_hub
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.errors import InputError
@@ -93,13 +93,8 @@ def test_a_file_damaged_in_the_middle_is_one_line(tmp_path):
         texts_of(parquet_blocks(path))
 
 
-def streamed(tmp_path, monkeypatch, *tables_of_a_file):
-    (tmp_path / "hub").mkdir()
-    for number, columns in enumerate(tables_of_a_file):
-        written(tmp_path / "hub" / f"train-{number}.parquet", columns)
-    real = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def streamed(tmp_path, monkeypatch, *tables):
+    serve_hub(tmp_path, monkeypatch, tables)
     return arrow_tables.HubDataset("owner/name", None, "train", ["text"])
 
 

@@ -313,9 +313,3 @@ def test_encodings_and_delimiters_that_do_not_fit(tmp_path):
     for path, changes, message in refusals:
         with pytest.raises(InputError, match=message):
             texts_of(path, **changes)
-
-
-def test_a_byte_order_mark_is_no_document(tmp_path):
-    for name, changes in (("a.txt", {"sample_by": "line"}), ("a.txt", {"sample_by": "paragraph"}), ("a.jsonl", {})):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n\n" + (b'{"text": "x"}' if "json" in name else b"x"))
-        assert texts_of(tmp_path / name, **changes) == ["x"]

@@ -25,7 +25,6 @@ from megaenc.data.tokenizer.tokenizer import (
     train_tokenizer,
 )
 from megaenc.data.tokenizer.train_command import main
-from megaenc.errors import InputError
 
 HOSTILE = [
     "",
@@ -204,16 +203,6 @@ def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
     assert read_vocabulary(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
     again.mask_token = "dog"
     assert read_vocabulary(again).fingerprint != before.fingerprint
-
-
-def test_what_cannot_be_loaded_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="no such folder"):
-        load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"holds no tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="cannot be loaded"):
-        load_tokenizer(tmp_path)
 
 
 def test_command_writes_a_folder(tmp_path):
