@@ -57,6 +57,9 @@ def test_the_package_s_own_objectives_keep_it(name):
         # a next-token objective that forgot its shift
         (lambda p: Targets(p.tokens, at(0), p.tokens[1:2]), {}, "position 0 should predict id 3, but 0 further (`shift`)"),
         (lambda p: Targets(p.tokens, at(4), p.tokens[5:6]), {"shift": 1}, "position 4 predicts a token of another document"),
+        (lambda p: Targets(p.tokens, at(-1), p.tokens[:1]), {}, "`predict_at` is not increasing from 0"),
+        (lambda p: Targets(p.tokens, at(3, 3), p.tokens[[3, 3]]), {}, "`predict_at` is not increasing from 0"),
+        (lambda p: Targets(p.tokens, at(12), p.tokens[:1]), {}, "`predict_at` is not increasing from 0 or more to less than 12"),
         (lambda p: Targets(p.tokens + 60, at(), at()), {}, "`inputs` holds the id 73, expected 0 to 63"),
         (lambda p: Targets(p.tokens, at(1, 2), p.tokens[1:2]), {}, "`predict_at` holds 2 positions and `labels` 1"),
         (lambda p: Targets(p.tokens, at(), at(), at(0, 0)), {}, "under bidirectional attention `prefixes` is given"),
