@@ -141,6 +141,15 @@ def test_files_of_others_are_refused_and_kept(two_documents, tmp_path, name):
     assert listing(tmp_path) == before
 
 
+def test_a_link_is_refused_whatever_it_leads_to(two_documents, tmp_path):
+    corpus = demo.build_demo_corpus(tmp_path).corpus
+    corpus.rename(tmp_path / "elsewhere")
+    corpus.symlink_to("elsewhere")
+    with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that"):
+        demo.build_demo_corpus(tmp_path)
+    assert corpus.is_symlink()
+
+
 def test_a_changed_demo_corpus_is_refused(two_documents, tmp_path):
     paths = demo.build_demo_corpus(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "demo.json", "heldout.jsonl"]
