@@ -1,0 +1,35 @@
+"""Tiny models with random weights, as Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def save_model(folder: Path, kind: str, tokenizer: Any = None, auto: Any = transformers.AutoModel, **values: Any) -> Any:
+    """Write a model of the `model_type` `kind`, with its tokenizer if it has one, and return it.
+
+    `auto`: the class of transformers that makes it of its configuration; `values`: of that, in the place of SIZES.
+    """
+    ids = {}
+    if tokenizer is not None:
+        ids["vocab_size"] = len(tokenizer)
+        ids["pad_token_id"] = tokenizer.pad_token_id
+        ids["bos_token_id"] = None
+        ids["eos_token_id"] = tokenizer.eos_token_id
+    config = transformers.AutoConfig.for_model(kind, **SIZES | ids | values)
+    torch.manual_seed(0)
+    model = auto.from_config(config).eval()
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return model
