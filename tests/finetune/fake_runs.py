@@ -49,6 +49,46 @@ def make_model(folder: Path, **behaviour) -> Path:
     return folder
 
 
+class FakeGrid:
+    """A grid of the fake model `toy`, with two rates and two seeds."""
+
+    FLAGS = ("--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2")
+
+    def __init__(self, folder: Path, **behaviour) -> None:
+        self.model = make_model(folder / "toy", **behaviour)
+        self.output = folder / "out"
+
+    def settings(self, *more):
+        """The flags of a grid; those in `more` hold, such as data sets."""
+        from megaenc import flags
+        from megaenc.finetune.grid.command import GridConfig
+
+        argv = ["--model", self.model, "--output", self.output, *self.FLAGS, "--datasets", *more]
+        return flags.parse(GridConfig, [str(word) for word in argv], prog="grid", description="a grid")
+
+    def plan(self, *more):
+        from megaenc.finetune.grid.command import plan_grid
+
+        return plan_grid(self.settings(*more), find)
+
+    def run(self, *more, code: int = 0) -> None:
+        """Do the grid, which must end with `code`."""
+        from megaenc.finetune.grid.command import run_grid
+
+        ended = 0
+        try:
+            run_grid(self.settings(*more), find, "fake_runs:run")
+        except SystemExit as stop:
+            ended = stop.code
+        assert ended == code
+
+    def calls(self) -> list[str]:
+        return calls(self.model)
+
+    def files(self, name: str = "results.json") -> list[Path]:
+        return sorted(self.output.rglob(name))
+
+
 def find(text: str, **options) -> Dataset:
     """`sc1`, `ir2`: the family by the first two letters; retrieval is trained on `pairs`."""
     if text.endswith("_said"):

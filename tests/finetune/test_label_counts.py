@@ -1,10 +1,8 @@
 """Lines on imbalanced, absent and unseen labels before a training."""
 
-import json
-
 import numpy as np
 import pytest
-import test_train
+from small_data import write_files
 from text_helpers import text_encoder
 
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -13,8 +11,6 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Dataset, TaggedWords, TaskFamily
 from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.tasks.token_classification import TokenClassification
-
-model = test_train.model
 
 
 @pytest.mark.parametrize("train, validation, test, lines", [
@@ -52,11 +48,9 @@ def test_words_are_counted_once(model, add_eos):
 
 def test_a_run_counts_labels_before_it_trains(model, tmp_path, capfd):
     rows = [{"text": f"stan {at}", "label": "pos" if at % 8 else "neg"} for at in range(16)]
-    for split, some in (("train", rows), ("valid", rows[1:3]), ("test", [*rows[:4], {"text": "mill", "label": "odd"}])):
-        test_train.write(tmp_path / "films" / f"{split}.jsonl", some)
-    (tmp_path / "films" / "meta.json").write_text(json.dumps({"labels": ["neg", "pos", "odd"]}))
-    flags = ["--model", model, "--dataset", tmp_path / "films", "--output", tmp_path / "out", *test_train.FEW, "--max-steps", 2]
-    run_main([str(flag) for flag in flags])
+    files = {"train.jsonl": rows, "valid.jsonl": rows[1:3], "test.jsonl": [*rows[:4], {"text": "mill", "label": "odd"}]}
+    films = write_files(tmp_path / "films", files | {"meta.json": {"labels": ["neg", "pos", "odd"]}})
+    run_main(["--model", str(model), "--dataset", films, "--output", str(tmp_path / "out"), "--batch-size", "8"])
     said = capfd.readouterr().out.splitlines()
     assert (
         "films: pos is 7.0 times as frequent as neg; train has no odd; validation has no neg, odd; train: pos 14, neg 2, odd 0; "
