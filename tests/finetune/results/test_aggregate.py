@@ -13,19 +13,13 @@ from megaenc.finetune.results.files import read_result_tree
 PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]  # 610M MLM-40 on MS MARCO: 91.65 (0.45)
 
 
-def test_the_interval_that_the_study_printed():
+def test_intervals():
+    """That which the study printed, scipy's, and none of one score."""
     found = aggregate.compute_interval(PRINTED)
     assert f"{100 * found.mean:.2f} ({100 * found.half:.2f})" == "91.65 (0.45)" and found.count == 5
-    assert f"{100 * aggregate.compute_interval(PRINTED, 't').half:.2f}" == "0.64"
-
-
-def test_the_t_interval_is_scipys():
     low, high = stats.t.interval(0.95, 4, loc=statistics.mean(PRINTED), scale=stats.sem(PRINTED))
     found = aggregate.compute_interval(PRINTED, "t")
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high), abs=1e-12)
-
-
-def test_one_score_has_no_interval():
     found = aggregate.compute_interval([0.5])
     assert found.mean == 0.5 and math.isnan(found.half)
 
@@ -41,12 +35,6 @@ def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
     cell = cells(tmp_path)["toy", "sst2"]
     assert cell.chosen_rate == 1e-5
     assert aggregate.read_chosen_scores(cell, lambda run: run.test.score) == {0: 0.3, 1: 0.3}
-
-
-def test_only_rates_with_every_seed_can_be_chosen(tmp_path):
-    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6], 2e-5: [0.9, None], 5e-5: [0.55, 0.58]})
-    cell = cells(tmp_path)["toy", "sst2"]
-    assert cell.complete_rates == (1e-5, 5e-5) and cell.chosen_rate == 5e-5
 
 
 def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path):
@@ -89,14 +77,11 @@ def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):
     assert cell.chosen_rate is None
 
 
-def test_of_equal_rates_the_lower_is_chosen(tmp_path):
+def test_of_equal_rates_the_lower_is_chosen_and_none_of_incomplete_ones(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6], 2e-5: [0.6, 0.5]})
+    trees.cell(tmp_path, "toy", "SC/other", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
     assert cells(tmp_path)["toy", "sst2"].chosen_rate == 1e-5
-
-
-def test_nothing_is_chosen_where_no_rate_is_complete(tmp_path):
-    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
-    cell = cells(tmp_path)["toy", "sst2"]
+    cell = cells(tmp_path)["toy", "other"]
     assert cell.chosen_rate is None and aggregate.read_chosen_scores(cell, lambda run: run.test.score) is None
     assert aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds) is None
 
@@ -108,11 +93,7 @@ def test_the_average_is_formed_by_seed(tmp_path):
     found = aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score)
     assert found == pytest.approx({0: 0.3, 1: 0.3, 2: 0.3})
     assert aggregate.compute_interval(list(found.values())).half == pytest.approx(0, abs=1e-12)
-
-
-def test_there_is_no_average_over_different_seeds(tmp_path):
-    trees.cell(tmp_path, "toy", "SC/a", {1e-5: [0.1, 0.2, 0.3]})
-    trees.cell(tmp_path, "toy", "SC/b", {2e-5: [0.5, 0.4]})
+    trees.cell(tmp_path, "toy", "SC/c", {2e-5: [0.5, 0.4]})  # of other seeds
     assert aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score) is None
 
 

@@ -2,15 +2,12 @@
 
 import csv
 import json
-import os
 import re
 
 import pytest
 import trees
-from fake_runs import find, make_model
+from fake_runs import FakeGrid
 
-from megaenc import flags
-from megaenc.finetune.grid.command import GridConfig, run_grid
 from megaenc.finetune.results.summary import summary_main
 
 PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]
@@ -39,6 +36,7 @@ def test_mean_and_interval_with_the_chosen_rate(study, capsys):
     said = printed(capsys, study)
     assert ["msmarco", "paper's", "91.65", "(0.45)", "5e-05", "14/15"] in [line.split()[-6:] for line in said.splitlines()]
     assert "91.65 (0.64)" in printed(capsys, study, "--interval", "t")
+    assert "baseline" not in said  # published results hold none
 
 
 def test_the_average_is_of_the_seeds_averages(study, capsys):
@@ -61,26 +59,14 @@ def test_trainings_are_kept_apart(tmp_path, capsys):
     assert "average of 2 after mined paper's 75.00" in folded and "average of 2 after pairs paper's 35.00" in folded
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [row["train_on"] for row in rows if row["dataset"] == "average of 2"] == ["mined", "pairs"]
-    trees.cell(tmp_path / "tree", "toy", "IR/mldr_en", {1e-5: [0.5, 0.5]}, "pairs_")
-    said = " ".join(printed(capsys, tmp_path / "tree").split())
-    assert "average of 3 after pairs paper's 40.00" in said and "average of 2 after mined paper's 75.00" in said
 
 
-def test_names_are_printed_as_they_are(tmp_path, capsys):
-    trees.cell(tmp_path, "[red]toy:smile:", "SC/[b]", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
-    said = printed(capsys, tmp_path)
-    assert said.count("[b]") == 2 and "[red]toy:smile:" in said
-
-
-def test_the_learning_rates_are_compared(study, capsys):
-    rows = [line.split() for line in printed(capsys, study).splitlines()]
+def test_the_learning_rates_are_compared_and_collapsed_runs_listed(study, capsys):
+    said = printed(capsys, study)
+    rows = [line.split() for line in said.splitlines()]
     # Spread 10 points; a rate without every seed is marked and counts for nothing.
     assert ["610m-mlm40-42k", "msmarco", "81.7", "91.7*", "x", "10.0", "1"] in rows
     assert ["610m-clm-42k", "squad_v2", "61.0*", "52.5", "8.5", "1"] in rows
-
-
-def test_collapsed_runs_are_listed(study, capsys):
-    said = printed(capsys, study)
     assert "collapsed: 610m-clm-42k squad_v2: never answers: 5e-04 sd0" in said
     assert "!" not in said  # it is not of the chosen rate
 
@@ -101,12 +87,9 @@ def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
 @pytest.fixture
 def grid(tmp_path):
     """What a grid has written: two sets of retrieval, a rate with a NaN."""
-    model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
-    argv = ["--model", str(model), "--output", str(tmp_path / "results"), "--datasets", "ir1", "ir2"]
-    settings = [*argv, "--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
-    with pytest.raises(SystemExit):
-        run_grid(flags.parse(GridConfig, settings, prog="grid", description="a grid"), find, "fake_runs:run")
-    return tmp_path / "results"
+    fakes = FakeGrid(tmp_path, **{"lr5e-04_sd0": {"do": "nan"}})
+    fakes.run("ir1", "ir2", code=1)
+    return fakes.output
 
 
 def test_standard_metrics_stand_beside_the_papers(grid, capsys):
@@ -122,10 +105,6 @@ def test_baselines_stand_beside_the_means(grid, tmp_path, capsys):
     assert [row[-1] for row in rows if row[:1] == ["accuracy"]] == ["25.00"] * 3  # two sets and their average
     written = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert {(row["metric"], row["baseline"]) for row in written} == {("paper's", "50.0"), ("accuracy", "25.0")}
-
-
-def test_published_results_hold_no_baseline(study, capsys):
-    assert "baseline" not in printed(capsys, study)
 
 
 def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
@@ -149,11 +128,6 @@ def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
     assert round(float(row["half"]), 2) == 0.45 and int(row["seeds"]) == 5
 
 
-def test_wrong_input_is_one_line(study, tmp_path, refusal):
-    assert "expected .json, .csv or .md" in refusal(summary_main, [study, "--output", "summary.xls"])
-    assert "No such file" in refusal(summary_main, [tmp_path / "nowhere"])
-
-
 def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
     evil = "m|x\n| a | <script>alert(1)</script> `c` ![i](http://x)\x1b[2J\u202e"
     trees.cell(tmp_path / "tree", evil.replace("/", ""), "SC/[b](u)", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
@@ -162,7 +136,7 @@ def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
     values["test"] |= {"collapsed": evil, "metrics": {"f1 | <b>": 0.5}}
     file.write_text(json.dumps(values))
     said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.md")
-    assert "\x1b" not in said and "\u202e" not in said
+    assert "\x1b" not in said and "\u202e" not in said and "[b](u)" in said
     printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")
     lines = (tmp_path / "out.md").read_text().splitlines()
     for line in lines:
@@ -171,12 +145,3 @@ def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {11, 6}
     read = list(csv.DictReader((tmp_path / "out.csv").open(newline="")))
     assert {row["model"] for row in read} == {evil.replace("/", "")}
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
-def test_results_that_cannot_be_read_are_one_line(tmp_path, refusal, make):
-    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5]})
-    file = tmp_path / "toy" / "SC" / "sst2" / "lr1e-05_sd0" / "results.json"
-    file.unlink()
-    make(file)
-    assert f"{file}: " in refusal(summary_main, [tmp_path])
