@@ -59,8 +59,7 @@ def test_what_sbatch_gets(tmp_path, monkeypatch):
     grid = FakeGrid(tmp_path)
     submitted = submit(grid, *wanted)
     assert [job.job_id for job in submitted] == ["17_0", "17_1", "17_2"]
-    [script] = grid.output.rglob("*submission*.sh")
-    lines = script.read_text().splitlines()
+    lines = next(grid.output.rglob("*submission*.sh")).read_text().splitlines()
     for line in ("--partition=mi250", "--time=90", "--gpus-per-node=8", "--array=0-2%3", "--account=abc", "--cpus-per-task=56"):
         assert f"#SBATCH {line}" in lines
 

@@ -1,10 +1,8 @@
-"""Question answering: what is inside, gradients of the plain way, answers as text, and scores worked out by hand."""
+"""Question answering: what is inside, answers as text, and scores worked out by hand."""
 
 import numpy as np
 import pytest
-import torch
 from text_helpers import text_encoder
-from torch.nn.functional import cross_entropy
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Answer, Question
@@ -30,11 +28,6 @@ def task(dataset):
     return QuestionAnswering(dataset(), FinetuneConfig(tokens_per_forward=100))
 
 
-@pytest.fixture
-def encoder(tokenizer):
-    return text_encoder(tokenizer, 128)
-
-
 def test_rows_are_question_and_context(task, encoder, tokenizer):
     data = task.encode(EXAMPLES, encoder)
     for row, example in enumerate(EXAMPLES):
@@ -50,24 +43,6 @@ def test_rows_are_question_and_context(task, encoder, tokenizer):
         spelled = tokenizer.decode(tokens[inside == 1])
         assert spelled.strip() == (example.answers[0].text if example.answers else "")
         assert np.flatnonzero(inside).tolist() == list(range(*data.columns["gold"][row]))
-
-
-@pytest.mark.parametrize("tokens_per_forward", [16384, 100, 1])
-def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
-    """Every sub-token is learned, the end and the question's too, as a token classifier does."""
-    task = QuestionAnswering(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward))
-    data, model = task.encode(EXAMPLES, encoder), make_model(task)
-    head = task.build_head(16)
-    head.load_state_dict(model.head.state_dict())
-    rows = np.array([3, 0, 2])
-    states, mask = plain_states.forward(data.gather_rows(rows))
-    labels = torch.full(mask.shape, -100)
-    for at, row in enumerate(rows):
-        labels[at, : data.lengths[row]] = torch.from_numpy(data.columns["inside"][data.starts[row] : data.starts[row + 1]])
-    expected = cross_entropy(head(states).flatten(0, 1), labels.flatten())
-    expected.backward()
-    assert task.backward(model, data, rows) == pytest.approx(expected.item(), rel=1e-6)
-    same_gradients(model, plain_states.model, head)
 
 
 def told(data, inside_of=None):
@@ -161,7 +136,3 @@ def test_half_surrogates_shift_no_answer(task, encoder, oracle):
     examples = [question(0, "What?", "Lyon", context=context)]
     data = task.encode(examples, encoder)
     assert task.evaluate(oracle(task, told(data)), data, examples).metrics == {"exact_match": 1.0, "f1": 1.0}
-
-
-def test_predictions_that_are_no_number_are_no_score(task, encoder, make_model, refuses_nan):
-    refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

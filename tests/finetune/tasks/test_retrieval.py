@@ -1,4 +1,4 @@
-"""Retrieval: gradients of the plain way in one pass and in parts, with dropout too, and rankings of planted embeddings."""
+"""Retrieval: gradients in parts with dropout, and rankings of planted embeddings."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy, normalize
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Pair, RetrievalExamples
 from megaenc.finetune.model.backbone import pack_texts
-from megaenc.finetune.tasks import TASKS, TaskModel
+from megaenc.finetune.tasks import TaskModel
 from megaenc.finetune.tasks.base import mean_pool
-from megaenc.finetune.tasks.retrieval import RetrievalTask as RetrievalTask
+from megaenc.finetune.tasks.retrieval import RetrievalTask
 
 PAIRS = [
     Pair("0", "Query: a garden", "Document: The small garden behind the house was full of flowers."),
@@ -27,32 +27,6 @@ PAIRS = [
 def plain_loss(queries, documents, scale):
     scores = normalize(queries, dim=1) @ normalize(documents, dim=1).T * scale
     return cross_entropy(scores, torch.arange(len(queries)))
-
-
-def test_every_family_has_its_task():
-    assert {family.value: task.__name__ for family, task in TASKS.items()} == {
-        "SC": "Classification",
-        "TC": "TokenClassification",
-        "QA": "QuestionAnswering",
-        "IR": "RetrievalTask",
-    }
-
-
-@pytest.mark.parametrize("scale", [20.0, 3.0])
-@pytest.mark.parametrize("tokens_per_forward", [16384, 60, 1])
-def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward, scale):
-    task = RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=scale))
-    data, model = task.encode(PAIRS, encoder), make_model(task)
-    assert task.count_examples(data) == 5
-    rows = np.array([4, 0, 3, 2])
-    vectors = []
-    for side in ("queries", "documents"):
-        states, mask = plain_states.forward(data[side].gather_rows(rows))
-        vectors.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-    expected = plain_loss(*vectors, scale)
-    expected.backward()
-    assert task.backward(model, data, rows) == pytest.approx(expected.item(), rel=1e-5)
-    same_gradients(model, plain_states.model)
 
 
 class Words(nn.Module):
@@ -166,17 +140,13 @@ def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_
     assert scores.metrics_i["mrr@10"] == [0.5, 0.5]
 
 
-def test_a_model_that_knows(task, encoder, oracle):
-    data = task.encode(SPLIT, encoder)
-    queries = [[1, 0, 0, 0], [0, 0.5, 1, 0], [0, 0, 0, 1], [0.5, 0, 0, 1]]
-    scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, SPLIT)
-    assert scores.score == 1 and scores.metrics == {"ndcg@10": 1.0, "mrr@10": 1.0, "recall@100": 1.0}
-
-
 def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
     data = task.encode(SPLIT, encoder)
     model = TaskModel(Words(), nn.Identity())
+    told = []
+    task.progress = lambda done, total: told.append((done, total))
     first = task.evaluate(model, data, SPLIT)
+    assert told == sorted(told) and told[0][0] < 4 and told[-1] == (7, 7)
     test = RetrievalExamples({"q5": "Query: a dog"}, DOCUMENTS, {"q5": {"c": 1}})
     task.evaluate(model, task.encode(test, encoder), test)
     assert sum(model.backbone.read) == 4 + 3 + 1
@@ -188,14 +158,6 @@ def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
     assert changed == fresh.evaluate(model, data, SPLIT) and changed.metrics != first.metrics
 
 
-def test_each_forward_pass_is_told(task, encoder):
-    told, data, model = [], task.encode(SPLIT, encoder), TaskModel(Words(), nn.Identity())
-    task.progress = lambda done, total: told.append((done, total))
-    task.evaluate(model, data, SPLIT)
-    assert told == sorted(told) and told[0][0] < 4 < told[-1][0] and set(total for _, total in told) == {3 + 4}
-    assert told[-1] == (7, 7)
-
-
 def test_documents_that_are_all_alike_are_a_collapse(task, encoder, oracle):
     data = task.encode(SPLIT, encoder)
     model = planted(task, data, oracle, np.eye(4), np.ones((4, 4)))
@@ -204,7 +166,3 @@ def test_documents_that_are_all_alike_are_a_collapse(task, encoder, oracle):
     # d, c, b, a, as trec_eval orders equals; the study's score gives equals equal shares.
     assert scores.metrics_i["mrr@10"] == [1 / 4, 1 / 2, 1]
     assert scores.scores_i[0] == pytest.approx((1 + 1 / np.log2(3) + 0.5 + 1 / np.log2(5)) / 4)
-
-
-def test_predictions_that_are_no_number_are_no_score(task, encoder, make_model, refuses_nan):
-    refuses_nan(task, make_model(task), task.encode(SPLIT, encoder), SPLIT)
