@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.metrics import f1_score, ndcg_score
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 SENTENCES = ["stan plark mill", "dove brack", "plark plark dove stan"]
@@ -41,12 +42,7 @@ def score_tc(folder, data):
             if not is_special and end:
                 votes[int(np.searchsorted(ends, start, side="right"))][int(label)] += 1
         tags = [model.config.id2label[vote.most_common(1)[0][0]] if vote else "O" for vote in votes]
-        pairs = list(zip(row["tags"], tags, strict=True))
-        f1s = []
-        for tag in {*row["tags"], *tags}:
-            hits = sum(gold == predicted == tag for gold, predicted in pairs)
-            f1s.append(2 * hits / sum((gold == tag) + (predicted == tag) for gold, predicted in pairs))
-        scores.append(np.mean(f1s))
+        scores.append(f1_score(row["tags"], tags, average="macro"))
     return np.mean(scores), pipeline("token-classification", str(folder))(SENTENCES)
 
 
@@ -82,11 +78,8 @@ def score_ir(folder, data):
     names = sorted({*dev.values(), *relevant.values()}, reverse=True)  # only judged documents are searched
     embedded = model.encode([documents[name] for name in names], prompt_name="document")
     similar = model.similarity(model.encode([queries[query] for query in relevant], prompt_name="query"), embedded)
-    scores = []
-    for row, document in zip(similar.numpy(), relevant.values(), strict=True):
-        best = [names[at] for at in np.argsort(-row, kind="stable")[:10]]
-        scores.append(1 / np.log2(best.index(document) + 2) if document in best else 0)
-    return np.mean(scores), model.encode(SENTENCES, prompt_name="query").shape
+    there = [[name == document for name in names] for document in relevant.values()]
+    return ndcg_score(there, similar.numpy(), k=10), model.encode(SENTENCES, prompt_name="query").shape
 
 
 if __name__ == "__main__":

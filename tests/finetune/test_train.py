@@ -1,6 +1,5 @@
 """Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
 
-import copy
 import dataclasses
 import json
 import re
@@ -26,7 +25,7 @@ from megaenc.finetune.grid.command import GridConfig, plan_grid
 from megaenc.finetune.grid.jobs import RunProgress, build_jobs
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
-from megaenc.finetune.train import count_training_steps, hash_weights, iterate_batches, train_and_evaluate
+from megaenc.finetune.train import count_training_steps, iterate_batches, train_and_evaluate
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--epochs", "9"]
 FAMILIES = ["sc", "tc", "qa", "ir"]
@@ -81,7 +80,7 @@ def test_what_a_grid_writes(grid):
     one, seed, other = (
         result_of(grid, f"IR/{run}") for run in ("ir/ir_lr1e-03_sd0", "ir/ir_lr1e-03_sd1", "other/ir_lr1e-03_sd0")
     )
-    assert one["trained"] == other["trained"] and one["train_on"] == other["train_on"] == "ir"
+    assert one["trained"] == other["trained"] != seed["trained"] and one["train_on"] == other["train_on"] == "ir"
     assert one["test"]["scores_i"] not in (other["test"]["scores_i"], seed["test"]["scores_i"])
     found = result_of(grid, "SC/sc/lr1e-03_sd0")
     assert re.fullmatch("[0-9a-f]{64}", found["trained"])
@@ -116,15 +115,6 @@ def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, da
     name = "little/IR/ir/ir_lr1e-03_sd0/results.json"
     here, there = (json.loads(results(folder)[name])["test"] for folder in (tmp_path, grid[0]))
     np.testing.assert_allclose(here["scores_i"], there["scores_i"], atol=1e-6)
-
-
-def test_one_bit_of_one_weight_makes_another_digest():
-    model = torch.nn.Linear(3, 2)
-    before = hash_weights(model)
-    assert hash_weights(copy.deepcopy(model)) == before
-    with torch.no_grad():
-        model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
-    assert hash_weights(model) != before
 
 
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
@@ -162,12 +152,6 @@ def test_what_is_wrong_with_a_test_split_costs_no_training(model, data, tmp_path
     with pytest.raises(InputError, match=r"test.jsonl:13: label 7: outside the label set, expected one of bad, good"):
         train_and_evaluate(planned(model, tmp_path / "sc", tmp_path / "out"), told.append)
     assert {at.stage for at in told} == {"loading"}
-
-
-def test_more_tokens_than_the_model_reads_are_refused(model, data, tmp_path):
-    with pytest.raises(InputError, match="--max-length: found 65, expected at most the 64 tokens that the model reads"):
-        train_and_evaluate(planned(model, data / "sc", tmp_path / "out", max_length=65))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("changed", ["sc/test.jsonl", "little/tokenizer.json"])

@@ -610,21 +610,3 @@ def test_large_files_take_no_quadratic_time(tmp_path, file, content):
     with contextlib.suppress(InputError):
         read(tmp_path, file, content)
     assert time.perf_counter() - start < 9
-
-
-def test_digits_without_end_and_half_a_surrogate_pair_are_names_like_any_other(tmp_path):
-    digits = "9" * 5000
-    rows = f'{{"text": "a", "label": "{digits}"}}\n{{"text": "b", "label": "1"}}\n'
-    assert find_dataset(write_splits(tmp_path / "digits", "jsonl", rows)).labels == ("1", digits)
-    half = write_splits(tmp_path / "half", "jsonl", labelled("\ud800", "c"))
-    assert set(find_dataset(half).labels) == {"c", "\ud800"}
-
-
-@pytest.mark.parametrize("given", ["a/../b={}", "..={}", "a\n={}", "={}/..", "{}/."])
-def test_no_name_leads_out_of_the_results(given, tmp_path):
-    folder = write_splits(tmp_path / "data", "jsonl", SENTIMENT)
-    try:
-        name = find_dataset(given.format(folder)).name
-    except InputError:
-        return
-    assert name == "data"

@@ -57,26 +57,19 @@ def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
     assert compute_and_save([str(model)], str(tmp_path)) != before and reads == ["one", "one"]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "\0"])
-def test_a_file_of_fingerprints_that_says_nothing_is_made_again(tmp_path, content):
+@pytest.mark.parametrize("content", ["", '{"a": 1}'])
+def test_a_file_of_fingerprints_that_says_nothing_is_made_again_and_no_folder_for_it(tmp_path, content):
     model = str(make_model(tmp_path / "one"))
     whole = compute_and_save([model], str(tmp_path))
     (tmp_path / FINGERPRINT_FILE).write_text(content)
-    assert compute_and_save([model], str(tmp_path)) == whole
-    assert list(tmp_path.glob(".*")) == [tmp_path / FINGERPRINT_FILE]
-
-
-def test_no_folder_is_made_for_it(tmp_path):
-    model = str(make_model(tmp_path / "one"))
-    assert compute_and_save([model], str(tmp_path / "new")) == compute_and_save([model], str(tmp_path))
-    assert not (tmp_path / "new").exists()
+    assert compute_and_save([model], str(tmp_path)) == whole == compute_and_save([model], str(tmp_path / "new"))
+    assert list(tmp_path.glob(".*")) == [tmp_path / FINGERPRINT_FILE] and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json: not JSON"),
-        ("config.json", "[]", "config.json: found list; expected the configuration of a model"),
         ("config.json", None, r"no config\.json, expected config\.json, \*\.safetensors and tokenizer\.json"),
         ("model.safetensors", None, r"no \*\.safetensors, expected"),
         ("tokenizer.json", None, r"no tokenizer\.json, expected"),

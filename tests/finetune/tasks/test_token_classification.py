@@ -23,20 +23,6 @@ def task(dataset):
     return TokenClassification(dataset(TAGS, train=EXAMPLES), FinetuneConfig(tokens_per_forward=40))
 
 
-def test_sub_tokens_belong_to_their_words(task, encoder, tokenizer):
-    data = task.encode(EXAMPLES, encoder)
-    for row, example in enumerate(EXAMPLES):
-        tokens, words, tags = (
-            values[data.starts[row] : data.starts[row + 1]] for values in (data.tokens, *data.columns.values())
-        )
-        assert tokens.tolist() == [*tokenizer.encode(" ".join(example.words), add_special_tokens=False), tokenizer.eos_token_id]
-        assert words[-1] == -1 and tags[-1] == -100
-        assert tags[:-1].tolist() == [example.tags[word] for word in words[:-1]]
-        # Byte-level tokens spell their words, the space before them included.
-        spelled = [tokenizer.decode(tokens[words == word]).removeprefix(" ") for word in range(len(example.words))]
-        assert spelled == list(example.words)
-
-
 def test_a_beginning_has_no_tag(task, tokenizer):
     tokenizer.bos_token = "<|mask|>"
     data = task.encode(EXAMPLES[:1], text_encoder(tokenizer, 64, add_bos=True))
@@ -103,14 +89,15 @@ def test_a_constant_prediction_is_a_collapse(task, encoder, oracle):
 
 
 @pytest.mark.parametrize("kind", tokenizer_shapes.SHAPES)
-def test_other_tokenizers(task, kind, tmp_path):
-    """They say otherwise than byte-level BPE which characters a token is made of."""
+def test_sub_tokens_belong_to_their_words(task, kind, tmp_path):
+    """Tokenizers differ in which characters they say that a token is made of."""
     tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[kind](), tmp_path))
     data = task.encode(EXAMPLES, text_encoder(tokenizer, 200))
     for row, example in enumerate(EXAMPLES):
         [tokens] = data.gather_rows([row])
-        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
-        assert words[-1] == -1 and tokens[-1] in tokenizer.all_special_ids
+        words, tags = (data.columns[name][data.starts[row] : data.starts[row + 1]] for name in ("words", "tags"))
+        assert words[-1] == -1 and tags[-1] == -100 and tokens[-1] in tokenizer.all_special_ids
+        assert tags[:-1].tolist() == [example.tags[word] for word in words[:-1]]
         words, tokens = words[:-1], tokens[:-1]
         assert np.array_equal(np.unique(words), np.arange(len(example.words))) and (np.diff(words) >= 0).all()
         for word, text in enumerate(example.words):
