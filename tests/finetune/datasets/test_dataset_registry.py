@@ -1,6 +1,5 @@
-import json
-
 import pytest
+from small_data import write_splits
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import find_dataset
@@ -8,16 +7,12 @@ from megaenc.finetune.datasets.registry import find_dataset
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "films"
-    path.mkdir()
-    for split in ("train", "valid", "test"):
-        (path / f"{split}.jsonl").write_text(json.dumps({"text": "good", "label": "yes"}) + "\n")
-    return path
+    write_splits(tmp_path / "films", "jsonl", [{"text": "good", "label": "yes"}])
+    return tmp_path / "films"
 
 
 @pytest.mark.parametrize("given, message", [
     ("sst-2", "unknown data set `sst-2`, expected one of sst2, qqp, .*; did you mean `sst2`?"),
-    ("SQuAD", "did you mean `squad`?"),
     ("demo_sq", "did you mean `demo_sc`?"),
     ("qqqqq_zzzz", "unknown data set `qqqqq_zzzz`, expected one of .* NAME=PATH$"),
     ("/runs/nowhere", "data set /runs/nowhere: found no file or folder /runs/nowhere, expected one with labelled data"),

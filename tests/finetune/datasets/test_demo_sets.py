@@ -1,8 +1,8 @@
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
+from small_data import write_file, write_files
 
 from megaenc.data import demo as corpus
 from megaenc.data.preprocess.outputs import compute_sha256
@@ -38,15 +38,13 @@ def clip(x, low):
 
 @pytest.fixture
 def parsed(tmp_path):
-    path = tmp_path / "m.py"
-    path.write_text(SOURCE)
-    return demo._parse_documented_functions(("p/m.py", str(path)))
+    (tmp_path / "m.py").write_text(SOURCE)
+    return demo._parse_documented_functions(("p/m.py", str(tmp_path / "m.py")))
 
 
 def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
     assert [list(parameters) for _, _, parameters in parsed] == [["x", "factor", "short"], ["x", "low"]]
-    source, description, _ = parsed[0]
-    assert source == "p/m.py:3" and description.startswith("Multiply the values")
+    assert parsed[0][0] == "p/m.py:3" and parsed[0][1].startswith("Multiply the values")
     assert parsed[1][2]["x"] == "The values that are to be clipped by this function."
 
 
@@ -57,26 +55,19 @@ def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
         [("factor", "B-PARAM"), ("None", "B-CODE"), ("x", "B-PARAM")],
         [("scale", "B-CODE"), ("low", "B-PARAM")],
     ]
-    assert rows[0]["tokens"][:6] == ["The", "array", "is", "copied", "first", ","]
     [code] = demo.build_tagging_rows([("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})])
     # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
     assert code["tags"] == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
 
 
-def answer(asked):
-    [text] = asked["answers"]["text"]
-    return text
-
-
 def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
-    first, second, *others = demo.build_question_rows(parsed)
-    assert first["context"] == (
-        "x: The values that are to be multiplied. They are not changed.\nfactor: What every one of the values is multiplied with."
-    )
-    assert answer(first) == "The values that are to be multiplied." and "x" in first["question"].split("?")[0].split()
-    assert answer(second) == "What every one of the values is multiplied with."
-    for asked in (first, second, *others):
-        assert asked["context"][asked["answers"]["answer_start"][0] :].startswith(answer(asked))
+    asked = list(demo.build_question_rows(parsed))
+    lines = asked[0]["context"].splitlines()
+    assert lines[0] == "x: The values that are to be multiplied. They are not changed." and lines[1].startswith("factor: ")
+    answers = [row["answers"]["text"][0] for row in asked]
+    assert answers[:2] == ["The values that are to be multiplied.", "What every one of the values is multiplied with."]
+    for row, answer in zip(asked, answers, strict=True):
+        assert row["context"][row["answers"]["answer_start"][0] :].startswith(answer)
 
 
 def test_the_summary_asks_for_the_rest(parsed):
@@ -99,23 +90,19 @@ def few_sources(monkeypatch):
     monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(sources))
 
 
+WORDS = "is a paragraph of more than ten words for the purposes of this."
+
+
 def with_corpus(folder):
     """`folder` with a corpus of two packages, of which one has twice as many paragraphs, and one too small for a class."""
-    folder.mkdir()
-    rows = [
-        (f"{package}/{n}.py", f"{package} {n}")
-        for package, count in (("big", 80), ("less", 40), ("tiny", 1))
-        for n in range(count)
-    ]
-    words = "is a paragraph of more than ten words for the purposes of this."
-    (folder / "corpus.jsonl").write_text(
-        "".join(
-            json.dumps({"id": name, "text": f"One {text} {words}\n\nTwo {text} {words}\n\nShort."}) + "\n" for name, text in rows
-        )
-    )
-    (folder / "heldout.jsonl").touch()
+    rows = []
+    for package, count in (("big", 80), ("less", 40), ("tiny", 1)):
+        for at in range(count):
+            text = f"One {package} {at} {WORDS}\n\nTwo {package} {at} {WORDS}\n\nShort."
+            rows.append({"id": f"{package}/{at}.py", "text": text})
+    write_files(folder, {"corpus.jsonl": rows, "heldout.jsonl": ""})
     hashes = {name: compute_sha256(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
-    (folder / "demo.json").write_text(json.dumps({"generator": "megaenc demo", "sha256": hashes}))
+    write_file(folder / "demo.json", {"generator": "megaenc demo", "sha256": hashes})
     return folder / "finetune"
 
 
@@ -123,77 +110,71 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def check_apart(splits):
+    """Nothing is in two of them."""
+    assert all(splits) and sum(map(len, splits)) == len(set().union(*splits))
+
+
 def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_path, monkeypatch):
     made = demo.ensure_demo_datasets(with_corpus(tmp_path / "a"))
     before = contents(made)
     monkeypatch.setattr(corpus, "usable_core_count", lambda: 1)
     assert contents(demo.ensure_demo_datasets(with_corpus(tmp_path / "b"))) == before
+    labels = {"demo_sc": ("big", "less"), "demo_tc": ("O", "B-CODE", "B-PARAM", "I-CODE"), "demo_qa": (), "demo_ir": ()}
+    assert tuple(labels) == demo.DEMO_DATASETS
     texts = {}
-    for name in demo.DEMO_DATASETS:
+    for name in labels:
         found = find_dataset(name, demo_folder=str(made))
-        assert (found.name, found.family) == (name, name[-2:].upper())
+        assert (found.name, found.family, found.labels) == (name, name[-2:].upper(), labels[name])
         texts[name] = [found.load_split(split) for split in ("train", "validation", "test")]
-    packages, tags, asked, searched = texts.values()
-
-    assert find_dataset("demo_sc", demo_folder=str(made)).labels == ("big", "less")
-    counts = [[sum(example.label == label for example in split) for label in range(2)] for split in packages]
-    assert all(len(set(count)) == 1 and count[0] > 0 for count in counts)  # as many of each package
-
-    assert find_dataset("demo_tc", demo_folder=str(made)).labels == ("O", "B-CODE", "B-PARAM", "I-CODE")
-    assert all(any(tag == 2 for tag in example.tags) for split in tags for example in split)
-
-    assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
-    assert any(example.context.count("\n") > 1 for example in asked[0])
-
-    pairs, validation, test = searched
+    packages, tags, asked, (pairs, validation, test) = texts.values()
+    # No text is in two splits, and nothing of one function or file.
+    for splits, text_of in (
+        (packages, lambda example: example.text),
+        (tags, lambda example: " ".join(example.words)),
+        (asked, lambda example: example.context),
+    ):
+        check_apart([{text_of(example) for example in split} for split in splits])
+        check_apart([{example.id.rpartition("-")[0] for example in split} for split in splits])
+    check_apart([{pair.document for pair in pairs}, set(test.documents.values())])
+    check_apart([{pair.query for pair in pairs}, set(validation.queries.values()), set(test.queries.values())])
     assert validation.documents == test.documents and len(test.documents) == len(validation.queries) + len(test.queries)
     assert all(list(grades.values()) == [1] for grades in test.relevant.values())
-
-    # No text is in two splits, and nothing of one function or file.
-    plain = [
-        [{example.text for example in split} for split in packages],
-        [{" ".join(example.words) for example in split} for split in tags],
-        [{example.context for example in split} for split in asked],
-        [{pair.document for pair in pairs}, set(test.documents.values()) - {pair.document for pair in pairs}],
-        [{pair.query for pair in pairs}, set(validation.queries.values()), set(test.queries.values())],
-        *([{example.id.rpartition("-")[0] for example in split} for split in splits] for splits in (packages, tags, asked)),
-    ]
-    for splits in plain:
-        assert all(splits) and sum(map(len, splits)) == len(set().union(*splits))
-    assert len({pair.document for pair in pairs} & set(test.documents.values())) == 0
+    for split in packages:  # as many of each package
+        assert 2 * sum(example.label for example in split) == len(split)
+    assert all(2 in example.tags for split in tags for example in split)
+    assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
 
 
 def test_what_is_there_is_kept(tmp_path):
     for name in demo.DEMO_DATASETS:
         (tmp_path / "finetune" / name).mkdir(parents=True)
-    (tmp_path / "finetune" / "demo_sc" / "train.jsonl").write_text(json.dumps({"text": "mine", "label": 0}))
+    write_file(tmp_path / "finetune" / "demo_sc" / "train.jsonl", "mine")
+    before = contents(tmp_path)
     demo.main(["--output", str(tmp_path / "finetune")])
-    assert (tmp_path / "finetune" / "demo_sc" / "train.jsonl").read_text().startswith('{"text": "mine"')
-    assert not (tmp_path / "corpus.jsonl").exists()
+    assert contents(tmp_path) == before
 
 
 def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, capsys):
     """The texts of packages need no documentation of functions, whose reading takes most of the time; three sets share that."""
-    folder, reads, read = with_corpus(tmp_path / "a"), [], demo.read_documentation
+    folder = with_corpus(tmp_path / "a")
+    reads = []
+    read = demo.read_documentation
     monkeypatch.setattr(demo, "read_documentation", lambda: reads.append(1) or read())
     find_dataset("demo_sc", demo_folder=str(folder))
-    assert (sorted(path.name for path in folder.iterdir() if path.is_dir()), reads) == (["demo_sc"], [])
+    assert ([path.name for path in folder.iterdir() if path.is_dir()], reads) == (["demo_sc"], [])
     assert f"{folder}: building demo_sc from installed packages, once;" in capsys.readouterr().out
-    for name in ("demo_ir", "demo_tc", "demo_qa", "demo_sc"):
+    for name in demo.DEMO_DATASETS[::-1]:
         find_dataset(name, demo_folder=str(folder))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.DEMO_DATASETS) and reads == [1]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch, own):
-    """The folder above is somebody's, with or without a corpus of that name."""
-    texts = [f"{{}} {number} is a paragraph of more than ten words for the purposes of this." for number in range(40)]
-    made = [(f"{name}/{number}", text.format(name)) for name in ("one", "two") for number, text in enumerate(texts)]
+def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch):
+    """The folder above is somebody's, with a corpus of that name."""
+    made = [(f"{name}/{number}", f"{name} {number} {WORDS}") for name in ("one", "two") for number in range(40)]
     monkeypatch.setattr(corpus, "_extract_documents", lambda sources: iter(made))
     monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(()))
-    if own:
-        for name in ("corpus.jsonl", "heldout.jsonl"):
-            (tmp_path / name).write_text('{"text": "mine"}\n')
+    write_files(tmp_path, dict.fromkeys(("corpus.jsonl", "heldout.jsonl"), '{"text": "mine"}\n'))
     before = contents(tmp_path)
     demo.ensure_demo_datasets(tmp_path / "finetune", ["demo_sc"])
     after = contents(tmp_path)

@@ -3,6 +3,7 @@
 import datasets
 import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from small_data import write_splits
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import find_dataset, parse_dataset_name
@@ -16,22 +17,24 @@ def reviews(count, label=lambda row: row % 2):
     return Dataset.from_dict(columns | {"idx": list(range(count))}, features=REVIEWS)
 
 
+SPLITS = ("train", "validation", "test")
+
+
 @pytest.fixture
 def on_hub(monkeypatch, tmp_path):
-    """Put data sets on a Hub, {repository: {split: Dataset}}; returns the calls. They are read from Parquet by `datasets`."""
-    calls, load_dataset = [], datasets.load_dataset
+    """Put a data set on a Hub, {split: Dataset}; returns the calls. It is read from Parquet by `datasets`."""
+    calls = []
+    load_dataset = datasets.load_dataset
     monkeypatch.chdir(tmp_path)
 
-    def put(**repositories):
-        for repository, splits in repositories.items():
-            for split, data in splits.items():
-                path = tmp_path / "hub" / repository / "data" / f"{split}-00000-of-00001.parquet"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                data.to_parquet(path)
+    def put(splits):
+        for split, data in splits.items():
+            (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
+            data.to_parquet(tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
 
         def load(repository, config=None, *, revision=None):
             calls.append((repository, config, revision))
-            return load_dataset(str(tmp_path / "hub" / repository.rpartition("/")[2]), cache_dir=str(tmp_path / "cache"))
+            return load_dataset(str(tmp_path / "hub"), cache_dir=str(tmp_path / "cache"))
 
         monkeypatch.setattr(datasets, "load_dataset", load)
         return calls
@@ -40,7 +43,7 @@ def on_hub(monkeypatch, tmp_path):
 
 
 def test_a_name_is_enough_for_texts_with_named_classes(on_hub):
-    calls = on_hub(films={"train": reviews(10), "validation": reviews(4), "test": reviews(3)})
+    calls = on_hub({"train": reviews(10), "validation": reviews(4), "test": reviews(3)})
     found = find_dataset("org/films")
     assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("neg", "pos"), "films")
     assert found.load_split("validation")[1] == LabelledText("validation-1", "text 1", 1)
@@ -57,15 +60,13 @@ def test_a_name_is_enough_for_texts_with_named_classes(on_hub):
     ("mine=org/films", "mine", ("org/films", None, None)),
 ])  # fmt: skip
 def test_configurations_revisions_and_other_names(on_hub, given, name, call):
-    calls = on_hub(films={"train": reviews(40), "test": reviews(3)})
+    calls = on_hub({"train": reviews(40), "test": reviews(3)})
     assert parse_dataset_name(given)[0] == find_dataset(given).name == name and calls == [call]
 
 
 def test_an_existing_path_is_read_instead(on_hub, tmp_path):
-    calls = on_hub(films={"train": reviews(4)})
-    (tmp_path / "org" / "films").mkdir(parents=True)
-    for split in ("train", "valid", "test"):
-        (tmp_path / "org" / "films" / f"{split}.jsonl").write_text('{"text": "good", "label": "yes"}\n')
+    calls = on_hub({"train": reviews(4)})
+    write_splits(tmp_path / "org" / "films", "jsonl", [{"text": "good", "label": "yes"}])
     assert find_dataset("org/films").labels == ("yes",)
     with pytest.raises(InputError, match=r"data set org/flims: found no file or folder org/flims, expected one with labelled"):
         find_dataset("org/flims")
@@ -73,64 +74,68 @@ def test_an_existing_path_is_read_instead(on_hub, tmp_path):
 
 
 def test_missing_splits_are_made_as_of_local_files(on_hub, capsys):
-    on_hub(films={"train": reviews(40), "test": reviews(3)}, hidden={
-        "train": reviews(40), "validation": reviews(5), "test": reviews(3, lambda row: -1)})  # fmt: skip
     train, validation = split_validation_rows(40)
+    on_hub({"train": reviews(40), "test": reviews(3)})
     found = find_dataset("org/films")
     for split, rows in (("train", train), ("validation", validation)):
         assert [example.id for example in found.load_split(split)] == [f"train-{row}" for row in rows]
     assert len(found.load_split("test")) == 3
+    assert "films: no validation split: 5 % of train validate (seed 42)\n" in capsys.readouterr().out
+
+
+def test_hidden_labels_are_not_used(on_hub, capsys):
+    on_hub({"train": reviews(40), "validation": reviews(5), "test": reviews(3, lambda row: -1)})
     hidden = find_dataset("org/hidden")
-    assert [len(hidden.load_split(split)) for split in ("train", "validation", "test")] == [38, 2, 5]
+    assert [len(hidden.load_split(split)) for split in SPLITS] == [38, 2, 5]
     said = capsys.readouterr().out
-    assert "films: no validation split: 5 % of train validate (seed 42)\n" in said
     assert "hidden: test is not used: its labels are hidden (-1)\n" in said
     assert "hidden: no test split: 5 % of train validate (seed 42), and validation is the test split\n" in said
 
 
-def test_pairs_labels_without_names_tags_and_questions(on_hub):
+def test_pairs_and_labels_without_names(on_hub):
     pairs = Dataset.from_dict({"premise": ["It rains.", "It snows."], "hypothesis": ["Wet.", "Hot."], "label": [7, 3]})
-    tags = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
-    people = Dataset.from_dict({"tokens": [["Ada", "wrote"], []], "ner_tags": [[1, 0], []]}, features=tags)
-    answers = [{"text": ["Ada"], "answer_start": [4]}, {"text": ["Bob"], "answer_start": [0]}, {"text": [], "answer_start": []}]
-    asked = Dataset.from_dict({"question": ["Who?"] * 3, "context": ["Yes Ada did."] * 3, "answers": answers, "id": list("abc")})
-    on_hub(**{name: dict.fromkeys(("train", "validation", "test"), data)
-              for name, data in (("pairs", pairs), ("people", people), ("asked", asked))})  # fmt: skip
+    on_hub(dict.fromkeys(SPLITS, pairs))
     found = find_dataset("org/pairs", pair_template="{text} | {text_pair}")
     assert (found.labels, found.pair_template) == (("3", "7"), "{text} | {text_pair}")
     assert found.load_split("test")[0] == LabelledText("test-0", "It rains. | Wet.", 1)
+
+
+PEOPLE = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
+
+
+def people(**row):
+    return Dataset.from_list([{"tokens": ["Ada", "wrote"], "ner_tags": [1, 0]} | row]).cast(PEOPLE)
+
+
+def test_tags(on_hub):
+    on_hub(dict.fromkeys(SPLITS, people()))
     found = find_dataset("org/people")
     assert (found.family, found.labels) == (TaskFamily.TC, ("O", "B-PER"))
     assert found.load_split("train") == [TaggedWords("train-0", ("Ada", "wrote"), (1, 0))]
-    found = find_dataset("org/asked")
-    assert found.family is TaskFamily.QA and found.load_split("test") == [
-        Question("a", "Who?", "Yes Ada did.", (Answer("Ada", 4),)), Question("c", "Who?", "Yes Ada did.", ())
-    ]  # fmt: skip
-    with pytest.raises(
-        InputError, match=r"found the columns `question`, .*, expected for --task SC text \(or sentence\) and label"
-    ):
-        find_dataset("org/asked", task="SC")
 
 
-def test_questions_of_the_hub_that_are_impossible_have_no_answer(on_hub):
-    asked = {"question": ["Who?"] * 2, "context": ["Ada"] * 2, "answers": [{"text": ["Ada"], "answer_start": [0]}] * 2}
-    on_hub(asked=dict.fromkeys(("train", "test"), Dataset.from_dict(asked | {"is_impossible": [True, False]})))
-    assert [example.answers for example in find_dataset("org/asked").load_split("test")] == [(), (Answer("Ada", 0),)]
-
-
-@pytest.mark.parametrize("tokens, tags, message", [
-    (["x"], [-1], r"test row 1: tag 1: found -1, expected IOB2"),
-    (["x"], [2], r"test row 1: label 2: outside the label set, expected 0 to 1"),
-    (["x"], None, r"test row 1: key `tags`: found null, expected a list"),
-    (None, [0], r"test row 1: key `tokens`: found null, expected a list"),
+@pytest.mark.parametrize("row, message", [
+    ({"ner_tags": [-1, 0]}, r"test row 1: tag 1: found -1, expected IOB2"),
+    ({"ner_tags": [2, 0]}, r"test row 1: label 2: outside the label set, expected 0 to 1"),
+    ({"ner_tags": None}, r"test row 1: key `tags`: found null, expected a list"),
 ])  # fmt: skip
-def test_tags_of_the_hub_that_name_no_class_are_one_line(on_hub, tokens, tags, message):
-    features = Features({"tokens": Sequence(Value("string")), "tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
-    good = Dataset.from_dict({"tokens": [["x"]], "tags": [[0]]}, features=features)
-    bad = Dataset.from_list([{"tokens": tokens, "tags": tags}]).cast(features)
-    on_hub(people={"train": good, "validation": good, "test": bad})
+def test_tags_of_the_hub_that_name_no_class_are_one_line(on_hub, row, message):
+    on_hub({"train": people(), "validation": people(), "test": people(**row)})
     with pytest.raises(InputError, match=message):
         find_dataset("org/people").load_split("test")
+
+
+def test_questions(on_hub):
+    """Those that are impossible have no answer, and those whose answer stands elsewhere are left out."""
+    answers = [{"text": ["Ada"], "answer_start": [start]} for start in (4, 0, 4)]
+    columns = {"question": ["Who?"] * 3, "context": ["Yes Ada did."] * 3, "answers": answers, "id": list("abc")}
+    on_hub(dict.fromkeys(SPLITS, Dataset.from_dict(columns | {"is_impossible": [False, False, True]})))
+    found = find_dataset("org/asked")
+    expected = [Question("a", "Who?", "Yes Ada did.", (Answer("Ada", 4),)), Question("c", "Who?", "Yes Ada did.", ())]
+    assert found.family is TaskFamily.QA and found.load_split("test") == expected
+    message = r"found the columns `question`, .*, expected for --task SC text \(or sentence\) and label"
+    with pytest.raises(InputError, match=message):
+        find_dataset("org/asked", task="SC")
 
 
 def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
@@ -152,7 +157,7 @@ def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
     ({"train": reviews(2)}, r"data set odd \(org/odd\): no test split, expected a split test"),
 ])  # fmt: skip
 def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
-    on_hub(odd=content)
+    on_hub(content)
     with pytest.raises(InputError, match=message):
         find_dataset("org/odd").load_split("test")
 
@@ -165,7 +170,7 @@ def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
      r"^data set hf:glue: glue of .*: Config name is missing. Please pick one among the available configs: \['cola', 'sst2'\];"),
 ])  # fmt: skip
 def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch, given, error, message):
-    on_hub()
+    on_hub({})
 
     def fail(*arguments, **options):
         raise error
