@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
@@ -130,24 +129,6 @@ def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, 
     assert "field `protocol.best_checkpoint`: found True, expected False; use the recorded value" in said
     path.write_text(path.read_text().replace('"step": 3', '"step": "x"'))
     assert "results.json: field `evaluations`: ValueError" in refusal(run_main, flags)
-
-
-def test_results_without_validation_are_of_the_protocol_of_older_ones(model, data, tmp_path):
-    job = plan(model, [str(data / "sc")], tmp_path, max_steps=2)
-    values = train(job)["sc"]
-    assert not values["protocol"].keys() & {"eval_interval", "best_checkpoint", "early_stopping"}
-    assert result_files.read_job_state(job, "sc") == "finished"
-    other = replace(job, protocol=replace(job.protocol, eval_interval=2))
-    with pytest.raises(InputError, match=r"field `protocol.eval_interval`: found 0, expected 2"):
-        result_files.read_job_state(other, "sc")
-
-
-@pytest.mark.parametrize("values", [{"best_checkpoint": True}, {"early_stopping": 2}])
-def test_what_needs_validation_is_refused_without(values):
-    [name] = values
-    flag = name.replace("_", "-")
-    with pytest.raises(InputError, match=f"^--{flag}: found --eval-interval 0, expected its number of steps, such as 100$"):
-        FinetuneConfig(**values).check()
 
 
 @pytest.mark.parametrize("limits, steps, said", [

@@ -8,11 +8,9 @@ from pathlib import Path
 from fake_runs import make_model
 
 from megaenc import flags
-from megaenc.finetune import command
-from megaenc.finetune.command import FinetuneRunConfig, run_main
+from megaenc.finetune.command import FinetuneRunConfig
 from megaenc.finetune.datasets.registry import DATASETS
-from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.grid.command import GridConfig, grid_main
+from megaenc.finetune.grid.command import GridConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "finetune"
@@ -41,20 +39,6 @@ def test_the_guide_s_run_is_one_of_its_grid():
                                    prog="test", description="")  # fmt: skip
     assert one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
     assert one.dataset in all_.datasets and one.learning_rate in all_.learning_rates and one.seed < all_.seeds
-
-
-def test_what_is_missing_is_named(refusal):
-    assert refusal(run_main, ["--dataset", "sst2"]) == "error: --model: missing; see `megaenc finetune run --help`"
-    assert refusal(run_main, ["--model", "here"]) == "error: --dataset: missing; see `megaenc finetune run --help`"
-    assert "--model: found none, expected at least one" in refusal(grid_main, ["--config", CONFIGS / "demo.yaml"])
-
-
-def test_each_family_says_what_its_scores_stand_beside():
-    assert set(command._BASELINE_DESCRIPTIONS) == set(TaskFamily)
-
-
-def test_a_run_has_the_protocol_of_a_grid():
-    assert FinetuneRunConfig().protocol == GridConfig().protocol and FinetuneRunConfig().data == GridConfig().data
 
 
 def test_wrong_input_does_not_wait_for_torch(tmp_path):

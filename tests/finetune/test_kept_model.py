@@ -121,8 +121,9 @@ def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, 
     [path] = output.rglob("results.json")
     changed = path.stat().st_mtime_ns
     assert train(models / "eurobert", data / "sc", output) == before and path.stat().st_mtime_ns == changed
-    # As results of versions that had neither flag.
-    assert not {"head", "special_tokens", "pooling"} & before["protocol"].keys()
+    # As results of versions that had no such flags.
+    new = {"head", "special_tokens", "pooling", "eval_interval", "best_checkpoint", "early_stopping"}
+    assert not new & before["protocol"].keys()
     assert (before["protocol"]["add_bos"], before["protocol"]["add_eos"]) == (False, True)
     assert "field `protocol.head`: found 'linear', expected 'native'" in refusal(run_main, [*argv, "--head", "native"])
     grid = ["--model", models / "eurobert", "--datasets", data / "sc", "--output", output, "--keep", "best"]
@@ -296,9 +297,6 @@ def test_pairs_have_the_tokenizers_own_special_tokens(model, given, templated, p
     assert [encoder.config.id2label[int(score.argmax())] for score in scores] == found
     right = sum(label == row["label"] for label, row in zip(found, rows, strict=True))
     assert right / len(rows) == result["test"]["score"]
-    expected = {"add_bos": False, "add_eos": True} if is_ended else {"special_tokens": "template"}
-    names = ("special_tokens", "add_bos", "add_eos")
-    assert {name: result["protocol"][name] for name in names if name in result["protocol"]} == expected
     if is_ended:
         argv = ["--model", templated / model, "--dataset", pairs, "--output", tmp_path / "out", *LEARNING]
         said = "field `protocol.special_tokens`: found '', expected 'template'; use --no-add-bos --add-eos, choose another"
@@ -381,9 +379,6 @@ def test_a_tokenizer_of_another_model_is_refused(copied, data, refusal):
     Tokenizer(models_of_tokens.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(copied / "tokenizer.json"))
     said = f"{copied}: its tokenizer fails: WordLevel error: Missing [UNK] token from the vocabulary; expected"
     assert said in refusal(predict_main, argv)
-    values = json.loads((copied / "tokenizer_config.json").read_text()) | {"model_max_length": "x"}
-    write_file(copied / "tokenizer_config.json", values)
-    assert f"{copied}: its tokenizer fails: '>' not supported" in refusal(predict_main, argv)
 
 
 def test_questions_need_no_answers(kept, tmp_path):
@@ -441,11 +436,8 @@ def test_rows_that_cannot_be_predicted_are_named(row, said, kept, tmp_path, refu
     ("tc", '"tokens": ["stan", "\\udfff"]'),
     ("native qa", '"question": "\\ud800", "context": "\\udc00"'),
 ])  # fmt: skip
-def test_lone_surrogates_are_written_as_in_the_input(case, fields, kept, tmp_path, capsys):
+def test_lone_surrogates_are_written_as_in_the_input(case, fields, kept, tmp_path):
     """UTF-8 has none, but JSON's escapes do."""
     write_file(tmp_path / "rows.jsonl", f'{{"id": "\\ud800é", {fields}}}\n{{"id": null, {fields}}}\n')
     found = predict(kept[case][0], tmp_path / "rows.jsonl", tmp_path / "found.jsonl")
     assert [row["id"] for row in found] == ["\ud800é", None]
-    capsys.readouterr()
-    predict_main(["--model", str(kept[case][0]), "--input", str(tmp_path / "rows.jsonl")])
-    assert (tmp_path / "found.jsonl").read_text(encoding="utf-8") == capsys.readouterr().out

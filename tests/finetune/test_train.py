@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
-import torch
 from text_helpers import text_encoder
 
 from megaenc import flags
@@ -110,13 +109,6 @@ def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_pat
     assert not results(tmp_path)
 
 
-def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, data, grid, tmp_path):
-    alone(model, data / "ir", tmp_path, "--learning-rate", "1e-3", "--tokens-per-forward", 50)
-    name = "little/IR/ir/ir_lr1e-03_sd0/results.json"
-    here, there = (json.loads(results(folder)[name])["test"] for folder in (tmp_path, grid[0]))
-    np.testing.assert_allclose(here["scores_i"], there["scores_i"], atol=1e-6)
-
-
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
     expected = [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in
                 (("train", 40), ("validation", 12), ("test", 12))]  # fmt: skip
@@ -208,19 +200,3 @@ def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
 @pytest.mark.parametrize(("examples", "epochs", "steps"), [(67_349, 1, 1000), (33, 0.5, 1), (33, 3, 6)])
 def test_steps_are_the_epochs_or_a_thousand(examples, epochs, steps):
     assert count_training_steps(FinetuneConfig(epochs=epochs), examples) == steps
-
-
-def test_deterministic_kernels_do_not_fill_new_tensors(monkeypatch):
-    """Torch fills every uninitialized tensor in this mode unless told otherwise."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    memory_efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    try:
-        train.make_deterministic(torch.get_num_threads())
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.backends.cuda.enable_mem_efficient_sdp(memory_efficient)

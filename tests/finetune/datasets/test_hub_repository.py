@@ -7,7 +7,7 @@ from small_data import write_splits
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import find_dataset, parse_dataset_name
-from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily, split_validation_rows
+from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
 
 REVIEWS = Features({"sentence": Value("string"), "label": ClassLabel(names=["neg", "pos"]), "idx": Value("int32")})
 
@@ -73,16 +73,6 @@ def test_an_existing_path_is_read_instead(on_hub, tmp_path):
     assert not calls
 
 
-def test_missing_splits_are_made_as_of_local_files(on_hub, capsys):
-    train, validation = split_validation_rows(40)
-    on_hub({"train": reviews(40), "test": reviews(3)})
-    found = find_dataset("org/films")
-    for split, rows in (("train", train), ("validation", validation)):
-        assert [example.id for example in found.load_split(split)] == [f"train-{row}" for row in rows]
-    assert len(found.load_split("test")) == 3
-    assert "films: no validation split: 5 % of train validate (seed 42)\n" in capsys.readouterr().out
-
-
 def test_hidden_labels_are_not_used(on_hub, capsys):
     on_hub({"train": reviews(40), "validation": reviews(5), "test": reviews(3, lambda row: -1)})
     hidden = find_dataset("org/hidden")
@@ -103,26 +93,11 @@ def test_pairs_and_labels_without_names(on_hub):
 PEOPLE = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
 
 
-def people(**row):
-    return Dataset.from_list([{"tokens": ["Ada", "wrote"], "ner_tags": [1, 0]} | row]).cast(PEOPLE)
-
-
 def test_tags(on_hub):
-    on_hub(dict.fromkeys(SPLITS, people()))
+    on_hub(dict.fromkeys(SPLITS, Dataset.from_dict({"tokens": [["Ada", "wrote"]], "ner_tags": [[1, 0]]}, features=PEOPLE)))
     found = find_dataset("org/people")
     assert (found.family, found.labels) == (TaskFamily.TC, ("O", "B-PER"))
     assert found.load_split("train") == [TaggedWords("train-0", ("Ada", "wrote"), (1, 0))]
-
-
-@pytest.mark.parametrize("row, message", [
-    ({"ner_tags": [-1, 0]}, r"test row 1: tag 1: found -1, expected IOB2"),
-    ({"ner_tags": [2, 0]}, r"test row 1: label 2: outside the label set, expected 0 to 1"),
-    ({"ner_tags": None}, r"test row 1: key `tags`: found null, expected a list"),
-])  # fmt: skip
-def test_tags_of_the_hub_that_name_no_class_are_one_line(on_hub, row, message):
-    on_hub({"train": people(), "validation": people(), "test": people(**row)})
-    with pytest.raises(InputError, match=message):
-        find_dataset("org/people").load_split("test")
 
 
 def test_questions(on_hub):

@@ -39,14 +39,6 @@ def test_mean_and_interval_with_the_chosen_rate(study, capsys):
     assert "baseline" not in said  # published results hold none
 
 
-def test_the_average_is_of_the_seeds_averages(study, capsys):
-    """Each seed's average over the two, whose seeds run against each other: (91.02 + 92.33) / 2 = 91.675 for the first."""
-    seeds = [(one + other) / 2 for one, other in zip(PRINTED, PRINTED[::-1], strict=True)]
-    mean = sum(seeds) / 5
-    sd = (sum((seed - mean) ** 2 for seed in seeds) / 4) ** 0.5
-    assert f"average of 2  paper's  {100 * mean:.2f} ({100 * 1.96 * sd / 5**0.5:.2f})" in printed(capsys, study)
-
-
 def test_trainings_are_kept_apart(tmp_path, capsys):
     """Two trainings, each evaluated on two sets: each set has a row, and each training an average, of its own."""
     for train_on, scores in (("pairs", [0.2, 0.4]), ("mined", [0.8, 0.6])):

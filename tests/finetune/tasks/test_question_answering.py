@@ -58,14 +58,6 @@ def told(data, inside_of=None):
         yield text, states
 
 
-def test_scores_of_a_model_that_knows(task, encoder, oracle):
-    data = task.encode(EXAMPLES, encoder)
-    scores = task.evaluate(oracle(task, told(data)), data, EXAMPLES)
-    assert scores.score == 1 and scores.scores_i == [1.0] * 4 and scores.collapsed is None
-    assert scores.metrics == {"exact_match": 1.0, "f1": 1.0} and scores.metrics_i["f1"] == [1.0] * 4
-    assert scores.baseline == {"score": 0.25, "exact_match": 0.25, "f1": 0.25}
-
-
 def test_scores_by_hand(task, encoder, oracle):
     data = task.encode(EXAMPLES, encoder)
     gold = [list(range(*bounds)) for bounds in data.columns["gold"]]
