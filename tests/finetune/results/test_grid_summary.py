@@ -76,34 +76,22 @@ def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
     assert ["toy", "sst2", "paper's", "-", "2/4"] in rows and ["toy", "sst2", "x", "x"] in rows
 
 
-@pytest.fixture
-def grid(tmp_path):
-    """What a grid has written: two sets of retrieval, a rate with a NaN."""
-    fakes = FakeGrid(tmp_path, **{"lr5e-04_sd0": {"do": "nan"}})
-    fakes.run("ir1", "ir2", code=1)
-    return fakes.output
-
-
-def test_standard_metrics_stand_beside_the_papers(grid, capsys):
-    for which, shown in (("both", ["paper's", "accuracy"]), ("paper", ["paper's"]), ("standard", ["accuracy"])):
-        said = printed(capsys, grid, "--metrics", which)
-        assert [name for name in ("paper's", "accuracy") if name in said.partition("mean score")[0]] == shown
-
-
-def test_baselines_stand_beside_the_means(grid, tmp_path, capsys):
-    scores = printed(capsys, grid, "--output", tmp_path / "out.csv").partition("mean score")[0]
-    rows = [line.split() for line in scores.splitlines()]
-    assert [row[-3] for row in rows if row[-1:] == ["3/4"]] == ["50.00", "50.00"]
+def test_the_results_of_a_grid_with_a_failed_run(tmp_path, capsys):
+    """Standard metrics and baselines stand beside the paper's; a rate with a failed run is not chosen."""
+    grid = FakeGrid(tmp_path, **{"lr5e-04_sd0": {"do": "nan"}})
+    grid.run("ir1", "ir2", code=1)
+    capsys.readouterr()
+    for which, shown in (("paper", ["paper's"]), ("standard", ["accuracy"])):
+        said = printed(capsys, grid.output, "--metrics", which).partition("mean score")[0]
+        assert [name for name in ("paper's", "accuracy") if name in said] == shown
+    said = printed(capsys, grid.output, "--output", tmp_path / "out.csv")
+    assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
+    assert "!" not in said
+    rows = [line.split() for line in said.partition("mean score")[0].splitlines()]
+    assert [row[-3:] for row in rows if row[-1:] == ["3/4"]] == [["50.00", "1e-05", "3/4"]] * 2
     assert [row[-1] for row in rows if row[:1] == ["accuracy"]] == ["25.00"] * 3  # two sets and their average
     written = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert {(row["metric"], row["baseline"]) for row in written} == {("paper's", "50.0"), ("accuracy", "25.0")}
-
-
-def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
-    said = printed(capsys, grid)
-    assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
-    assert "!" not in said
-    assert {row[-2] for row in (line.split() for line in said.splitlines()) if "3/4" in row} == {"1e-05"}
 
 
 @pytest.mark.parametrize("ending", ["json", "csv", "md"])
