@@ -448,7 +448,7 @@ BAD_FILES = [
         squad([ASKED | {"answers": [{"text": "Ada", "answer_start": 3}]}]),
         r"question q: answer_start 3: found \" Ad\" in",
     ),
-    ("x.json", squad([ASKED | {"answers": [{"text": "Ada", "answer_start": -3}]}]), r"question q: answer_start -3: found \"\""),
+    ("x.json", squad([ASKED | {"answers": [{"text": "Ada", "answer_start": -8}]}]), r"question q: answer_start -8: found \"\""),
     ("x.json", '{"data": [', r"x.json: not JSON: .*; expected SQuAD's layout"),
     ("x.json", '{"data": [],\n "data": []}', r"x.json: key 'data' twice, expected once"),
     ("x.json", '{"data": [{"title": "T"}]}', r"x.json: data\[0\]: no key `paragraphs`; found `title`"),
