@@ -27,6 +27,7 @@ from megaenc.finetune.grid.command import GridConfig, grid_main, plan_grid
 from megaenc.finetune.kept_model import needs_spaced_words
 from megaenc.finetune.model import load
 from megaenc.finetune.predict import predict_main
+from megaenc.finetune.results.files import job_folder
 from megaenc.finetune.train import train_and_evaluate
 
 MODELS = {
@@ -183,16 +184,17 @@ def test_a_native_head_is_drawn_from_the_seed_and_new(models):
 
 @pytest.mark.parametrize("keep", ["best", "all"])
 def test_a_grid_keeps_models(keep, models, data, tmp_path):
-    """Those of its runs, one after the other: the best so far, or all."""
+    """Those of its runs, one after the other: the best so far, which the first is not, or all."""
     argv = ["--model", models / "eurobert", "--datasets", data / "tc", "--learning-rates", "5e-3", "1e-5", "--seeds", 2]
     argv += ["--output", tmp_path, "--keep", keep, "--max-steps", 4, "--batch-size", 8, "--precision", "fp32"]
     settings = flags.parse(GridConfig, [str(flag) for flag in argv], prog="grid", description="a grid")
-    for job in plan_grid(settings, find_dataset).pending:
+    jobs = plan_grid(settings, find_dataset).pending[::-1]
+    for job in jobs:
         assert train_and_evaluate(job)
     results = {path.parent: json.loads(path.read_text()) for path in tmp_path.rglob("results.json")}
     ranks = {run: (-one["validation"]["score"], one["learning_rate"], one["seed"]) for run, one in results.items()}
     order = sorted(results, key=ranks.get)
-    assert len(order) == 4
+    assert len(order) == 4 and order[0] != job_folder(jobs[0], "tc")
     expected = order if keep == "all" else order[:1]
     assert {path.parents[1] for path in tmp_path.rglob("model/config.json")} == set(expected)
     for run in expected:
