@@ -5,6 +5,7 @@ import re
 from collections import Counter
 
 import runs
+from changed import Reach, run_git
 
 FILES = sorted((runs.ROOT / "megaenc").rglob("*.py"))
 OPENINGS = re.compile(r"(What|Whether|Which|Who|Whose|Whatever|That|Those|Of|Where|When|How|As|In|By|For|From|If|With)\b")
@@ -57,3 +58,17 @@ def test_no_two_files_of_tests_are_one_module():
     files = (runs.ROOT / "tests").rglob("test_*.py")
     names = Counter(file.name for file in files if not (file.parent / "__init__.py").exists())
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_what_reaches_a_change_is_run():
+    """By an import, by a script that is named as text, and by a fixture."""
+    reach = Reach(run_git("ls-files").split())
+    pairs = reach.find_tests({("megaenc/embed/pairs.py", "load_pairs")})
+    assert any(test.startswith("tests/embed/test_pairs.py::") for test in pairs)
+    assert not any(test.startswith("tests/model/") for test in pairs)
+    assert any(
+        test.startswith("tests/training/test_resume.py::")
+        for test in reach.find_tests({("megaenc/training/engine.py", "Engine")})
+    )
+    assert any(test.startswith("tests/convert/") for test in reach.find_tests({("tests/conftest.py", "small_corpus")}))
+    assert "tests/docker/test_install.py" in {test.split("::")[0] for test in reach.find_tests({("install.sh", "")})}

@@ -128,3 +128,8 @@ def test_pseudo_perplexities_of_any_shift_share_a_panel(runs):
     add(runs[1], "web/pseudo_perplexity(passes=8,shift=1)", 9.0)
     picture, _ = plot.draw_comparison(curves(runs), "step")
     assert legend(picture.axes[2])[1] == "short  (7.000, 1,096.6)"
+    add(runs[0], "mlm/pseudo_perplexity(passes=2,shift=1)", 5.0)
+    add(runs[0], "mlm/pseudo_perplexity(passes=2)", 4.0)
+    add(runs[1], "mlm/pseudo_perplexity(passes=2)", 4.0)
+    picture, _ = plot.draw_comparison(curves(runs), "step")
+    assert legend(picture.axes[3]) == ["long  (4.000, 54.6)", "short  (4.000, 54.6)"]
