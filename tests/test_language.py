@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 
+import pytest
 import runs
 from changed import Reach, run_git
 
@@ -60,6 +61,7 @@ def test_no_two_files_of_tests_are_one_module():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_what_reaches_a_change_is_run():
     """By an import, by a script that is named as text, and by a fixture."""
     reach = Reach(run_git("ls-files").split())

@@ -22,6 +22,7 @@ def levels(file: Path) -> dict[tuple[str, str], str]:
     return {(row["subject"], row["what"]): row["level"] for row in json.loads(file.read_text())["findings"]}
 
 
+@pytest.mark.slow
 def test_a_sound_machine_has_no_problem(tmp_path):
     ended = runs.run([*DOCTOR, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
     findings = json.loads((tmp_path / "found.json").read_text())

@@ -124,6 +124,7 @@ def test_so_many_tokens_with_growing_batches(small_corpus):
     assert (config.total_iters, config.tokens_after(8)) == (8, 1408)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(short_run, tmp_path):
     """9 packs fit on the first rank and 5 on the second; a share of 8 is then two rows of 4. A resumed run measures again."""

@@ -34,6 +34,7 @@ def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
     assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
 
 
+@pytest.mark.slow
 def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     """And its config.yaml, given to --config, is the same run again."""
     flags = [*short_run, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]

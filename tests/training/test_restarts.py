@@ -37,6 +37,7 @@ def undisturbed(small_corpus, tmp_path_factory):
     return FaultRun(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"

@@ -48,30 +48,22 @@ ALONE = [
 ALL_ROWS = {"--sequence-parallel", "--pipeline-model-parallel-layout"}
 PSEUDO = ["--eval-pseudo-perplexity-passes", "2"]
 
+# Of four ranks several share a weight; padded, two of them have parts of the embedding alone, and none of the norms.
+OF_OPTIMIZERS = {
+    "TP2": (2, TP2),
+    "PP2": (2, PP2),
+    "DP2": (2, []),
+    "SP, DP2": (4, [*SP, *SPLIT]),
+    "DP4": (4, SPLIT),
+    "DP4, padded": (4, [*SPLIT, "--make-vocab-size-divisible-by", "4096"]),
+}
+
 # By name: (flags, {layout: (processes, flags)}).
 RUNS = {
     "usual": (FOUR_LAYERS, {"TP2 PP2": (4, [*TP2, *PP2]), "DP2": (2, SPLIT), "uneven chunks": (2, UNEVEN)}),
     "dropout": (
         DROPOUT,
         {"SP": (2, SP), "PP2": (2, PP2), "DP2, other rows": (2, ["--micro-batch-size", "4"]), "recomputed": (1, RECOMPUTED)},
-    ),
-    "tied": (TIED, {"SP": (2, SP), "interleaved": (2, INTERLEAVED)}),
-    # Of the four ranks several share a weight; padded, two of them have parts of the embedding alone, and none of the norms.
-    "stable_adamw": (
-        [*OPTIMIZER, "stable_adamw"],
-        {"TP2": (2, TP2), "DP4": (4, SPLIT), "DP4, padded": (4, [*SPLIT, "--make-vocab-size-divisible-by", "4096"])},
-    ),
-    "muon": (
-        [*OPTIMIZER, "muon"],
-        {"TP2": (2, TP2), "DP4": (4, SPLIT), "DP4, padded": (4, [*SPLIT, "--make-vocab-size-divisible-by", "4096"])},
-    ),
-    "unequal batches": (
-        UNEQUAL,
-        {"DP3": (3, SPLIT), "SP, odd rows": (2, [*SP, "--micro-batch-size", "5"]), "interleaved": (2, INTERLEAVED)},
-    ),
-    "objectives": (
-        [*RUN, "--train-iters", "10", "--objective-schedule", OBJECTIVES, "--lr", "5e-4"],
-        {"TP2": (2, TP2), "PP2": (2, PP2)},
     ),
     "bfloat16": ([*RUN, "--bf16"], {"TP2": (2, TP2), "DP2": (2, SPLIT)}),
 }  # fmt: skip
@@ -84,18 +76,30 @@ SLOW = {
             "everything at once": (8, [*INTERLEAVED, *SP, *SPLIT, *RECOMPUTED]),
         },
     ),
-    "tied": (TIED, {"TP2 PP2": (4, [*TP2, *PP2]), "interleaved, DP2": (4, [*INTERLEAVED, *SPLIT])}),
-    "stable_adamw": (
-        [*OPTIMIZER, "stable_adamw"], {"DP2": (2, []), "PP2": (2, PP2), "SP, DP2": (4, [*SP, *SPLIT])}
+    "tied": (
+        TIED,
+        {
+            "SP": (2, SP),
+            "interleaved": (2, INTERLEAVED),
+            "TP2 PP2": (4, [*TP2, *PP2]),
+            "interleaved, DP2": (4, [*INTERLEAVED, *SPLIT]),
+        },
     ),
-    "muon": ([*OPTIMIZER, "muon"], {"DP2": (2, []), "PP2": (2, PP2), "SP, DP2": (4, [*SP, *SPLIT])}),
+    "stable_adamw": ([*OPTIMIZER, "stable_adamw"], OF_OPTIMIZERS),
+    "muon": ([*OPTIMIZER, "muon"], OF_OPTIMIZERS),
     "unequal batches": (
         UNEQUAL,
         {
+            "DP3": (3, SPLIT),
+            "SP, odd rows": (2, [*SP, "--micro-batch-size", "5"]),
             "DP7": (7, SPLIT),
             "interleaved, DP3": (6, [*INTERLEAVED, "--micro-batch-size", "3"]),
             "SP, PP2, DP2": (8, [*SP, *PP2, *SPLIT]),
         },
+    ),
+    "objectives": (
+        [*RUN, "--train-iters", "10", "--objective-schedule", OBJECTIVES, "--lr", "5e-4"],
+        {"TP2": (2, TP2), "PP2": (2, PP2)},
     ),
 }  # fmt: skip
 
@@ -139,14 +143,20 @@ def test_every_objective_is_among_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ALONE)
-def test_twenty_steps_of_an_objective(objective, small_corpus, teacher, tmp_path):
+def test_twenty_steps_of_each_objective(small_corpus, teacher, tmp_path):
     """Without switches of objectives the rounding stays ten times below this tolerance."""
-    schedule = objective.format(teacher=teacher)
-    flags = [*runs.SHORT_RUN, "--no-bf16", "--objective-schedule", schedule, "--lr", "5e-4", "--eval-interval", "20"]
-    check([*small_corpus.flags, *flags], {"TP2 PP2": (4, [*TP2, *PP2])}, tmp_path, tolerance=1e-6)
-    rows = runs.metrics(tmp_path / "one")
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    jobs = []
+    for number, objective in enumerate(ALONE):
+        schedule = ["--objective-schedule", objective.format(teacher=teacher), "--lr", "5e-4"]
+        flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", *schedule, "--eval-interval", "20"]
+        jobs.append(Job(tmp_path / f"{number} one", flags))
+        jobs.append(Job(tmp_path / f"{number} TP2 PP2", [*flags, *TP2, *PP2], 4))
+    runs.in_turn(jobs, tmp_path)
+    for one, parallel in zip(jobs[::2], jobs[1::2], strict=True):
+        runs.assert_same_curve(parallel.save, one.save, tolerance=1e-6)
+        assert last_scores(parallel.save) == pytest.approx(last_scores(one.save), rel=1e-6), one.flags
+        rows = runs.metrics(one.save)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, one.flags
 
 
 @pytest.mark.parametrize(
@@ -173,10 +183,12 @@ def test_phases(sets, three_phases, small_corpus, second_corpus, tmp_path):
     check(flags, {"PP2": (2, PP2), "DP2": (2, [])}, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_teacher(distilled, tmp_path):
     check(distilled, {"TP2": (2, TP2), "PP2": (2, PP2), "other rows": (1, ["--micro-batch-size", "8"])}, tmp_path)
 
 
+@pytest.mark.slow
 def test_random_lengths_of_a_blend_with_a_corpus_in_blocks(small_corpus, tmp_path):
     """One of so many documents, of one to five tokens, that they are shuffled in blocks; losses by position and corpus too."""
     rng = np.random.default_rng(0)

@@ -104,6 +104,7 @@ def is_writing(folder, number):
     return log.count("writing") > log.count("wrote") and log.count("wrote") > 0
 
 
+@pytest.mark.slow
 def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp_path, settings, expected_contents, nodes):
     pids, exit_codes = nodes(3)
     wait_until(lambda: is_writing(tmp_path, 2))

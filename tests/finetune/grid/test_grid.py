@@ -273,6 +273,7 @@ def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
     assert len(grid.files()) == 3
 
 
+@pytest.mark.slow
 def test_two_grids_at_once_share_the_work_and_tell_a_pipe_their_progress_in_plain_lines(tmp_path):
     grid = FakeGrid(tmp_path, all={"seconds": 0.3})
     for one in [start(grid, "sc1", "ir1", "ir2") for _ in range(2)]:

@@ -31,6 +31,7 @@ def assert_same_runs(folder: Path, other: Path) -> None:
         assert state == json.loads((other_path / "state.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_checkpoint_is_that_of_its_step(small_corpus, tmp_path):
     """Written when two more updates have changed the weights; a save that is due waits for the one before."""

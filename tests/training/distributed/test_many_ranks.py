@@ -32,28 +32,27 @@ def run_rank(rank, ranks, name, small_corpus, folder):
     return json.loads((folder / f"{name}_{rank}.json").read_text()), result.stdout + result.stderr
 
 
-@pytest.fixture(scope="module", params=[(16, 256), pytest.param((64, 4096), marks=pytest.mark.slow)], ids=["256", "4096"])
-def sizes(request):
-    """A few ranks, and many: twice the logarithm."""
-    return request.param
+# A few ranks, and many: twice the logarithm.
+SIZES = (64, 4096)
 
 
 @pytest.fixture(scope="module")
-def records(sizes, small_corpus, tmp_path_factory):
+def records(small_corpus, tmp_path_factory):
     """By number of ranks, run and rank (the first and the last): phases and printed lines."""
-    folders = {ranks: tmp_path_factory.mktemp(str(ranks)) for ranks in sizes}
+    folders = {ranks: tmp_path_factory.mktemp(str(ranks)) for ranks in SIZES}
     return {
         (ranks, name, at): run_rank(at % ranks, ranks, name, small_corpus, folders[ranks])
-        for ranks in sizes
+        for ranks in SIZES
         for name in STEPS
         for at in (0, -1)
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, -1], ids=["first rank", "last rank"])
 @pytest.mark.parametrize("name", STEPS)
-def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at, sizes, records):
-    few, many = sizes
+def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at, records):
+    few, many = SIZES
     phases_of_few, _ = records[few, name, at]
     phases, _ = records[many, name, at]
     assert phases_of_few.keys() == phases.keys() >= {"start", "load", f"step {STEPS[name]}"}

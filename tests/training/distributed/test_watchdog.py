@@ -25,6 +25,7 @@ def hang(small_corpus, folder, fault):
     return result, line
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tmp_path):
     folder = tmp_path / "run"

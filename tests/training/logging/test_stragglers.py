@@ -14,6 +14,7 @@ def reports(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "stragglers.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_slow_rank_is_named_in_its_place(small_corpus, tmp_path):
     folder = tmp_path / "run"
