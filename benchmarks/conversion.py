@@ -124,15 +124,16 @@ def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
 
 def main() -> None:
     """Parse flags, run the benchmark and write its results."""
+    import common
+
     from megaenc import flags
-    from megaenc.bench import report
     from megaenc.console import silence_libraries
 
     silence_libraries()
     settings = flags.parse(ConversionBenchConfig, None, prog="conversion.py", description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
         result = measure_all(settings, Path(work))
-    report.write_report(settings.output, result)
+    common.write_report(settings.output, result)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
+
 from megaenc import flags
-from megaenc.bench import report
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
@@ -190,7 +191,7 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
     peak = backend.peak_flops(torch.float32)
     result: dict[str, Any] = {
         "settings": asdict(config),
-        "machine": report.describe_machine(),
+        "machine": common.describe_machine(),
         "losses": losses,
         "mini_batch_size": padded.mini_batch_size,
         "tokens": tokens,
@@ -224,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     check_minimums(config, batch_size=2, rounds=1, negatives=0, threads=1, tokens_per_forward=1)
     check_output_file(Path(config.output), "--output")
     result = measure(config)
-    report.write_report(config.output, result)
+    common.write_report(config.output, result)
     for name in ("megaenc", "sentence-transformers"):
         side = result[name]
         share = f", {100 * side['share_of_peak']:.0f} % of the GEMM rate" if side["share_of_peak"] else ""

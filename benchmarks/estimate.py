@@ -145,8 +145,9 @@ def compare_layout(settings: EstimateBenchConfig, layout: str) -> dict:
 
 def main(argv: list[str]) -> None:
     """Parse flags, run all rounds, print the table and write the results."""
+    from common import check_positive
+
     from megaenc import flags
-    from megaenc.bench.report import check_positive
     from megaenc.data.demo import ensure_demo
     from megaenc.errors import InputError
 

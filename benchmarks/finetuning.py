@@ -163,15 +163,16 @@ def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Parse flags, run the benchmark, write and print its results."""
+    import common
+
     from megaenc import flags
-    from megaenc.bench import report
     from megaenc.console import silence_libraries
 
     silence_libraries()
     settings = flags.parse(FinetuneBenchConfig, None, prog="finetuning.py", description=__doc__)
     with tempfile.TemporaryDirectory() as work:
         results = measure_all(settings, Path(work))
-    report.write_report(settings.output, results)
+    common.write_report(settings.output, results)
     hourly = results["runs_per_hour"]
     print(
         f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {results['ratio']:.1f} times"

@@ -191,12 +191,13 @@ def format_table(result: dict) -> str:
 
 def main() -> None:
     """Parse flags, run the benchmark, write and print its results."""
+    import common
+
     from megaenc import flags
-    from megaenc.bench import report
 
     settings = flags.parse(MonitoringBenchConfig, None, prog="monitoring.py", description=__doc__)
     result = summarize_runs(settings, run_rounds(settings))
-    report.write_report(settings.output, result)
+    common.write_report(settings.output, result)
     print(format_table(result))
 
 

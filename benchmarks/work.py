@@ -1,9 +1,7 @@
-"""Training functions of the pretraining benchmark, and their execution in new processes."""
+"""Training by megaenc and by transformers on the same synthetic documents."""
 
 import contextlib
 import dataclasses
-import multiprocessing.connection
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +9,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megaenc.bench import report
-from megaenc.bench.synthetic_docs import EOS, MASK, BenchSetup, SyntheticDocuments
-from megaenc.dist_env import build_rank_variables
+from synthetic import EOS, MASK, BenchSetup, SyntheticDocuments
+
 from megaenc.objectives import Attention
-from megaenc.processes import peak_resident_bytes, python_environment, usable_core_count
+from megaenc.processes import peak_resident_bytes
 from megaenc.training.config_groups import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -233,27 +230,3 @@ def build_padded_batch(
         row[torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(targets.labels)
     tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in samples)
-
-
-def measure_peak_flops(job: TrainingJob) -> dict[str, Any]:
-    """Return {"peak": FLOP/s} of this machine: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
-    import torch
-
-    from megaenc.backend import detect_backend
-
-    return {"peak": detect_backend().peak_flops(torch.bfloat16 if job.bf16 else torch.float32)}
-
-
-def run_in_processes(side: Callable[[TrainingJob], dict[str, Any]], job: TrainingJob) -> dict[str, Any]:
-    """Call `side(job)` in new processes, one per tensor-parallel rank; return one's result; RuntimeError if it fails."""
-    count = job.tensor_model_parallel_size
-    threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
-    environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}
-    ranks = build_rank_variables(count)
-    try:
-        with report.run_workers(side, job, *(environment | rank for rank in ranks)) as workers:
-            answers = multiprocessing.connection.wait([worker.connection for worker in workers])
-            # All ranks return the same; if one fails, the others would wait for it.
-            return next(result for worker in workers if worker.connection in answers for result in worker.results())
-    except Exception as error:  # any library's
-        raise RuntimeError(f"{side.__name__}: {type(error).__name__}: {error}") from None

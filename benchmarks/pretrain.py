@@ -1,8 +1,18 @@
-"""The command `megaenc bench pretrain`: training speed of megaenc and transformers on the same work."""
+"""Compare the training speed of megaenc and transformers with the same model and documents.
+
+    python benchmarks/pretrain.py --output bench.json
+    python benchmarks/pretrain.py --model 210m --vocab-size 128256 --longest 2048 --batch 32 --documents 128
+
+Contenders: the engine of `megaenc pretrain` with packed documents, and a plain loop over transformers' EuroBERT (Llama for clm)
+with batches padded to their longest document, bfloat16 autocast, torch's fused AdamW and the fastest available attention; once
+with documents in random order and once sorted by length, which minimizes padding. All must have the same loss over all
+documents. They take turns; each turn is a new process that reads all documents, and its first step is not timed.
+"""
 
 import contextlib
 import dataclasses
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -11,34 +21,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
+import work
+from synthetic import MASK
+from work import TrainingJob
+
 from megaenc import flags
-from megaenc.bench import report, train_worker
-from megaenc.bench.synthetic_docs import MASK
-from megaenc.bench.train_worker import TrainingJob
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.dist_env import build_rank_variables
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
-from megaenc.processes import check_process_count
+from megaenc.processes import check_process_count, usable_core_count
 from megaenc.training.config import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
 TOLERANCE = {True: 1e-2, False: 1e-4}  # relative difference of losses, by bf16
-DESCRIPTION = """Compare the training speed of megaenc and transformers with the same model and documents.
-
-Contenders: the engine of `megaenc pretrain` with packed documents, and a plain loop over transformers' EuroBERT (Llama for clm)
-with batches padded to their longest document, bfloat16 autocast, torch's fused AdamW and the fastest available attention; once
-with documents in random order and once sorted by length, which minimizes padding. All must have the same loss over all
-documents. They take turns; each turn is a new process that reads all documents, and its first step is not timed.
-
-megaenc bench pretrain --output bench.json
-megaenc bench pretrain --model 210m --vocab-size 128256 --longest 2048 --batch 32 --documents 128"""
 
 
 @dataclass(frozen=True)
 class PretrainBenchConfig:
-    """Flags of `megaenc bench pretrain`: JSON file for results, model, objective, documents, batch, rounds and dtype."""
+    """Flags of the benchmark: JSON file for results, model, objective, documents, batch, rounds and dtype."""
 
     output: str = ""
     """JSON file for all results"""
@@ -91,13 +95,30 @@ def build_contenders(
 ) -> dict[str, tuple[Callable[[TrainingJob], dict[str, Any]], TrainingJob]]:
     """Return (training function, job) of each contender by name, in the order of a round: megaenc first."""
     job, parts = config.build_job(weights), config.tensor_model_parallel_size
-    parallel = (train_worker.train_with_megaenc, dataclasses.replace(job, tensor_model_parallel_size=parts))
+    parallel = (work.train_with_megaenc, dataclasses.replace(job, tensor_model_parallel_size=parts))
     return {
-        OURS: (train_worker.train_with_megaenc, job),
+        OURS: (work.train_with_megaenc, job),
         **({TENSOR_PARALLEL: parallel} if parts > 1 else {}),
-        PADDED: (train_worker.train_with_transformers, job),
-        SORTED: (train_worker.train_with_transformers, dataclasses.replace(job, by_length=True)),
+        PADDED: (work.train_with_transformers, job),
+        SORTED: (work.train_with_transformers, dataclasses.replace(job, by_length=True)),
     }
+
+
+def measure_peak_flops(job: TrainingJob) -> float:
+    """Return the FLOP/s of this machine: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
+    import torch
+
+    from megaenc.backend import detect_backend
+
+    return detect_backend().peak_flops(torch.bfloat16 if job.bf16 else torch.float32)
+
+
+def run_turn(side: Callable[[TrainingJob], Any], job: TrainingJob) -> Any:
+    """Call `side(job)` in new processes, one per tensor-parallel rank; return the result, which all ranks share."""
+    count = job.tensor_model_parallel_size
+    threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
+    environment = {"OMP_NUM_THREADS": str(max(1, threads // count))}
+    return common.run_processes(side, job, *(environment | rank for rank in build_rank_variables(count)))[0]
 
 
 def find_fastest_attention(job: TrainingJob) -> str:
@@ -106,7 +127,7 @@ def find_fastest_attention(job: TrainingJob) -> str:
     for kernel in ("sdpa", "eager", "flash_attention_2"):
         trial = dataclasses.replace(job, kernel=kernel, documents=job.batch, passes=1)
         with contextlib.suppress(RuntimeError):  # not installed, out of memory
-            seconds[kernel] = train_worker.run_in_processes(train_worker.train_with_transformers, trial)["seconds"]
+            seconds[kernel] = run_turn(work.train_with_transformers, trial)["seconds"]
     if not seconds:
         raise RuntimeError("transformers: no attention implementation runs here")
     print_rank_0(
@@ -136,7 +157,7 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         weights = f"{folder}/weights.safetensors"
         job = config.build_job(weights)
-        train_worker.run_in_processes(train_worker.write_weights, job)
+        run_turn(work.write_weights, job)
         kernel = find_fastest_attention(job)
         sides = build_contenders(config, weights)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -144,9 +165,9 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
             for number, (round_, name) in enumerate(itertools.product(range(config.rounds), sides)):
                 progress.update(number, round=f"{round_ + 1} of {config.rounds}", at=name)
                 if name == OURS:
-                    rates.append(train_worker.run_in_processes(train_worker.measure_peak_flops, job)["peak"])
+                    rates.append(run_turn(measure_peak_flops, job))
                 train, part = sides[name]
-                turns[name].append(train_worker.run_in_processes(train, dataclasses.replace(part, kernel=kernel)))
+                turns[name].append(run_turn(train, dataclasses.replace(part, kernel=kernel)))
                 if round_ == 0:
                     check_losses({name: each[0]["loss"] for name, each in turns.items() if each}, config.bf16)
     return summarize_turns(config, kernel, turns, median(rates))
@@ -165,10 +186,10 @@ def summarize_turns(
     sides = {}
     for side, side_turns in turns.items():
         sides[side] = {
-            "tokens_per_second": report.summarize([tokens / each["seconds"] for each in side_turns]),
-            "useful_flops_per_second": report.summarize([flops / each["seconds"] for each in side_turns]),
+            "tokens_per_second": common.summarize([tokens / each["seconds"] for each in side_turns]),
+            "useful_flops_per_second": common.summarize([flops / each["seconds"] for each in side_turns]),
             "share_of_peak": flops / median(each["seconds"] for each in side_turns) / rate if rate else None,
-            "cpu_seconds": report.summarize([each["cpu_seconds"] for each in side_turns]),
+            "cpu_seconds": common.summarize([each["cpu_seconds"] for each in side_turns]),
             "peak_memory": max(each["peak_memory"] for each in side_turns),
             "loss": side_turns[0]["loss"],
         }
@@ -179,7 +200,7 @@ def summarize_turns(
 
     results = {
         "settings": dataclasses.asdict(config),
-        "machine": report.describe_machine(),
+        "machine": common.describe_machine(),
         "parameters": job.shape.parameter_count(job.vocab_size),
         "tokens": tokens,
         "predicted": predicted * job.passes,
@@ -223,9 +244,9 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc bench pretrain`: time all contenders, print a table, write JSON to --output if given."""
+    """Time all contenders, print a table, and write JSON to --output if given."""
     silence_libraries()
-    config = flags.parse(PretrainBenchConfig, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
+    config = flags.parse(PretrainBenchConfig, argv, prog="python benchmarks/pretrain.py", description=__doc__)
     start = time.monotonic()
     try:
         results = measure_pretraining(config)
@@ -233,5 +254,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(str(error)) from None
     print(format_table(results))
     if config.output:
-        report.write_report(config.output, results)
+        common.write_report(config.output, results)
         print(f"{config.output}: written after {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,10 +2,10 @@
 
 import json
 
+import loader
 import numpy as np
 import pytest
 
-from megaenc.bench import loader
 from megaenc.data.indexed.corpus import Corpus
 
 

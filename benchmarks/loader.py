@@ -1,13 +1,14 @@
 """Measure data loading: startup on the index of a large corpus, and tokens per second of one loader process.
 
+    python benchmarks/loader.py --output loader.json
+
 The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file. First one process, then several
 that share memory open it, split it, shuffle its documents and build the first pack, then more. Tokens per second are measured
 on a smaller corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
-
-megaenc bench loader --output loader.json
 """
 
 import itertools
+import multiprocessing
 import os
 import tempfile
 import time
@@ -17,17 +18,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import common
 import numpy as np
 import psutil
 
 from megaenc import flags
-from megaenc.bench import report
 from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, IndexedWriter
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError, format_error, handle_command_errors
 from megaenc.output_paths import check_output_file
-from megaenc.processes import WorkerDied, check_process_count, python_environment
+from megaenc.processes import check_process_count
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE_LENGTH = 25  # tokens
@@ -35,12 +36,11 @@ _VOCAB_SIZE = 30_000
 _CHUNK = 1 << 22  # documents whose index entries are written at once
 _PACKS = 200  # read after the first one from the large index
 _NO_TOKENS = np.empty(0, np.uint16)
-_OPEN_PACKS: list[CorpusPackedDataset] = []
 
 
 @dataclass(frozen=True)
 class LoaderBenchConfig:
-    """Flags of `megaenc bench loader`: JSON file for results, sizes of the corpora, packings, rounds and processes."""
+    """Flags of the benchmark: JSON file for results, sizes of the corpora, packings, rounds and processes."""
 
     output: str = "loader.json"
     """JSON file for the results."""
@@ -105,7 +105,7 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
     """Return median, lowest and highest of each measurement by packing: startup and reading; InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
-    report.check_positive(config, *sizes)
+    common.check_positive(config, *sizes)
     check_process_count("--processes", config.processes)
     unknown = [name for name in config.packings if name not in PACKINGS]
     if unknown or not config.packings:
@@ -124,12 +124,12 @@ def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
                 progress.update(done, description=f"turn {turn + 1} of {config.rounds}: {packing}, {measure}")
     spreads = {
         name: {
-            packing: {key: report.summarize([turn[key] for turn in turns]) for key in next(iter(turns), ())}
+            packing: {key: common.summarize([turn[key] for turn in turns]) for key in next(iter(turns), ())}
             for packing, turns in each.items()
         }
         for name, each in results.items()
     }
-    return {"settings": asdict(config), "machine": report.describe_machine(), **spreads}
+    return {"settings": asdict(config), "machine": common.describe_machine(), **spreads}
 
 
 def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
@@ -147,22 +147,25 @@ def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
 
 def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int) -> dict[str, float]:
     """Run a measurement in new processes; return one's result, or the slowest's seconds and total CPU seconds and GiB."""
-    environment = python_environment() | {
+    environment = {
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
+    # Memory counts while all processes are alive: shared pages are divided between them.
+    barrier = multiprocessing.get_context("spawn").Manager().Barrier(processes) if processes > 1 else None
+    item = (str(prefix), packing, config, barrier)
     try:
-        with report.run_workers(MEASURES[measure], (str(prefix), packing, config), *[environment] * processes) as workers:
-            rows = [row for worker in workers for row in worker.results()]
-            # Proportional set size while all processes are alive: shared pages are divided between them.
-            memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
-    except (InputError, WorkerDied) as error:
+        rows = common.run_processes(MEASURES[measure], item, *[environment] * processes)
+    except RuntimeError as error:
         raise InputError(f"{packing}, {measure}: {format_error(error, 1000)}") from None
     if processes == 1:
         return rows[0]
-    seconds, cpu_seconds = ([row[name] for row in rows] for name in ("seconds", "processor_seconds"))
-    return {"seconds": max(seconds), "processor_seconds": sum(cpu_seconds), "gib": sum(memory)}
+    return {
+        "seconds": max(row["seconds"] for row in rows),
+        "processor_seconds": sum(row["processor_seconds"] for row in rows),
+        "gib": sum(row["shared_gib"] for row in rows),
+    }
 
 
 def _open_packs(prefix: str, packing: str, config: LoaderBenchConfig) -> CorpusPackedDataset:
@@ -179,32 +182,38 @@ def _open_packs(prefix: str, packing: str, config: LoaderBenchConfig) -> CorpusP
     return packs
 
 
-def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
+def measure_index(arguments: tuple[str, str, LoaderBenchConfig, Any]) -> dict[str, float]:
     """Open a corpus and read packs; return seconds and CPU seconds to the first, packs per CPU second and GiB by name.
 
-    Arguments: prefix, packing, config.
+    Arguments: prefix, packing, config, and a barrier of all processes that do so.
     """
     import torch  # noqa: F401 - keeps the import out of the timing
 
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    start, cpu_seconds = time.perf_counter(), time.process_time()
-    prefix, packing, config = arguments
-    _OPEN_PACKS.append(_open_packs(prefix, packing, config))
-    _OPEN_PACKS[0][0]
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
+    prefix, packing, config, barrier = arguments
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    packs = _open_packs(prefix, packing, config)
+    packs[0]
+    results = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - cpu_start}
     reading_start = time.process_time()
     for sample in range(1, _PACKS + 1):
-        _OPEN_PACKS[0][sample]
-    packs_per_second = _PACKS / (time.process_time() - reading_start)
+        packs[sample]
+    results["packs_per_processor_second"] = _PACKS / (time.process_time() - reading_start)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile", "anonymous_gib": "RssAnon"}
-    gib = {name: int(status[field].split()[0]) / 2**20 for name, field in fields.items()}
-    return {"seconds": seconds, "processor_seconds": cpu_seconds, "packs_per_processor_second": packs_per_second} | gib
+    for name, field in fields.items():
+        results[name] = int(status[field].split()[0]) / 2**20
+    if barrier is not None:
+        barrier.wait()
+        results["shared_gib"] = psutil.Process().memory_full_info().pss / 2**30
+        barrier.wait()
+    return results
 
 
-def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
+def measure_reading(arguments: tuple[str, str, LoaderBenchConfig, None]) -> dict[str, float]:
     """Return tokens per second of reading packs and of MLM micro-batches, by name. Arguments: prefix, packing, config."""
     import torch
 
@@ -213,7 +222,7 @@ def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, 
     from megaenc.training.micro_batches import build_micro_batch
 
     torch.set_num_threads(1)
-    prefix, packing, config = arguments
+    prefix, packing, config, _ = arguments
     packs = _open_packs(prefix, packing, config)
     vocabulary = Vocabulary(_VOCAB_SIZE, 0, 1, (0, 1), "")
     packs.stream.corpus.check_vocabulary(vocabulary)
@@ -260,7 +269,14 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc bench loader`: measure loading, write the results as JSON to --output, print a table."""
+    """Measure loading, write the results as JSON to --output, and print a table."""
     silence_libraries()
-    config = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
-    report.run_benchmark(measure_loader, format_table, config)
+    config = flags.parse(LoaderBenchConfig, argv, prog="python benchmarks/loader.py", description=__doc__)
+    results = measure_loader(config)
+    common.write_report(config.output, results)
+    print(format_table(results))
+    print(f"written to {config.output}")
+
+
+if __name__ == "__main__":
+    main()

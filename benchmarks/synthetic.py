@@ -1,6 +1,7 @@
-"""Synthetic documents and training plans for benchmarks, identical for all contenders."""
+"""Synthetic documents, and engines that train on them: the same work for all contenders."""
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,16 +11,21 @@ import numpy as np
 
 from megaenc import counter_rng
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.packed_dataset import Pack, PackedDataset
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset, Pack, PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Objective, Schedule, Targets
 
 if TYPE_CHECKING:
+    import torch
+
+    from megaenc.backend import Backend
+    from megaenc.training.engine import Engine
     from megaenc.training.plan import Plan
 
 EOS, MASK = 0, 1
 MAX_STEPS = 1 << 20  # more than any benchmark runs
+CORPUS_TOKENS = 1 << 21  # approximate tokens of the packs of concatenated documents
 
 
 @dataclass(frozen=True)
@@ -145,3 +151,84 @@ class BenchSetup:
         settings.check(get_world_size())
         data, rate = RunData((), (), (), packs, None), WSDSchedule(self.learning_rate, 0, 0, MAX_STEPS)
         return Plan(settings, self.vocabulary, None, data, self.build_schedule(*objectives), rate)
+
+
+def build_packed_plan(setup: BenchSetup, *objectives: str, tokens: int = CORPUS_TOKENS) -> "Plan":
+    """Return the Plan of a run on packs of concatenated synthetic documents, about `tokens` tokens, with `objectives`."""
+    count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
+    packs = ConcatPackedDataset(setup.build_documents(count), np.arange(count), setup.seq_length, 0)
+    return setup.build_plan(packs, *objectives)
+
+
+def init_process() -> "Backend":
+    """Initialize megatron-core and torch.distributed in this process alone and return its Backend."""
+    from megaenc import backend
+
+    backend.prepare_megatron()
+    return backend.init_distributed(backend.ParallelConfig(), 0)
+
+
+def free_memory() -> None:
+    """Collect garbage and free the accelerator memory that torch caches without using it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def reset_peak_memory() -> None:
+    """Reset the accelerator's peak memory statistics; do nothing without one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def destroy_process() -> None:
+    """Destroy the process groups and free memory, so that this process can be initialized again."""
+    from megaenc import backend
+
+    backend.destroy_distributed()
+    free_memory()
+
+
+def configure_batches(engine: "Engine", setup: BenchSetup, objective: str, packs: int, micro_batches: int) -> None:
+    """Make an engine train `objective` with `micro_batches` micro-batches of `packs` packs per step from now on."""
+    sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
+    settings = dataclasses.replace(engine.plan.settings, **sizes)
+    engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.build_schedule(objective))
+    engine.sampler = dataclasses.replace(engine.sampler, **sizes)
+
+
+def unwrap_encoder(engine: "Engine") -> "torch.nn.Module":
+    """Return the engine's encoder module without megatron-core's wrappers."""
+    [model] = engine.chunks
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def fill_random_weights(encoder: "torch.nn.Module", deviation: float) -> None:
+    """Fill weights with normal numbers of `deviation` (seed 0, on the device), biases with 0, norms with 1."""
+    import torch
+
+    from megaenc.backend import detect_backend
+
+    device = detect_backend().device
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device).mul_(deviation))
+
+
+def build_random_engine(plan: "Plan", backend: "Backend", kind: "type[Engine] | None" = None) -> "Engine":
+    """Return an engine for `plan` of class `kind`, or Engine, with random weights of seed 0 that are drawn on the device."""
+    from megaenc.training.engine import Engine
+
+    engine = (kind or Engine)(plan, backend, init_weights=False)
+    fill_random_weights(unwrap_encoder(engine), plan.settings.shape.init_method_std)
+    engine.optimizer.reload_model_params()
+    return engine

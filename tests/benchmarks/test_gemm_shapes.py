@@ -4,16 +4,12 @@ import json
 import os
 import sys
 
+import gemm_shapes
 import pytest
 import runs
 
-BENCHMARKS = runs.ROOT / "benchmarks"
 
-
-def test_each_product_has_a_row(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import gemm_shapes
-
+def test_each_product_has_a_row(tmp_path):
     output = tmp_path / "shapes.json"
     flags = ["--device", "cpu", "--models", "tiny", "--packs", "1", "--square", "64", "--seconds", "0.001"]
     gemm_shapes.main([*flags, "--output", str(output)])
@@ -36,6 +32,6 @@ for name, (call, size) in kernels.items():
 print(len(kernels))
 """
     environment = runs.surroundings() | {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(runs.ROOT / "benchmarks"), environment.get("PYTHONPATH", "")])
     ended = runs.run([sys.executable, "-c", code], environment=environment)
     assert ended.stdout == "13\n"

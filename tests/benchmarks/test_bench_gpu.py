@@ -6,48 +6,50 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import gpu
 import pytest
 import runs
 import torch
 
-from megaenc.bench.gpu import correctness
-from megaenc.bench.gpu.presets import SMALL
 from megaenc.model.attention import backends
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 from megaenc.training.distributed import largest_batch
 
-SETUP = dataclasses.replace(SMALL.correctness["64"], kernels={"attention_backend": "sdpa"})
+SETUP = dataclasses.replace(gpu.SMALL.correctness["64"], kernels={"attention_backend": "sdpa"})
 
 
 @pytest.mark.slow
 def test_a_miniature_of_it_is_done(tmp_path):
     """What the host computes is compared with itself, so that float32 differs by nothing and bfloat16 by its rounding."""
-    output = tmp_path / "gpu.json"
-    flags = ["--device", "cpu", "--small", "--output", str(output), "--phases", "correctness", "speed", "peer"]
+    output = tmp_path / "gpu"
+    flags = ["--device", "cpu", "--small", "--output", str(output)]
     environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
     subprocess.run([runs.ROOT / "benchmarks" / "gpu.sh", *flags], env=environment, check=True, capture_output=True, cwd="/")
-    results = json.loads(output.read_text(), parse_constant=pytest.fail)
-    phases = results["phases"]
-    assert {phase["ended"] for phase in phases.values()} == {"done"}
-    assert {name.split(",")[0] for name in phases} == {"machine", "correctness", "speed", "peer"}
-    rows = results["correctness"]["rows"]
-    assert len({(row["head_dim"], row["attention"], row["numbers"]) for row in rows}) == 8
-    for row in rows:
+    lines = (output / "results.jsonl").read_text().splitlines()
+    rows = {}
+    for line in lines:
+        row = json.loads(line, parse_constant=pytest.fail)
+        rows.setdefault(row["kind"], []).append(row)
+    assert rows.keys() == {"machine", "correctness", "speed", "breakdown", "peer"}
+    assert len((output / "results.txt").read_text().splitlines()) == len(lines)
+    assert len({(row["head_dim"], row["attention"], row["numbers"]) for row in rows["correctness"]}) == 8
+    for row in rows["correctness"]:
         assert row["passed"] and not row["not_compared"]
         assert (row["gradient_error"] < 1e-6) == (row["numbers"] == "float32")
-    for row in results["speed"]["miniature"].values():
+    for row in rows["speed"]:
         assert row["finite"]
-        tokens = row["packs"] * row["micro_batches"] * SMALL.speed["miniature"].seq_length
-        assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
-    assert results["peer"]["same_loss"]
+        tokens = row["packs"] * row["micro_batches"] * gpu.SMALL.speed["miniature"].seq_length
+        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(tokens)
+    losses = [row["loss"] for row in rows["peer"]]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-2)
 
 
 @pytest.mark.parametrize("fault", ["nothing", "mask", "edges", "scale"])
 def test_a_fault_of_attention_is_found(fault, one_process, monkeypatch):
     """Under the tolerance of bfloat16: a fault must be larger than its rounding."""
-    engine = correctness.build_engine(SETUP, one_process)
-    expected = [correctness.compute_gradients(engine, SETUP, text, 2) for text in correctness.OBJECTIVES]
+    engine = gpu.build_engine(SETUP, one_process)
+    expected = [gpu.compute_gradients(engine, SETUP, text) for text in gpu.OBJECTIVES]
     right = backends._scaled_dot_product
     spans = PackedSequences.spans
 
@@ -69,9 +71,9 @@ def test_a_fault_of_attention_is_found(fault, one_process, monkeypatch):
     if fault == "edges":
         monkeypatch.setattr(PackedSequences, "spans", whole_row)
     wide = dataclasses.replace(SETUP, bf16=True)
-    for text, reference in zip(correctness.OBJECTIVES, expected, strict=True):
-        found = correctness.compute_gradients(engine, SETUP, text, 2)
-        row = correctness.compare_gradients(wide, text, found, reference)
+    for text, reference in zip(gpu.OBJECTIVES, expected, strict=True):
+        found = gpu.compute_gradients(engine, SETUP, text)
+        row = gpu.compare_gradients(wide, text, found, reference)
         assert row["passed"] == (fault == "nothing"), row
         assert (row["gradient_error"] <= row["allowed"]["gradient"]) == (fault == "nothing"), row
 
@@ -80,7 +82,7 @@ def test_a_wrong_gradient_of_one_parameter_is_found():
     right = {"a": torch.ones(8), "b": torch.ones(8)}
 
     def compared(loss, gradients):
-        return correctness.compare_gradients(SETUP, "clm", (loss, gradients), (6.0, right))
+        return gpu.compare_gradients(SETUP, "clm", (loss, gradients), (6.0, right))
 
     assert compared(6.0, right)["passed"]
     for wrong in (torch.ones(8) * 1.01, torch.full((8,), float("nan"))):

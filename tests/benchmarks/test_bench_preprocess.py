@@ -3,9 +3,8 @@
 import functools
 import json
 
+import preprocess
 import pytest
-
-from megaenc.bench import data
 
 
 def flags(corpus, output) -> list[str]:
@@ -16,9 +15,9 @@ def flags(corpus, output) -> list[str]:
 @pytest.mark.slow
 def test_all_have_read_the_same_and_found_the_same(small_corpus, tmp_path, monkeypatch):
     """In one turn, which counts for both, as each takes a process."""
-    monkeypatch.setattr(data, "_run_turn", functools.cache(data._run_turn))
+    monkeypatch.setattr(preprocess, "_run_turn", functools.cache(preprocess._run_turn))
     output = tmp_path / "bench.json"
-    data.main(flags(small_corpus, output))
+    preprocess.main(flags(small_corpus, output))
     report = json.loads(output.read_text())
     assert set(report["ways"]) == {"megaenc", "gigatoken", "encode_batch", "encode_batch_fast", "datasets.map"}
     results = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in report["turns"].values() for turn in turns}
@@ -33,7 +32,7 @@ def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path,
     def turn(way, *_):
         return {"sha256": "1" * 64 if way == "gigatoken" else "0" * 64, "documents": 5, "tokens": 70}
 
-    monkeypatch.setattr(data, "_run_turn", turn)
-    line = refusal(data.main, flags(small_corpus, tmp_path / "bench.json"))
+    monkeypatch.setattr(preprocess, "_run_turn", turn)
+    line = refusal(preprocess.main, flags(small_corpus, tmp_path / "bench.json"))
     assert "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; expected the ids of megaenc: 5, 70, 0000" in line
     assert not (tmp_path / "bench.json").exists()

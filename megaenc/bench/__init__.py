@@ -1,1 +1,0 @@
-"""Benchmarks of speed and memory against peers, each in one run, in turns, after a check that the results agree."""

@@ -1,1 +1,0 @@
-"""`benchmarks/gpu.sh`: correctness and speed on an accelerator."""

@@ -1,0 +1,7 @@
+"""The folder of benchmark scripts, for imports."""
+
+import sys
+
+import runs
+
+sys.path.insert(0, str(runs.ROOT / "benchmarks"))
