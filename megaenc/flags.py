@@ -23,6 +23,14 @@ from megaenc.json_files import read_regular_file
 
 Settings = TypeVar("Settings")
 
+REMOVED = {
+    "calibrate": "train 20 steps on the machine and give their model_flops_utilization to --mfu",
+    "explain": "--output writes all terms as JSON",
+    "intra_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
+    "inter_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
+}
+"""Former flags, and what to use instead."""
+
 YamlMapping = NewType("YamlMapping", str)
 """Text of a YAML mapping; in a YAML file it may be a mapping itself."""
 
@@ -274,6 +282,8 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     for name in values:
         if name not in known:
             near = closest_match(str(name), known)
+            if name in REMOVED:
+                raise InputError(f"{source}: `{name}` was removed; {REMOVED[name]}")
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
     def replace(node):
@@ -369,6 +379,8 @@ def _simplify_error(message: str) -> str:
         return f"{', '.join(words)}: missing, expected a value" + " for each" * (len(words) > 1)
     if match := re.match(r"Unrecognized options: ([^ ,]+).*?(?: - (did you mean .*))?$", sentence):
         kind = "no such flag" if match[1].startswith("-") else "found a word that belongs to no flag, expected none"
+        if successor := REMOVED.get(match[1].removeprefix("--").removeprefix("no-").replace("-", "_")):
+            return f"{match[1]}: was removed; {successor}"
         return f"{match[1]}: {kind}" + (f"; {match[2]}" if match[2] else "")
     if match := re.match(r"Error parsing (--\S+): no type matching (.*) could be instantiated from \[(.*)\]", sentence):
         kinds = match[2].replace("{None}|", "").replace("INT", "a whole number").replace("FLOAT", "a number")

@@ -1,5 +1,6 @@
 """Configuration of kernels and parallelism, which change time, memory and, except for rounding, nothing else."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,24 +181,17 @@ def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Parse a layout in Megatron's notation and return the number of layers of each model chunk.
+    """Return the layers of each model chunk of a layout in Megatron's notation, such as Et*6|t*7|t*7|t*6L.
 
     Raises InputError if it is not a layout of `num_layers` layers on `stages` stages.
     """
-    from megaenc.backend.megatron import prepare_megatron
-
-    prepare_megatron()
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
     flag = f"--pipeline-model-parallel-layout {text}"
-    try:
-        parts = PipelineParallelLayerLayout.parse_str_to_list(text)
-    except AssertionError:
-        parts = []
-    kinds = [kind for part in parts for kind in part]
-    if kinds != [LayerType.embedding, *[LayerType.decoder] * num_layers, LayerType.loss]:
+    expanded = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        expanded = re.sub(pattern, lambda match: match[1] * int(match[2]), expanded)
+    parts = expanded.split("|")
+    if "".join(parts) != f"E{'t' * num_layers}L":
         raise InputError(f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts")
     if len(parts) % stages or not all(parts):
         raise InputError(f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of them empty")
-    return tuple(part.count(LayerType.decoder) for part in parts)
+    return tuple(part.count("t") for part in parts)

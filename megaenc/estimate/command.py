@@ -1,9 +1,9 @@
-"""Estimate memory, time, device hours and communication of a pretraining run before it starts, and suggest a layout.
+"""Estimate memory, time and device hours of a pretraining run before it starts, and suggest a layout.
 
 megaenc estimate --config configs/pretrain/encoder-610m.yaml --gpu mi250x --gpus 192
-megaenc estimate --model small --seq-length 1024 --calibrate --gpus 2 --tensor-model-parallel-size 2
 
-Takes all flags of `megaenc pretrain`; the data need not exist.
+Takes all flags of `megaenc pretrain`; the data need not exist. Time is FLOPs over the share of the peak that has been measured on
+such a device, or --mfu: a run of 20 steps logs its own as model_flops_utilization.
 """
 
 import glob
@@ -17,14 +17,15 @@ from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.console import build_rich_console, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.estimate.hardware import GIB, USABLE_MEMORY, Rates, get_machine, inter_node_link, intra_node_link
-from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, build_phases, build_schedule
+from megaenc.estimate.devices import Utilization, get_device
+from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.length_model import LengthModel, build_length_model, read_vocab_size
 from megaenc.estimate.report import EstimateReport, format_time
-from megaenc.estimate.total import Workload, estimate_layout, find_best_layout
+from megaenc.estimate.total import Workload, estimate_layout, find_simplest_layout
+from megaenc.estimate.work import build_phases, build_schedule
 from megaenc.objectives import pseudo_perplexity_shifts
 from megaenc.output_paths import check_output_file, create_parent_dir
-from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
+from megaenc.training.config import PretrainConfig, merge_defaults
 
 # Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, NeoBERT,
 # Gemma 3, and Llama 3 for the study's sizes.
@@ -47,17 +48,15 @@ _CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """Flags of `megaenc estimate`: number of devices, overrides of their rates, output, and all of `megaenc pretrain`.
+    """Flags of `megaenc estimate`: number of devices, overrides of the table, output, and all of `megaenc pretrain`.
 
     The type of the devices is `--gpu`, with the flags of the output.
     """
 
     gpus: int = 1
     """number of identical devices, one torchrun process each; a die of an MI250X counts as one"""
-    calibrate: bool = False
-    """measure this machine for about a minute, with one process per local device, instead of using the table"""
     mfu: float | None = None
-    """compute hours from this model FLOPs utilization only (0.4 is 40 % of the peak)"""
+    """model FLOPs utilization (0.4 is 40 % of the peak), instead of the table's"""
     price_per_hour: float | None = None
     """price of one device hour in any currency: adds the cost of the run"""
     document_tokens: tuple[int, ...] = ()
@@ -66,16 +65,10 @@ class EstimateConfig:
     """devices of a node, instead of the table's"""
     memory_gib: float | None = None
     """memory of a device in GiB, instead of the table's"""
-    intra_node_bandwidth: float | None = None
-    """GB/s from a device to others of its node, instead of the table's"""
-    inter_node_bandwidth: float | None = None
-    """GB/s from a node to others, per device, instead of the table's"""
     suggest: bool = True
-    """search for a layout that fits and is faster"""
-    explain: bool = False
-    """print every term with its formula and numbers"""
+    """search for a layout that fits, or is simpler and faster"""
     output: str = ""
-    """JSON file to write with the estimate and all terms"""
+    """JSON file to write with the estimate"""
     pretrain: PretrainConfig = field(default_factory=lambda: PretrainConfig(bf16=True))
 
 
@@ -95,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for phase, report in zip(phases, reports, strict=True):
         if len(phases) > 1:
             console.print(f"{phase.pretrain.own_iters:,} steps of {phase.pretrain.objective_schedule}:", style="bold")
-        report.print(console, explain=config.explain)
+        report.print(console)
     values = reports[0].to_dict()
     if len(phases) > 1:
         seconds = sum(report.estimate.seconds for report in reports)
@@ -123,15 +116,12 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the checked config: flags, over the `--config` file, over the preset of `--model`; raise InputError."""
-    # All accelerators of the table support bf16; only torch can tell for this machine.
-    pretrain = PretrainConfig(bf16="--calibrate" not in argv or has_bf16())
+    pretrain = PretrainConfig(bf16=True)  # all devices of the table have it
     model = flags.find_flag_value(argv, "--model") or ""
     if model.lower() in _STUDY_MODELS and not flags.find_flag_value(argv, "--config"):
         pretrain = flags.replace_fields(pretrain, _STUDY_RECIPE, source="the study's recipe")
     default = EstimateConfig(pretrain=merge_defaults(argv, prog, pretrain))
     config = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
-    layout = HypotheticalLayout(**flags.flatten(config.pretrain.layout))
-    config = replace(config, pretrain=replace(config.pretrain, layout=layout))
     _check_config(config)
     config.pretrain.check(config.gpus)
     return config
@@ -140,33 +130,45 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
 def _check_config(config: EstimateConfig) -> None:
     """Raise InputError for values out of range and contradicting flags."""
     integers = ("gpus", "devices_per_node")
-    for name in (*integers, "memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
+    for name in (*integers, "memory_gib", "price_per_hour"):
         if (value := getattr(config, name)) is not None and not 0 < value < float("inf"):
             expected = "1 or more" if name in integers else "a number above 0"
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise InputError(f"--mfu: found {config.mfu}, expected a fraction of the peak above 0 and at most 1 (0.4 is 40 %)")
-    if config.calibrate and config.mfu is not None:
-        raise InputError(f"--mfu {config.mfu}: found with --calibrate, expected only one of the two")
     if config.pretrain.micro_batch_size == "auto":
         raise InputError("--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one")
-    if not config.pretrain.output.gpu and not config.calibrate:
-        raise InputError("--gpu: missing, expected a device such as h100 or mi250x, or --calibrate to measure this machine")
-    if not config.calibrate and not config.pretrain.bf16:
-        raise InputError("--no-bf16: the table's speeds are for bf16; use --calibrate to measure float32 on this machine")
+    if not config.pretrain.output.gpu:
+        raise InputError("--gpu: missing, expected a device such as h100 or mi250x")
+    if config.mfu is None and not config.pretrain.bf16:
+        raise InputError(
+            "--no-bf16: the table's speeds are for bf16; give --mfu, the share of the bf16 peak that float32 reaches"
+        )
 
 
 def build_report(config: EstimateConfig) -> EstimateReport:
-    """Return a run's EstimateReport, with the best layout unless --no-suggest or --mfu; InputError for unusable input."""
+    """Return a run's EstimateReport, with the simplest layout unless --no-suggest; InputError for unusable input."""
     pretrain = config.pretrain
     vocab_size, vocab_text = resolve_vocab_size(config)
     docs = build_length_model(pretrain.data, config.document_tokens, pretrain.shape.window_size)
-    case, workload = LayoutCase.from_config(pretrain, vocab_size, config.gpus), build_workload(config, vocab_size, docs)
-    rates = _build_rates(config, case, workload, docs)
-    estimate, is_searched = estimate_layout(case, workload, rates), config.suggest and config.mfu is None
-    suggestion = find_best_layout(case, workload, rates) if is_searched else None
+    case = LayoutCase.from_config(pretrain, vocab_size, config.gpus)
+    workload = build_workload(config, vocab_size, docs)
+    device = get_device(pretrain.output.gpu)
+    device = replace(device, gib=config.memory_gib or device.gib, per_node=config.devices_per_node or device.per_node)
+    utilization = device.utilization(case.shape.parameter_count(vocab_size))
+    if config.mfu is not None:
+        utilization = Utilization(0.0, config.mfu, "given")
+    simplest = find_simplest_layout(case, workload, device) if config.suggest else None
     return EstimateReport(
-        pretrain.model_name, vocab_text, docs, rates, estimate, suggestion, is_searched, config.price_per_hour, config.mfu
+        model=pretrain.model_name,
+        vocabulary=vocab_text,
+        documents=docs,
+        device=device,
+        utilization=utilization,
+        estimate=estimate_layout(case, workload, device, utilization.share),
+        suggestion=simplest and estimate_layout(simplest, workload, device, utilization.share),
+        is_searched=config.suggest,
+        price=config.price_per_hour,
     )
 
 
@@ -195,24 +197,4 @@ def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -
     forwards = len(objectives) + len(measures) * pretrain.output.eval_pseudo_perplexity_passes
     forwards *= len(pretrain.output.valid_data_path) or 1
     validations = steps // pretrain.eval_every if pretrain.eval_every else 0
-    return Workload(tuple(phases), validations, forwards * pretrain.output.eval_iters, config.mfu)
-
-
-def _build_rates(config: EstimateConfig, case: LayoutCase, workload: Workload, docs: LengthModel) -> Rates:
-    """Return the rates of --gpu's table entry with overrides, or those measured on this machine with --calibrate."""
-    gpu = config.pretrain.output.gpu
-    known = get_machine(gpu) if gpu else None
-    if known:
-        overrides = {
-            "devices": config.devices_per_node,
-            "memory": config.memory_gib and USABLE_MEMORY * (config.memory_gib * GIB),
-            "inside": config.intra_node_bandwidth and intra_node_link(config.intra_node_bandwidth),
-            "between": config.inter_node_bandwidth and inter_node_link(config.inter_node_bandwidth),
-        }
-        known = replace(known, **{name: value for name, value in overrides.items() if value})
-    if not config.calibrate:
-        return known
-    from megaenc.estimate.microbench import calibrate  # imports torch
-
-    rates = calibrate(config.pretrain, case, workload, docs, known)
-    return replace(rates, memory=config.memory_gib * GIB) if config.memory_gib else rates
+    return Workload(tuple(phases), validations, forwards * pretrain.output.eval_iters)

@@ -10,37 +10,41 @@ from rich.table import Table
 
 from megaenc import __version__
 from megaenc.console import format_duration, format_number
-from megaenc.estimate.hardware import GIB, Rates
-from megaenc.estimate.layout_case import CostTerm, LayoutCase
+from megaenc.estimate.devices import GIB, Device, Utilization
+from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.length_model import LengthModel
 from megaenc.estimate.memory import compute_save_cost
 from megaenc.estimate.total import Estimate, format_layout_flags
 
-MIN_SPEEDUP = 1.03  # minimum speedup of a suggested layout if the configured one fits
+MIN_SPEEDUP = 1.03  # of a suggested layout if the configured one fits
 _MAX_PHASES = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimateReport:
-    """Estimate of a run's layout and of a suggested layout, if any, with the model, documents and rates behind them."""
+    """Estimate of a run's layout and of a suggested layout, if any, with what they are made of."""
 
     model: str
     vocabulary: str
     documents: LengthModel
-    rates: Rates
+    device: Device
+    utilization: Utilization
     estimate: Estimate
     suggestion: Estimate | None
     is_searched: bool
     price: float | None
-    mfu: float | None
 
-    def print(self, console: Console, *, explain: bool) -> None:
-        """Print tables of memory, step time and phases, all terms if `explain`, and the suggested layout's flags."""
-        own, case, values = self.estimate, self.estimate.case, self.to_dict()
+    def print(self, console: Console) -> None:
+        """Print tables of memory, step time and phases, and the suggested layout's flags."""
+        own = self.estimate
+        case = own.case
+        values = self.to_dict()
         precision = f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
-        console.print(f"{self.documents.source}\n{case.gpus:,} x {self.rates.source}\n{_describe_layout(case)}", soft_wrap=True)
-        console.print(_memory_table(own, self.rates))
+        console.print(f"{self.documents.source}\n{_describe_layout(case)}", soft_wrap=True)
+        speed = f"{100 * self.utilization.share:.3g} % of {self.device.peak / 1e12:,.4g} TFLOP/s in bf16"
+        console.print(f"{case.gpus:,} x {self.device.name} at {speed} ({self.utilization.source})", soft_wrap=True)
+        console.print(_memory_table(own, self.device))
         console.print(_format_save_cost(values["estimate"]["saving"]), soft_wrap=True)
         console.print(self._steps_table(values["estimate"]))
         console.print(self._phases_table(values["estimate"]))
@@ -48,37 +52,24 @@ class EstimateReport:
         hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
         console.print(f"the run: {format_time(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
-        if explain:
-            for title, terms, by in self._term_tables():
-                table = Table(box=None, show_header=False, pad_edge=False)
-                for justify in ("left", "right", "left"):
-                    table.add_column(overflow="fold", justify=justify)
-                for term in terms:
-                    table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
-                console.print(f"\n{title}")
-                console.print(table)
         for line in self._suggestion_lines():
             console.print(line, soft_wrap=True)
 
     def _steps_table(self, values: dict[str, Any]) -> Table:
         """Return the table of step times and throughput by objective."""
-        mfu_note, devices = " (given)" if self.mfu else "", values["devices"]
-        rows = [
-            (
+        rows = []
+        for step in values["steps"]:
+            row = (
                 step["objective"],
                 f"{100 * step['predicted_share']:.1f} %",
                 f"{step['flops']:.3g}",
-                f"{step['seconds']:.3g}{mfu_note}",
+                f"{step['seconds']:.3g}",
                 f"{step['tokens_per_second']:,.0f}",
-                f"{step['tokens_per_second'] / devices:,.0f}",
-                f"{100 * step['model_flops_utilization']:.1f} %" if self.rates.peak else "-",
-                f"{100 * step['pipeline_bubble']:.1f} %",
+                f"{step['tokens_per_second'] / values['devices']:,.0f}",
+                f"{100 * values['pipeline_idle']:.1f} %",
             )
-            for step in values["steps"]
-        ]
-        return _build_table(
-            ("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows
-        )
+            rows.append(row)
+        return _build_table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "idle in pipeline"), rows)
 
     def _phases_table(self, values: dict[str, Any]) -> Table:
         """Return the table of time and cost by phase."""
@@ -102,36 +93,32 @@ class EstimateReport:
         rows += [("validation", "", "", "", *cost_cells(validation))] if validation else []
         return _build_table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
 
-    def _term_tables(self) -> list[tuple[str, tuple[CostTerm, ...], float]]:
-        """Return (title, terms, divisor of their values) of each table of terms."""
-        stage, stages = self.estimate.memory.stage, self.estimate.case.num_stages
-        position = f" on stage {stage.index + 1} of {stages}" if stages > 1 else ""
-        tables = [(f"memory of a rank{position}, GiB", self.estimate.memory.terms, GIB)]
-        for work, step in self.estimate.steps:
-            tables.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms, 1.0))
-            tables.append((f"bytes sent by one rank in a step of {work.objective}, GB", step.sent, 1e9))
-        return [each for each in tables if each[1]]
-
     def _suggestion_lines(self) -> list[str]:
         """Return lines that print the suggested layout as flags, or the reason for none."""
-        estimate, suggestion = self.estimate, self.suggestion
+        own = self.estimate
+        better = self.suggestion
         if not self.is_searched:
-            return [] if estimate.fits else ["does not fit"]
-        if suggestion is None:
+            return [] if own.fits else ["does not fit"]
+        if better is None:
             return ["does not fit, and no layout on these devices does: raise --gpus or choose a larger --gpu"]
-        faster = estimate.seconds / suggestion.seconds
-        if estimate.fits and (faster < MIN_SPEEDUP or suggestion.case == estimate.case):
-            return ["layout: no other layout is more than 3 % faster"]
-        gain = f"{faster:.2f} x as fast" if estimate.fits else "fits"
-        cost = f"{format_time(suggestion.seconds)}, {suggestion.hours:,.0f} device hours, {suggestion.memory.total / GIB:.1f} GiB"
-        return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(suggestion.case))]
+        is_simpler = _count_replica_ranks(better.case) < _count_replica_ranks(own.case)
+        if own.fits and not is_simpler and own.seconds < MIN_SPEEDUP * better.seconds:
+            return ["layout: it fits, and no layout is simpler"]
+        if not own.fits:
+            gain = "fits"
+        elif is_simpler:
+            gain = "simpler"
+        else:
+            gain = f"{own.seconds / better.seconds:.2f} x as fast"
+        cost = f"{format_time(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
+        return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(better.case))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file: inputs, estimate with all terms, suggestion (None without one)."""
         better = (
             None
             if self.suggestion is None
-            else {"flags": format_layout_flags(self.suggestion.case), **_estimate_to_dict(self.suggestion, self.rates)}
+            else {"flags": format_layout_flags(self.suggestion.case), **_estimate_to_dict(self.suggestion, self.device)}
         )
         return {
             "megaenc": __version__,
@@ -140,14 +127,19 @@ class EstimateReport:
             "parameters": self.estimate.case.shape.parameter_count(self.estimate.case.vocab_size),
             "vocabulary": self.estimate.case.vocab_size,
             "documents": dataclasses.asdict(self.documents) | {"lengths": None},
-            "machine": dataclasses.asdict(self.rates),
-            "mfu_given": self.mfu,
-            "estimate": _estimate_to_dict(self.estimate, self.rates),
+            "device": {"name": self.device.name, "peak": self.device.peak, "per_node": self.device.per_node},
+            "utilization": dataclasses.asdict(self.utilization),
+            "estimate": _estimate_to_dict(self.estimate, self.device),
             "suggestion": better,
         }
 
 
-def _estimate_to_dict(estimate: Estimate, rates: Rates) -> dict[str, Any]:
+def _count_replica_ranks(case: LayoutCase) -> int:
+    """Return the number of ranks that share a replica of the model."""
+    return case.tensor_parallel_size * case.num_stages
+
+
+def _estimate_to_dict(estimate: Estimate, device: Device) -> dict[str, Any]:
     """Return an estimate as a JSON object."""
     case, memory = estimate.case, estimate.memory
     return {
@@ -159,20 +151,15 @@ def _estimate_to_dict(estimate: Estimate, rates: Rates) -> dict[str, Any]:
             "stage": memory.stage.index,
             "parameters": memory.stage.parameters,
             "bytes": memory.total,
-            "available": rates.memory,
+            "available": device.memory,
             "fits": estimate.fits,
-            "terms": [dataclasses.asdict(term) for term in memory.terms],
+            "terms": memory.terms,
         },
-        "saving": dataclasses.asdict(compute_save_cost(case, rates)),
+        "saving": dataclasses.asdict(compute_save_cost(case, device.per_node)),
+        "pipeline_idle": estimate.idle,
         "steps": [
-            {
-                "objective": work.objective,
-                "predicted_share": work.predicted / work.tokens,
-                **dataclasses.asdict(step),
-                "tokens_per_second": case.global_batch_size * case.seq_length / step.seconds,
-                "model_flops_utilization": step.flops / step.seconds / (rates.peak * case.gpus) if rates.peak else None,
-            }
-            for work, step in estimate.steps
+            dataclasses.asdict(step) | {"tokens_per_second": case.global_batch_size * case.seq_length / step.seconds}
+            for step in estimate.steps
         ],
         "phases": [dataclasses.asdict(phase) | {"device_hours": phase.seconds * case.gpus / 3600} for phase in estimate.phases],
         "validation_seconds": estimate.validation,
@@ -195,11 +182,12 @@ def _describe_layout(case: LayoutCase) -> str:
     )
 
 
-def _memory_table(estimate: Estimate, rates: Rates) -> Table:
+def _memory_table(estimate: Estimate, device: Device) -> Table:
     """Return the table of a rank's memory by term."""
-    names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in estimate.memory.terms), strict=True)
-    verdict = f"{rates.memory / GIB:.1f}: " + ("fits" if estimate.fits else "too much")
-    return _build_table(("GiB", *names, "together", "of"), [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)])
+    terms = estimate.memory.terms
+    values = [f"{value / GIB:.2f}" for value in terms.values()]
+    verdict = f"{device.memory / GIB:.1f}: " + ("fits" if estimate.fits else "too much")
+    return _build_table(("GiB", *terms, "together", "of"), [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)])
 
 
 def _format_save_cost(saving: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from megaenc.console import truncate_text
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
 from megaenc.errors import InputError, closest_match
-from megaenc.estimate.layout_case import PhaseWork, build_phases
 from megaenc.estimate.length_model import LengthModel, mean_chunk_pairs
+from megaenc.estimate.work import PhaseWork, build_phases
 from megaenc.finetune.config import format_learning_rate
 from megaenc.model.config import visible_pairs
 from megaenc.study.manifest.model_key import ModelKey, format_model_name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.estimate.layout_case import PhaseWork
+from megaenc.estimate.work import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.training.lr_schedule import DECAY_COEFFICIENTS

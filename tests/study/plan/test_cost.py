@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megaenc.backend import ParallelConfig
-from megaenc.estimate.layout_case import ObjectiveWork
+from megaenc.estimate.work import ObjectiveWork
 from megaenc.model.config import ModelConfig, get_preset
 from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config

@@ -1,0 +1,136 @@
+"""Computation of each objective and phase of a run."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.estimate.length_model import LengthModel
+from megaenc.model.config import ModelConfig
+from megaenc.objectives import GPTBERT, Attention, MaskedDiffusion, Objective, Schedule
+from megaenc.training.config import PretrainConfig
+
+
+@dataclass(frozen=True)
+class ObjectiveWork:
+    """Average work of one pack under an objective: tokens, predictions, and pairs of tokens that attend to each other."""
+
+    objective: str
+    tokens: int
+    """tokens of a pack"""
+    predicted: float
+    """positions whose logits are computed"""
+    squares: float
+    """sum of the squared document lengths"""
+    visible_squares: float
+    """sum of the squared lengths of bidirectional parts: full documents, none, or prefixes"""
+    local_pairs: float = 0.0
+    """ordered pairs of tokens in a document within the window of local layers; 0 without such layers"""
+    visible_local_pairs: float = 0.0
+    """those in bidirectional parts"""
+    selects_rows: bool = True
+    """whether the last layer computes only the predicted positions after its attention"""
+
+    def body_flops(self, shape: ModelConfig) -> float:
+        """Return the FLOPs of the layers' matrix products in a pack, forward and backward, with all positions in all layers."""
+        return float(shape.layer_flops_per_token() * self.tokens)
+
+    @property
+    def unneeded_tokens(self) -> float:
+        """Return the tokens of a pack that the last layer leaves out after its attention."""
+        return self.tokens - self.predicted if self.selects_rows and self.predicted else 0.0
+
+    def unneeded_flops(self, shape: ModelConfig) -> float:
+        """Return the FLOPs of a pack that the last layer saves by leaving out tokens, both passes."""
+        return self.unneeded_tokens * shape.unselected_flops_per_token()
+
+    def attention_flops(self, shape: ModelConfig) -> float:
+        """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
+        each, local = shape.attention_flops(1, prefix=0) // shape.num_layers, shape.local_layers
+        global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
+        return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
+
+    def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
+        """Return the FLOPs of the output layer and prediction head at a pack's predicted positions, both passes."""
+        return float(shape.head_flops(vocab_size, self.predicted))
+
+    def flops(self, shape: ModelConfig, vocab_size: int) -> float:
+        """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
+        body = self.body_flops(shape) - self.unneeded_flops(shape)
+        return body + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """Phase of the schedule: first and last step, average number of steps of each objective, batch sizes, and passes."""
+
+    text: str
+    first: int
+    last: int
+    parts: tuple[tuple[ObjectiveWork, float], ...]
+    batches: tuple[tuple[int, int], ...]
+    """(global batch size, steps with it); one pair without --rampup-batch-size"""
+    passes: int = 1
+    """number of times that a step reads its packs, each time with an objective of its own"""
+
+
+def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
+    """Return a run's objective schedule for any vocabulary of `vocab_size`; InputError for a wrong one."""
+    any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # parsing needs a mask token
+    return Schedule.build(config.objective_schedule, config.total_iters, any_vocabulary, config.seed)
+
+
+def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
+    """Return a run's phases with their average work, for a branch from --branch-at on; InputError for a wrong schedule."""
+    schedule = build_schedule(config, vocab_size)
+    phases = []
+    for phase in schedule.phases:
+        first, last = max(phase.first_step, (config.start.branch_at or 0) + 1), phase.last_step
+        if first <= last:
+            pairs = zip(phase.choices, phase.shares, strict=True)
+            works = [
+                (compute_objective_work(choice.start, choice.end, config, docs), share * (last - first + 1))
+                for choice, share in pairs
+            ]
+            batches = _count_batch_sizes(config, first, last)
+            phases.append(PhaseWork(phase.text, first, last, tuple(works), batches, phase.passes))
+    return phases
+
+
+def compute_objective_work(start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel) -> ObjectiveWork:
+    """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
+    length = config.data.seq_length
+    unpredicted, special = 0.0, docs.special
+    if start.shift:
+        unpredicted = docs.pieces  # a document's first token has no predecessor
+        special -= docs.special_starts  # counted in `unpredicted`
+    text = length - unpredicted - special
+    predicted = length - unpredicted  # `clm` also predicts the ends of documents
+    is_bidirectional = start.attention is Attention.BIDIRECTIONAL
+    visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
+    if hasattr(start, "mask"):
+        predicted = (start.mask + end.mask) / 2 * text
+    if isinstance(start, MaskedDiffusion):
+        predicted = (start.low + start.high + end.low + end.high) / 4 * text
+    if isinstance(start, GPTBERT):
+        causal = (start.causal + end.causal) / 2
+        predicted += causal * (text - predicted)
+        visible_squares, visible_local = (1 - causal) * docs.squares, (1 - causal) * docs.local_pairs
+    elif start.attention is Attention.PREFIX:
+        low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
+        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - special  # a prefix is rounded down
+        predicted = min(text, rest)
+        visible_squares = docs.squares * (low * low + low * high + high * high) / 3
+        visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
+    pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, config.layout.selects_rows)
+
+
+def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """Return (global batch size, number of steps with it) for steps `first` to `last`."""
+    if not config.rampup_batch_size:  # avoids a slow import of megatron-core
+        return ((config.global_batch_size, last - first + 1),)
+    sizes = config.batch_sizes
+    growing = min(last, len(sizes.starts))
+    counts = Counter(sizes.size(step) for step in range(first, growing + 1))
+    counts[sizes.full] += max(0, last - max(first - 1, growing))
+    return tuple(counts.items())
