@@ -38,8 +38,8 @@ class Reach:
         for path in paths:
             name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             self.modules[name] = path
-            if path.startswith("tests/"):
-                self.modules[Path(path).stem] = path  # a folder of tests is on the path for imports
+            if path.startswith(("tests/", "benchmarks/")):
+                self.modules[Path(path).stem] = path  # their folders are on the path for imports
                 self.modules[name.removeprefix("tests.")] = path
             self.scripts[Path(path).name] = path
         self.names = {path: _list_definitions(tree) for path, tree in self.trees.items()}

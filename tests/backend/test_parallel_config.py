@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megaenc.backend import ParallelConfig
+from megaenc.backend import ParallelConfig, prepare_megatron
 from megaenc.errors import InputError
 
 
@@ -34,6 +34,12 @@ def test_split_as_megatron_writes_it(text, split, chunks):
     layout = ParallelConfig(1, 4, pipeline_model_parallel_layout=text)
     assert layout.layers_per_chunk(26) == split
     assert layout.chunks_per_stage(26) == chunks
+    prepare_megatron()
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    parts = PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert tuple(part.count(LayerType.decoder) for part in parts) == split
 
 
 def test_interleaved_parts_are_dealt_out_in_turns():

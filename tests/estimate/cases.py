@@ -1,34 +1,25 @@
 """Small cases with round numbers, for hand computation."""
 
-import dataclasses
-
-from megaenc.estimate.hardware import Link, Rates
-from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, ObjectiveWork, PhaseWork
+from megaenc.backend.parallel_config import ParallelConfig
+from megaenc.estimate.devices import Device
+from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.total import Workload
+from megaenc.estimate.work import ObjectiveWork, PhaseWork
 from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
 WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, visible_squares=64.0 * 64, selects_rows=False)
 
-RATES = Rates(
-    peak=1e12, gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,
-    layer_floor=0.0, start=0.0, inside=Link(1e10, 0.0), between=Link(1e9, 0.0), devices=8, memory=1e9, base=1e6, host=False,
-    source="made up",
-)  # fmt: skip
+DEVICE = Device("made up", peak=1e12, gib=16, per_node=8)
 
 
 def case(shape=SHAPE, *, gpus=1, vocab_size=1024, batch=16, micro=1, bf16=True, **layout) -> LayoutCase:
     """`layout`: fields of the layout."""
-    laid = HypotheticalLayout(**layout)
+    laid = ParallelConfig(**layout)
     return LayoutCase(shape, vocab_size, laid, laid.layers_per_chunk(shape.num_layers), gpus, micro, batch, 64, bf16)
 
 
 def workload(steps: int = 100, batch: int = 16, work: ObjectiveWork = WORK) -> Workload:
     """One phase of one objective."""
     return Workload((PhaseWork("mlm", 1, steps, ((work, float(steps)),), ((batch, steps),)),), 0, 0)
-
-
-def rates(**values) -> Rates:
-    """Those of the made-up machine, some changed."""
-    return dataclasses.replace(RATES, **values)

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from cases import SHAPE, WORK, case, rates
+from cases import SHAPE, WORK, case
 
 from megaenc.backend import KernelConfig, ParallelConfig
-from megaenc.estimate.layout_case import ObjectiveWork
 from megaenc.estimate.memory import (
     CHUNK_BYTES,
     LOGIT_BYTES_AT_ONCE,
@@ -19,6 +18,7 @@ from megaenc.estimate.memory import (
     micro_batches_in_flight,
     stage_activation_bytes,
 )
+from megaenc.estimate.work import ObjectiveWork
 from megaenc.model.config import ModelConfig
 
 SMALL = ModelConfig(2, 64, 160, 8, 4)
@@ -26,29 +26,23 @@ FOUR_LAYERS = ModelConfig(4, 64, 160, 8, 4)
 TINY_PARAMETERS = 2 * 10_816 + 32 + 2 * 32_768
 
 
-def terms(memory):
-    return {term.name: term.value for term in memory.terms}
-
-
 def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
     parameters = TINY_PARAMETERS
     assert SHAPE.parameter_count(1024) == parameters
-    results = terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates()))
+    results = compute_stage_memory(case(), WORK, case().build_stage(0)).terms
     assert results["weights"] == 2 * parameters
     assert results["gradients"] == results["master weights"] == 4 * parameters
     assert results["AdamW's moments"] == 8 * parameters
     norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (2 * 32 + 2 * 16)
     per_token = norms + projections + 4 * 4 + 3 * 2 * 80
     assert results["activations"] == 2 * 64 * per_token
-    in_float32 = terms(compute_stage_memory(case(bf16=False), WORK, case().build_stage(0), rates()))
+    in_float32 = compute_stage_memory(case(bf16=False), WORK, case().build_stage(0)).terms
     assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
 
 
 def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
-    complete, shared = (
-        terms(compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK], rates())) for on in (False, True)
-    )
+    complete, shared = (compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK]).terms for on in (False, True))
     for name in ("master weights", "AdamW's moments"):
         assert shared[name] == complete[name] / 4
     assert shared["gradients"] == complete["gradients"]
@@ -60,11 +54,11 @@ def test_a_save_by_hand():
 
     assert CHUNK_BYTES == MAX_CHUNK_BYTES
     complete = 14 * TINY_PARAMETERS
-    many = compute_save_cost(case(gpus=16), rates())
+    many = compute_save_cost(case(gpus=16), 8)
     assert (many.total, many.synchronous, many.asynchronous) == (complete, 8 * CHUNK_BYTES, 8 * complete / 16)
-    host = compute_save_cost(case(gpus=2, bf16=False), rates(host=True))
-    assert (host.total, host.synchronous, host.asynchronous) == (12 * TINY_PARAMETERS, 0, 12 * TINY_PARAMETERS)
-    stages = compute_save_cost(case(gpus=2, pipeline_model_parallel_size=2), rates())
+    in_float32 = compute_save_cost(case(gpus=2, bf16=False), 8)
+    assert (in_float32.total, in_float32.asynchronous) == (12 * TINY_PARAMETERS, 12 * TINY_PARAMETERS)
+    stages = compute_save_cost(case(gpus=2, pipeline_model_parallel_size=2), 8)
     assert (stages.total, stages.asynchronous) == (complete, 2 * 14 * (10_816 + 32 + 32_768))
 
 
@@ -164,18 +158,18 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
     stage = one.build_stage(0)
-    a_layer = stage_activation_bytes(one, stage, host=True)[0] / 3
+    a_layer = stage_activation_bytes(one, stage, host=True) / 3
     assert results[1] - results[0] == pytest.approx(a_layer, rel=0.03)
     squares = (100**2 + 156**2) / 4
     a_pack = ObjectiveWork("mlm", 64, 9 / 4, squares, squares)
-    last = stage_activation_bytes(one, stage, host=True, work=a_pack)[0] - 2 * a_layer
+    last = stage_activation_bytes(one, stage, host=True, work=a_pack) - 2 * a_layer
     assert results[2] - results[1] == pytest.approx(last, rel=0.05)
 
 
 def test_recomputation_keeps_less():
     """Of all layers, what enters each of 4, 64 tokens of 2 x 64 bytes; or of one alone."""
     plain, full, block = (
-        stage_activation_bytes(one, one.build_stage(0), host=True)[0]
+        stage_activation_bytes(one, one.build_stage(0), host=True)
         for one in (
             case(FOUR_LAYERS),
             case(FOUR_LAYERS, recompute_granularity="full"),

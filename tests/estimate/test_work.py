@@ -9,8 +9,8 @@ from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.estimate.command import build_workload, parse_estimate_config, resolve_vocab_size
-from megaenc.estimate.layout_case import compute_objective_work
 from megaenc.estimate.length_model import build_length_model
+from megaenc.estimate.work import compute_objective_work
 from megaenc.objectives import Schedule
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "36", "--global-batch-size", "16", "--eval-interval", "0"]

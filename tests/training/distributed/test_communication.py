@@ -7,10 +7,6 @@ from dataclasses import dataclass
 import pytest
 import runs
 
-from megaenc.estimate.layout_case import LayoutCase, ObjectiveWork
-from megaenc.estimate.step_time import communication_terms
-from megaenc.training.config import parse_config
-
 pytestmark = pytest.mark.multiprocess
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -166,42 +162,3 @@ def test_overlapped_communication_trains_the_same(small_corpus, tmp_path):
         flags = [*small_corpus.flags, *RUN, *plain.flags, *more, "--log-interval", "1", "--save", str(tmp_path / name)]
         runs.script(runs.WORKERS / "communication.py", ["5", str(tmp_path), *flags], processes=2)
     runs.assert_same_curve(tmp_path / "overlapped", tmp_path / "plain", tolerance=1e-6)
-
-
-NAMES = {
-    "muon": "Muon's matrices",
-    "tensor": "tensor parallel",
-    "data": "data parallel",
-    "embedding": "tied embedding",
-    "pipeline": "pipeline",
-}
-
-
-def sent_by_a_ring(layout: Layout, stage: int, predicted: int) -> Counter:
-    """By name in the estimate: bytes that one rank of a ring sends; the few of norms, votes and sums are left out."""
-    found = Counter()
-    sizes = {"tensor": layout.tensor, "data": layout.data, "embedding": 2}
-    for (kind, group), (_, size) in necessary(layout, stage, predicted).items():
-        ring = 1 - 1 / sizes.get(group, 1)
-        if kind == "send":
-            found["pipeline"] += size
-        elif kind == "all-to-all":
-            found["muon"] += ring * size / layout.data
-        elif kind == "broadcast":
-            found["muon"] += ring * size
-        elif group in sizes:
-            found[group] += ring * size * (2 if kind == "all-reduce" else 1)
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "float8" not in name])  # which is estimated as if in bfloat16
-def test_all_that_is_sent_counts_in_the_estimate(name):
-    layout = LAYOUTS[name]
-    flags = [flag for flag in layout.flags if flag not in (REDUCE, GATHER)]  # refused on a CPU
-    config = parse_config([*RUN, *flags], "test")
-    case = LayoutCase.from_config(config, 400, layout.processes)
-    for stage in case.build_stages():
-        work = ObjectiveWork("mlm", S // MICRO, 20.0, 1.0, 1.0, selects_rows=config.layout.selects_rows)
-        expected = sent_by_a_ring(layout, stage.index, 20 * BATCH // layout.data)
-        terms = {term.name: term.value for term in communication_terms(case, stage, work)}
-        assert terms == pytest.approx({NAMES[group]: size for group, size in expected.items()}, rel=1e-3), stage
