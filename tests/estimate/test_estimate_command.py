@@ -81,6 +81,7 @@ def test_a_size_of_the_study_has_its_recipe(capsys):
 
 
 def test_the_largest_batch_is_searched_at_once(capsys):
-    """Micro-batches have up to 4,096 packs, whatever the global batch size; 2,500 of 4,000 make up ten million."""
-    main(["--gpu", "h100", "--model", "tiny", "--global-batch-size", "10000000", "--train-iters", "2"])
+    """Micro-batches have up to 4,096 packs, whatever the global batch size."""
+    flags = ["--gpu", "h100", "--gpus", "2", "--tensor-model-parallel-size", "2", "--model", "tiny"]
+    main([*flags, "--global-batch-size", "10000000", "--train-iters", "2"])
     assert "--micro-batch-size 4000" in capsys.readouterr().out
