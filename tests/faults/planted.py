@@ -101,11 +101,17 @@ def run_tests(copy: Path, tests: list[str], budget: float, first: bool) -> tuple
     return found, results["PASSED"]
 
 
+def name_package(module: str) -> str:
+    """Return the package of a module; modules of megaenc itself are one."""
+    parts = Path(module).parts
+    return parts[1] if len(parts) > 2 else parts[0]
+
+
 def draw_faults(count: int, seed: int) -> list[Fault]:
     """Return `count` faults, as many of each package as can be."""
     by_package = defaultdict(list)
     for module in sorted(run_git("ls-files", "megaenc/*.py").split()):
-        by_package[module.split("/")[1]] += list_faults(ROOT / module, module)
+        by_package[name_package(module)] += list_faults(ROOT / module, module)
     source = random.Random(seed)
     for faults in by_package.values():
         source.shuffle(faults)
@@ -157,7 +163,7 @@ def show_report(out: Path) -> None:
     rows = [json.loads(line) for line in (out / "report.jsonl").read_text(encoding="utf-8").splitlines()]
     of_package, of_file = defaultdict(list), Counter()
     for row in rows:
-        of_package[row["module"].split("/")[1]].append(bool(row["found"]))
+        of_package[name_package(row["module"])].append(bool(row["found"]))
         of_file.update({test.split("::")[0] for test in row["found"]})
     for package, found in sorted(of_package.items()):
         print(f"{package}: {sum(found)} of {len(found)} found")
