@@ -8,6 +8,8 @@ import json
 import pytest
 import runs
 
+pytestmark = pytest.mark.slow
+
 NODE = 8
 STEPS = {"first": 3, "resumed": 4}
 # Of the model, whatever the number of ranks: gradients, and weights.
@@ -48,7 +50,6 @@ def records(small_corpus, tmp_path_factory):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, -1], ids=["first rank", "last rank"])
 @pytest.mark.parametrize("name", STEPS)
 def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at, records):
@@ -73,9 +74,9 @@ def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at
     assert "gloo connections" not in phases["start"]
 
 
-def test_the_last_rank_opens_its_own_files_and_those_with_its_share(sizes, records):
+def test_the_last_rank_opens_its_own_files_and_those_with_its_share(records):
     for name in STEPS:
-        phases, _ = records[sizes[1], name, -1]
+        phases, _ = records[SIZES[1], name, -1]
         for phase, counts in phases.items():
             files = sum(count for key, count in counts.items() if key.startswith("file "))
             assert files <= (0 if phase.startswith(("step", "end")) else 24), phase
