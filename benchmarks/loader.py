@@ -3,7 +3,7 @@
     python benchmarks/loader.py --output loader.json
 
 The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file. First one process, then several
-that share memory open it, split it, shuffle its documents and build the first pack, then more. Tokens per second are measured
+open it, split it, shuffle its documents and build the first pack, then more. Tokens per second are measured
 on a smaller corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
 """
 

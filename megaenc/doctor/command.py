@@ -42,7 +42,6 @@ PROBES = (
     _JOIN_PROBE,
     Probe("ranks", "clocks", "megaenc.doctor.cross_rank:check_clocks", "ranks"),
     Probe("disk", "shared by ranks", "megaenc.doctor.cross_rank:check_shared_folder", "ranks"),
-    Probe("machine", "shared arrays", "megaenc.doctor.cross_rank:check_shared_arrays", "ranks"),
     Probe("collectives", "collectives", "megaenc.doctor.collectives:check_collectives", "ranks", timeout_factor=2),
     Probe("versions", "versions", "megaenc.doctor.versions:check_versions"),
     Probe("machine", "processors", "megaenc.doctor.machine:check_processors", "node"),

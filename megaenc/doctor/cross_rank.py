@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -21,8 +20,6 @@ PINGS = 50
 _MAX_SKEW, _MAX_TOLERABLE_SKEW = 1.0, 60.0  # seconds
 _VISIBILITY_SECONDS = 10.0  # a network file system may show a new file some seconds late
 _POLL = 0.05
-_ARRAY_LENGTH = 1 << 16
-_MAX_NAMED_HOSTS = 4
 
 
 def join_ranks(context: ProbeContext) -> list[Finding]:
@@ -171,44 +168,6 @@ def assess_sharing(observations: list[str]) -> Finding:
         advice = "two commands on different nodes could train in one folder: start one only, or mount it with locks across nodes"
         return note("shared by ranks", f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}", advice)
     return ok("shared by ranks", "one folder for all ranks, with locks across ranks")
-
-
-def check_shared_arrays(context: ProbeContext) -> list[Finding]:
-    """Share an array among a node's processes as a run does; return on rank 0 a finding on wrong values or extra copies."""
-    if get_world_size() == 1:
-        return []
-    import numpy as np
-
-    from megaenc.data.packing.shared_memory import share_arrays
-
-    calls = []
-
-    def build() -> tuple[np.ndarray]:
-        calls.append(True)
-        return (np.arange(_ARRAY_LENGTH),)
-
-    [array] = share_arrays(("megaenc doctor", _all_gather(secrets.token_hex(8))[0]), build)
-    hosts_and_builders = _all_gather((socket.gethostname(), bool(calls)))  # keeps the arrays alive until all ranks have attached
-    is_corrupt = _all_gather(not np.array_equal(array, np.arange(_ARRAY_LENGTH)))
-    return [] if get_rank() else assess_array_copies(hosts_and_builders, is_corrupt)
-
-
-def assess_array_copies(hosts_and_builders: list[tuple[str, bool]], is_corrupt: list[bool]) -> list[Finding]:
-    """Return a problem for wrong values, a note for several copies on a host, else ok; [] with one process a host."""
-    name, hosts = "shared arrays", Counter(host for host, _ in hosts_and_builders)
-    if any(is_corrupt):
-        text = f"wrong values on rank {format_ranks([at for at, bad in enumerate(is_corrupt) if bad])}"
-        return [problem(name, text, "shared memory is broken here: try another Linux kernel or container")]
-    own = {host: count for host, count in Counter(host for host, own in hosts_and_builders if own).items() if count > 1}
-    if own:
-        text = ", ".join(f"{count} of {hosts[host]} processes on {host}" for host, count in list(own.items())[:_MAX_NAMED_HOSTS])
-        more = f" and {len(own) - _MAX_NAMED_HOSTS} other nodes" if len(own) > _MAX_NAMED_HOSTS else ""
-        advice = (
-            "each process keeps its own document order in memory: sharing it needs a common /proc (no hidepid, one container for "
-            "all) and a common folder for temporary files"
-        )
-        return [note(name, f"a copy each for {text}{more}", advice)]
-    return [ok(name, "one copy for the processes of a node")] if max(hosts.values()) > 1 else []
 
 
 def format_ranks(ranks: list[int]) -> str:

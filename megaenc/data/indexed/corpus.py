@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
-from megaenc.data.packing.shared_memory import Arrays, has_local_peers, share_arrays
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -24,12 +23,6 @@ from megaenc.errors import InputError, LocalInputError
 _CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
 _CHECKED_SEQUENCES = 1 << 24  # an .idx with more sequences or documents is checked only where it is read
 _DOCUMENTS_PER_SEARCH = 1 << 16
-LEAST_SHARED = 4096
-"""Fewest documents, sentences or packs of a corpus whose derived arrays are shared.
-
-Of a smaller one, each process computes them in less time than it takes to find shared ones.
-"""
-_PACK_TOKENS = 512  # of packs counted for this, whose length is not known yet
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
@@ -49,35 +42,17 @@ class Corpus:
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
         self.sequence_lengths = np.asarray(index.lengths)
         self._pointers = np.asarray(index.pointers)
-        status = os.stat(f"{prefix}.idx")
-        self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
-        """Key prefix of arrays derived from this corpus that processes share."""
         # Memory-mapped, so that all ranks of a machine share one copy.
         self._token_map = np.memmap(f"{prefix}.bin", dtype=token_type, mode="r")
         self._tokens = np.asarray(self._token_map)
         self._id_limit: int | None = None
 
-    def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-        """Return `compute()`, run once for all processes of a machine under `key`.
-
-        For a small corpus each process runs it.
-        """
-        return share_arrays((*self.key, *key), compute) if self.is_shared else compute()
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether processes of this machine share arrays that they derive from the corpus."""
-        most_entries = max(len(self), self.sequences, len(self._tokens) // _PACK_TOKENS)
-        return has_local_peers() and most_entries >= LEAST_SHARED
-
     @cached_property
     def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens, shared."""
-        starts, lengths = self.share_arrays(("documents",), self._compute_document_bounds)
-        return starts, lengths
+        """Return int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens.
 
-    def _compute_document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the bounds of all documents. Raises LocalInputError for a damaged index that was too large to check."""
+        Raises LocalInputError for a damaged index that was too large to check.
+        """
         if not _is_checked_at_once(self._index):
             check_index_arrays(self.prefix, self._index, self._tokens.dtype.type)
         ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
@@ -101,15 +76,12 @@ class Corpus:
     def block_offsets(self, size: int) -> np.ndarray:
         """Return int64[blocks + 1], the offset in the .bin, in tokens, of each block of `size` documents, then the end.
 
-        Reads only the index entries of the blocks' first documents, once per machine. Raises InputError if the offsets decrease.
+        Reads only the index entries of the blocks' first documents. Raises InputError if the offsets decrease.
         """
-        return self.share_arrays(("blocks", size), partial(self._compute_block_offsets, size))[0]
-
-    def _compute_block_offsets(self, size: int) -> tuple[np.ndarray]:
-        """Compute the offsets of the blocks of `size` documents."""
-        path, index = f"{self.prefix}.idx", self._index
+        path = f"{self.prefix}.idx"
+        index = self._index
         sequences = np.append(read_entries(path, index.documents, np.arange(0, len(self), size)), self.sequences)
-        return (self._check_offsets(sequences, lambda inside: read_entries(path, index.pointers, inside), InputError),)
+        return self._check_offsets(sequences, lambda inside: read_entries(path, index.pointers, inside), InputError)
 
     def _check_offsets(
         self, sequences: np.ndarray, read_pointers: Callable[[np.ndarray], np.ndarray], error: type[InputError]

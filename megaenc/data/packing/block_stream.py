@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.shared_memory import hash_array
 from megaenc.data.packing.token_stream import TokenStream
 from megaenc.errors import LocalInputError
 
@@ -61,7 +60,7 @@ class BlockStream(TokenStream):
 
     def __init__(self, corpus: BlockSource, blocks: DocumentBlocks, seed: int):
         """Build the stream of the documents of `blocks`. Raises InputError if they hold no token."""
-        super().__init__(corpus, seed, lambda: ("blocks", blocks.size, hash_array(blocks.numbers)))
+        super().__init__(corpus, seed)
         lengths = np.diff(corpus.block_offsets(blocks.size))[blocks.numbers]
         self._numbers, self._lengths, self._size = blocks.numbers[lengths > 0], lengths[lengths > 0], blocks.size
         self.tokens_per_epoch = int(lengths.sum())

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +20,6 @@ from megaenc.processes import allow_open_files
 
 _DOCUMENTS_PER_CHECK = 1 << 20  # the first chunk is usually enough
 _FILES_PER_CORPUS = 4  # mappings of the .bin and of three arrays in the .idx
-_SHARED_ARRAYS = 10  # of training and held-out text: documents, and orders of them and of packs in two epochs
-_SHARED_ARRAYS_PER_PHASE = 4  # orders of packs of another length
 
 PACKINGS: dict[str, type[CorpusPackedDataset]] = {
     "concat": ConcatPackedDataset,
@@ -204,11 +201,6 @@ def open_corpora(prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[s
         if path in new:
             opened[path] = Corpus.open(prefix)
             opened[path].check_vocabulary(vocabulary)
-    arrays = 0
-    for path in paths:
-        if opened[path].is_shared:
-            arrays += _SHARED_ARRAYS if path in new else _SHARED_ARRAYS_PER_PHASE
-    allow_open_files(arrays, f"the arrays that processes share of {len(prefixes):,} corpora")
 
 
 def index_path(prefix: str) -> str:
@@ -254,7 +246,7 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
 def split_corpus(
     corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction], order: str = "documents"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | tuple[DocumentBlocks, DocumentBlocks, DocumentBlocks]:
-    """Return a corpus's (training, validation, test) documents by weight, computed once per machine and shared.
+    """Return a corpus's (training, validation, test) documents by weight.
 
     They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576 documents, blocks of documents.
     """
@@ -263,9 +255,7 @@ def split_corpus(
         size = choose_block_size(len(corpus))
         train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
         return train, held_out, test
-    key = ("split", [str(fraction) for fraction in fractions])
-    train, held_out, test = corpus.share_arrays(key, partial(split_documents, len(corpus), fractions))
-    return train, held_out, test
+    return split_documents(len(corpus), fractions)
 
 
 def list_documents(corpus: Corpus, order: str = "documents") -> np.ndarray | DocumentBlocks:
@@ -274,7 +264,7 @@ def list_documents(corpus: Corpus, order: str = "documents") -> np.ndarray | Doc
         corpus.expect_random_reads()
         size = choose_block_size(len(corpus))
         return DocumentBlocks(size, np.arange(-(-len(corpus) // size)))
-    return corpus.share_arrays(("all documents",), lambda: (np.arange(len(corpus)),))[0]
+    return np.arange(len(corpus))
 
 
 def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:

@@ -42,7 +42,7 @@ class SentencePackedDataset(CorpusPackedDataset):
         # The packs of an epoch start where those of the previous one end, so epochs are computed in order. Index e: the number of
         # packs before epoch e, and the tokens of epoch e that an earlier epoch's last pack reads.
         self._first_samples, self._consumed = [0], [0]
-        self._pack_starts = lru_cache(maxsize=2)(self._share_pack_starts)
+        self._pack_starts = lru_cache(maxsize=2)(self._compute_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
         """Return the number of the epoch in which the pack of `sample` starts, from 0; IndexError if negative."""
@@ -80,11 +80,6 @@ class SentencePackedDataset(CorpusPackedDataset):
         end = int(starts[-1]) + self.seq_length if len(starts) else self._consumed[epoch]
         self._first_samples.append(self._first_samples[epoch] + len(starts))
         self._consumed.append(max(0, end - self.tokens_per_epoch))
-
-    def _share_pack_starts(self, epoch: int) -> np.ndarray:
-        """Return the pack starts of `epoch`, computed once for the processes of a machine."""
-        key = ("sentences", self.seq_length, self._consumed[epoch], epoch)
-        return self.stream.share_arrays(key, lambda: (self._compute_pack_starts(epoch),))[0]
 
     def _compute_pack_starts(self, epoch: int) -> np.ndarray:
         """Compute int64[packs], the starts of the packs of `epoch` in tokens from the epoch's start."""

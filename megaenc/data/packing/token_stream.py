@@ -1,14 +1,13 @@
 """Endless streams of tokens from which packs are cut: all documents concatenated, in a new random order each epoch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.shared_memory import Arrays, has_local_peers, hash_array
 from megaenc.errors import InputError
 
 
@@ -28,16 +27,11 @@ class TokenStream(ABC):
     Documents without tokens are left out. A position is a number of tokens from the start of the stream.
     """
 
-    def __init__(self, corpus: object, seed: int, key: Callable[[], tuple[object, ...]]):
-        """Keep `corpus` and `seed`; `key()` identifies the documents among those of the corpus in shared memory."""
+    def __init__(self, corpus: object, seed: int):
+        """Keep `corpus` and `seed`."""
         self.corpus = corpus
         self.seed = seed
-        self._key = (*key(), seed) if has_local_peers() and hasattr(corpus, "share_arrays") else None
         self.tokens_per_epoch: int
-
-    def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-        """Return `compute()`, run once for all processes of a machine under `key`, or here if nothing is shared."""
-        return compute() if self._key is None else self.corpus.share_arrays((*self._key, *key), compute)
 
     def check_has_tokens(self, documents: int) -> None:
         """Raise InputError if the stream's `documents` hold no token."""
@@ -67,11 +61,7 @@ class TokenStream(ABC):
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
         """Return a random order of the `count` packs of `epoch`, a permutation of range(count)."""
-
-        def compute() -> tuple[np.ndarray]:
-            return (narrow_to_int32(counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))),)
-
-        return self.share_arrays(("visits", count, epoch), compute)[0]
+        return narrow_to_int32(counter_rng.permutation(self.seed, "packs", count, counters=(epoch,)))
 
 
 class DocumentStream(TokenStream):
@@ -79,13 +69,10 @@ class DocumentStream(TokenStream):
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
         """Build the stream of `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
-        super().__init__(corpus, seed, lambda: (hash_array(documents),))
-
-        def drop_empty() -> tuple[np.ndarray, np.ndarray]:
-            lengths = corpus.document_lengths[documents]
-            return narrow_to_int32(documents[lengths > 0]), narrow_to_int32(lengths[lengths > 0])
-
-        self.documents, self._lengths = self.share_arrays(("documents",), drop_empty)
+        super().__init__(corpus, seed)
+        lengths = corpus.document_lengths[documents]
+        self.documents = narrow_to_int32(documents[lengths > 0])
+        self._lengths = narrow_to_int32(lengths[lengths > 0])
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         self.check_has_tokens(len(documents))
         # Two epochs: the last pack of one reaches into the next and may be read at any time.
@@ -107,13 +94,8 @@ class DocumentStream(TokenStream):
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Compute the order of `documents` in `epoch` and int64[D], their ends in tokens from the epoch's start."""
-
-        def compute() -> tuple[np.ndarray, np.ndarray]:
-            order = narrow_to_int32(counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
-            return order, np.cumsum(self._lengths[order], dtype=np.int64)
-
-        order, ends = self.share_arrays(("order", epoch), compute)
-        return order, ends
+        order = narrow_to_int32(counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
+        return order, np.cumsum(self._lengths[order], dtype=np.int64)
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:

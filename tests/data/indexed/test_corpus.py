@@ -82,18 +82,6 @@ def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
         corpus.read_spans(numbers, np.array([1, 0, 0]), np.array([2, 3, 2]))
 
 
-def test_processes_share_what_documents_sentences_or_packs_make_large(tmp_path, monkeypatch):
-    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 8)
-    large = {"documents": [[[1]]] * 8, "sentences": [[[1]] * 8], "packs": [[[1] * 512 * 8]]}
-    small = {"few": [[[1]]] * 7, "short": [[[1] * 511 * 8]]}
-    for name, documents in (large | small).items():
-        corpus = Corpus.open(write_corpus(tmp_path / name, documents))
-        assert not corpus.is_shared  # by one process
-        with monkeypatch.context() as patch:
-            patch.setenv("LOCAL_WORLD_SIZE", "2")
-            assert corpus.is_shared == (name in large), name
-
-
 def test_split_is_fixed_exact_and_by_document():
     training, validation, test = split_documents(10_000, (98, 1, 1))
     assert [len(part) for part in (training, validation, test)] == [9800, 100, 100]

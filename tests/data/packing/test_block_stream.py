@@ -182,18 +182,6 @@ def test_the_order_of_blocks_is_pinned(prefix, small_groups):
     assert [pack.edges.tolist() for pack in packs[1:3]] == [[0, 6, 30, 32], [0, 20, 32]]
 
 
-def test_processes_of_a_machine_read_the_same(prefix, small_groups, tmp_path, monkeypatch):
-    unshared = open_data(prefix, packing="sentences").train
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
-    monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
-    shared = [open_data(prefix, packing="sentences") for _ in range(2)]
-    for data in shared:
-        for sample in range(2 * unshared.samples_before_repeat + 3):
-            assert np.array_equal(data.train[sample].tokens, unshared[sample].tokens)
-    assert not shared[1].corpora[0].block_offsets(8).flags.writeable
-
-
 def test_no_tokens_and_a_changed_index(small_groups):
     with pytest.raises(InputError, match="found no tokens in 4 documents"):
         BlockStream(Identity(np.array([5] * 4 + [0] * 4)), DocumentBlocks(4, np.array([1])), seed=0)

@@ -132,21 +132,3 @@ def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
     monkeypatch.setattr("megaenc.processes.resource.getrlimit", lambda kind: (64, 200))
     with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 200 open files, expected [0-9,]+ .* 2 corpora"):
         open_data(*corpora[:2])
-
-
-def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, tmp_path, monkeypatch):
-    """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
-    unshared = open_data(corpora[0])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
-    monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
-    first, second = open_data(corpora[0]), open_data(corpora[0])
-    for data in (first, second):
-        for sample in range(2 * unshared.train.samples_before_repeat + 3):
-            assert np.array_equal(data.train[sample].tokens, unshared.train[sample].tokens)
-            assert np.array_equal(data.train[sample].edges, unshared.train[sample].edges)
-    mine, theirs = (data.corpora[0].document_lengths for data in (first, second))
-    assert mine.ctypes.data != theirs.ctypes.data  # each has mapped it
-    assert not mine.flags.writeable
-    for order in first.train_datasets[0].stream.epoch_order(1):
-        assert not order.flags.writeable
