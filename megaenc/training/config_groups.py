@@ -191,7 +191,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Flags of TensorBoard, Weights & Biases, megatron-core's timers, straggler reports and torch's profiler."""
+    """Flags of TensorBoard, Weights & Biases, straggler reports and torch's profiler."""
 
     tensorboard_dir: str = ""
     """directory for TensorBoard event files with every number of metrics.jsonl and validation.jsonl"""
@@ -203,9 +203,6 @@ class MonitoringConfig:
     """Weights & Biases user or team of the project; default: that of the API key"""
     wandb_save_dir: str = ""
     """directory in which Weights & Biases creates its directory wandb; default: that of --save"""
-    timing_log_level: Literal[0, 1, 2] = 0
-    """level of megatron-core's timers, logged as `timers` in each row. 1: parts of a step, 2: also each micro-batch; both
-    synchronize devices and ranks, which slows the run down"""
     log_straggler: bool = False
     """compare the compute time of the ranks, without waiting times, in stragglers.jsonl, and report a repeatedly slow rank"""
     straggler_interval: int = 100

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend, main_grad
@@ -115,8 +114,6 @@ class Engine:
         self._prefetcher = (
             None if backend.is_cpu else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
         )
-        level = settings.monitoring.timing_log_level  # 0: none, because each timer synchronizes the device
-        self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -136,7 +133,7 @@ class Engine:
             self.config.grad_sync_func = self._chunk_methods("start_grad_sync")
         if self.layout.overlap_param_gather and len(self.chunks) > 1:
             self.config.param_sync_func = self._chunk_methods("start_param_sync")
-        self.optimizer = build_optimizer(settings, plan.dtype, self.chunks, self.timers)
+        self.optimizer = build_optimizer(settings, plan.dtype, self.chunks)
 
     def _chunk_methods(self, method: str):
         """Return the bound `method` of the model chunk, or a list of one per chunk, as megatron-core's schedules expect."""
@@ -171,8 +168,6 @@ class Engine:
     def train_step(self, step: int) -> TrainStepResult:
         """Train on the global batch of `step` (1, 2, ...), skipping a non-finite update; return the TrainStepResult."""
         self.step_timers = StepTimers()
-        for timer in self.timers._timers.values() if self.timers else ():
-            timer.reset()
         self.zero_grad()
         self.enter_phase(step)
         with self.step_timers.measure(FORWARD_BACKWARD):

@@ -15,7 +15,6 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -266,9 +265,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 _CLASSES = {"adamw": GroupStepAdamW, "stable_adamw": StableAdamW, "muon": Muon}
 
 
-def build_optimizer(
-    settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel], timers: Timers | None
-) -> MegatronOptimizer:
+def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model `chunks`, which compute in `dtype`, around that of --optimizer."""
     flags, layout = settings.optimizer, settings.layout
     config = OptimizerConfig(
@@ -283,7 +280,6 @@ def build_optimizer(
         overlap_param_gather=layout.overlap_param_gather,
         bf16=settings.bf16,
         params_dtype=dtype,
-        timers=timers,
     )
     # Without overrides the weight decay applies to all parameters.
     overrides = get_standard_config_overrides(config) if flags.no_weight_decay_norm_bias else {}

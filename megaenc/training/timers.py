@@ -8,9 +8,6 @@ from typing import TypeVar
 
 import psutil
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.timers import Timers
 from torch.distributed import ReduceOp
 
 from megaenc.backend import Backend
@@ -73,13 +70,3 @@ def memory_usage(backend: Backend) -> dict[str, float]:
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Return the maximum over all ranks of each of `values`, by name; all ranks call this together with the same names."""
     return dict(zip(values, reduce_over_ranks([*values.values()], ReduceOp.MAX, torch.float64), strict=True))
-
-
-def max_timer_seconds(timers: Timers) -> dict[str, float]:
-    """Return the maximum seconds over all ranks of each of megatron-core's `timers`, by name; ranks call it together."""
-    local_seconds = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    names_by_stage: list = [None] * stages.size()  # which may have different timers
-    dist.all_gather_object(names_by_stage, [*local_seconds], group=stages)
-    names = sorted({name for names in names_by_stage for name in names})
-    return max_over_ranks({name: local_seconds.get(name, 0.0) for name in names})

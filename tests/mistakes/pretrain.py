@@ -140,5 +140,6 @@ ROWS = {
     "megaenc bench pretrain": "use `python benchmarks/pretrain.py`",
     "megaenc bench data": "use `python benchmarks/preprocess.py`",
     "megaenc bench loader": "use `python benchmarks/loader.py`",
+    "megaenc pretrain {data} --timing-log-level 1": "--timing-log-level: was removed; --profile",
     "{cost} --calibrate": "--calibrate: was removed; train 20 steps",
 }

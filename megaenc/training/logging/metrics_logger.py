@@ -22,7 +22,7 @@ from megaenc.training.logging.backends import open_loggers
 from megaenc.training.logging.stragglers import StragglerDetector
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import METRICS_FILE, STRAGGLERS_FILE, VALIDATION_FILE, RunDir
-from megaenc.training.timers import max_over_ranks, max_timer_seconds, memory_usage
+from megaenc.training.timers import max_over_ranks, memory_usage
 
 _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE: "stragglers"}
 
@@ -132,8 +132,7 @@ class MetricsLogger:
         seconds = self._engine.step_timers.seconds() | self._pause_seconds
         self._pause_seconds = dict.fromkeys(self._pause_seconds, 0.0)
         local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(self._backend)
-        timers = {"timers": max_timer_seconds(self._engine.timers)} if self._engine.timers else {}
-        return max_over_ranks(local_values) | timers
+        return max_over_ranks(local_values)
 
 
 def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:

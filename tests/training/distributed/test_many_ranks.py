@@ -26,7 +26,7 @@ def run_rank(rank, ranks, name, small_corpus, folder):
         *small_corpus.flags, *runs.SHORT_RUN, "--global-batch-size", str(ranks), "--micro-batch-size", "1", "--train-iters", "6",
         "--objective-schedule", "mlm", "--lr", "1e-9", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
         "--eval-interval", "0", "--log-interval", "1", "--max-skipped-updates", "100", "--use-distributed-optimizer",
-        "--log-straggler", "--straggler-interval", "2", "--timing-log-level", "1", "--exit-interval", str(STEPS[name]),
+        "--log-straggler", "--straggler-interval", "2", "--exit-interval", str(STEPS[name]),
     ]  # fmt: skip
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE}
     environment = {variable: str(value) for variable, value in variables.items()} | {"MASTER_ADDR": "none", "MASTER_PORT": "1"}
