@@ -14,12 +14,6 @@ from megaenc.doctor.result import GIB, MIB, Finding, ProbeContext, has_accelerat
 
 _BUSY_BYTES = GIB  # device memory in use before this command allocates any
 _NVIDIA_QUERY = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
-_SLOW_LINKS = {
-    "PHB": "the processor's PCIe bridge",
-    "NODE": "PCIe bridges of a processor",
-    "SYS": "the link between processors",
-    "PCIE": "PCIe",
-}
 _ROCM_BIN = "/opt/rocm/bin"  # rarely on the PATH
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _RESTART = "the driver does not answer: look at `dmesg` for {}; a restart of the machine may be needed"
@@ -58,18 +52,17 @@ def check_driver(context: ProbeContext) -> list[Finding]:
             problem("rocm-smi", failure, _RESTART.format("amdgpu")) if failure else note("rocm-smi", "lists no device", advice)
         )
         # rocm-smi fails if any one property of any device is unavailable.
-        return [*(parse_rocm_smi(output) or [fallback]), *check_links([rocm, "--showtopotype"], seconds)]
+        return parse_rocm_smi(output) or [fallback]
     if nvidia:
         output, failure = run_program(
             [nvidia, f"--query-gpu={','.join(_NVIDIA_QUERY)}", "--format=csv,noheader,nounits"], seconds
         )
-        findings = [problem("nvidia-smi", failure, _RESTART.format("Xid errors"))] if failure else parse_nvidia_smi(output)
-        return [*findings, *check_links([nvidia, "topo", "-m"], seconds)]
+        return [problem("nvidia-smi", failure, _RESTART.format("Xid errors"))] if failure else parse_nvidia_smi(output)
     if not has_accelerators(context):
         return [ok("driver", "none: neither nvidia-smi nor rocm-smi is installed")]
     module_versions = {name: read_kernel_file(context.root / f"sys/module/{name}/version") for name in ("amdgpu", "nvidia")}
     text = ", ".join(f"{name} {version}" for name, version in module_versions.items() if version) or "device files exist"
-    advice = "install the driver's tools (in a container: the vendor's runtime) to see memory, errors and links"
+    advice = "install the driver's tools (in a container: the vendor's runtime) to see memory and errors"
     return [note("driver", f"{text}; neither nvidia-smi nor rocm-smi is installed", advice, mismatch_level="note")]
 
 
@@ -121,32 +114,6 @@ def _memory_in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
 def _format_counts(names: list[str]) -> str:
     """Return names with their counts as text: "8 x NAME; 1 x OTHER"."""
     return "; ".join(f"{count} x {name}" for name, count in Counter(names).items())
-
-
-def parse_topology(output: str) -> dict[tuple[int, int], str]:
-    """Return the link type by pair of device numbers (lower, higher), from nvidia-smi's or rocm-smi's topology."""
-    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()]
-    rows = {
-        int(words[0][3:]): words[1:]
-        for words in lines
-        if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and not words[1].startswith("GPU")  # as the heading has it
-    }
-    return {
-        (device, other): link for device, row in rows.items() for other, link in zip(rows, row, strict=False) if device < other
-    }
-
-
-def check_links(command: Sequence[str], seconds: float) -> list[Finding]:
-    """Run the topology `command`; return a finding with counts by link type (a note if it fails or some are slow), or []."""
-    output, failure = run_program(command, seconds)
-    if failure:
-        advice = "run it by hand: links between devices decide the layout"
-        return [note("links", f"`{' '.join(command)}`: {failure}", advice)]
-    kinds = Counter(parse_topology(output).values())
-    text = ", ".join(f"{count} pairs {kind}" if len(kinds) > 1 else f"all {kind}" for kind, count in kinds.most_common())
-    weak_links = ", ".join(f"{kind} goes over {_SLOW_LINKS[kind]}" for kind in kinds if kind in _SLOW_LINKS and len(kinds) > 1)
-    advice = f"{weak_links}: keep tensor parallelism between devices with faster links" if weak_links else ""
-    return [note("links", text, advice, mismatch_level="note")] if kinds else []
 
 
 def check_torch_devices(context: ProbeContext) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Check everything training depends on: versions, processors, accelerators, networks, variables, numerics, disks, clocks.
+"""Check everything training depends on: versions, processors, accelerators, networks, variables, numerics, disks.
 
 Each finding is ok, a note (worth knowing) or a problem (it stops or spoils a run), with advice; problems are repeated at the
 end. Nothing is changed, and a check that hangs is skipped after --timeout. Under torchrun the ranks also check their
@@ -40,7 +40,6 @@ PROBES = (
     Probe("accelerators", "driver", "megaenc.doctor.accelerators:check_driver", "node"),
     # Cross-rank probes next, before slow probes set the ranks apart.
     _JOIN_PROBE,
-    Probe("ranks", "clocks", "megaenc.doctor.cross_rank:check_clocks", "ranks"),
     Probe("disk", "shared by ranks", "megaenc.doctor.cross_rank:check_shared_folder", "ranks"),
     Probe("collectives", "collectives", "megaenc.doctor.collectives:check_collectives", "ranks", timeout_factor=2),
     Probe("versions", "versions", "megaenc.doctor.versions:check_versions"),

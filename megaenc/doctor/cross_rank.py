@@ -1,4 +1,4 @@
-"""Probes across ranks (rendezvous, clocks, shared folder, shared memory) and the exchange of findings."""
+"""Probes across ranks (rendezvous, shared folder) and the exchange of findings."""
 
 import fcntl
 import functools
@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +15,6 @@ from megaenc.dist_env import get_rank, get_world_size
 from megaenc.doctor.disk import nearest_existing_dir
 from megaenc.doctor.result import Finding, ProbeAborted, ProbeContext, note, ok, problem
 
-PINGS = 50
-_MAX_SKEW, _MAX_TOLERABLE_SKEW = 1.0, 60.0  # seconds
 _VISIBILITY_SECONDS = 10.0  # a network file system may show a new file some seconds late
 _POLL = 0.05
 
@@ -59,62 +56,6 @@ def _all_gather(value: Any) -> list[Any]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def check_clocks(context: ProbeContext) -> list[Finding]:
-    """Return on rank 0 a finding on the clock differences between ranks; an empty list on other ranks and with one rank."""
-    if get_world_size() == 1:
-        return []
-    hosts, offsets = _all_gather(socket.gethostname()), measure_clock_offsets()
-    return [] if get_rank() else [assess_clock_skew(offsets, hosts)]
-
-
-def measure_clock_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Return on rank 0 each rank's (clock minus rank 0's, error bound) in seconds, by rank; an empty list on others.
-
-    NTP's method (RFC 5905, section 8): of several round trips, the shortest has an error of at most half its duration.
-    """
-    import torch
-    import torch.distributed as dist
-
-    ping, pong = torch.zeros(1), torch.zeros(2, dtype=torch.float64)
-    if get_rank():
-        for _ in range(PINGS):
-            dist.recv(ping, 0)
-            received = clock()
-            pong[0], pong[1] = received, clock()
-            dist.send(pong, 0)
-        return []
-
-    def ping_rank(peer: int) -> tuple[float, float]:
-        """Return the round trip's duration in seconds and the offset of the peer's clock."""
-        sent = clock()
-        dist.send(ping, peer)
-        dist.recv(pong, peer)
-        returned, (arrived, answered) = clock(), pong.tolist()
-        return returned - sent - (answered - arrived), ((arrived - sent) + (answered - returned)) / 2
-
-    shortest = [min(ping_rank(other) for _ in range(PINGS)) for other in range(1, dist.get_world_size())]
-    return [(0.0, 0.0), *((offset, max(seconds, 0.0) / 2) for seconds, offset in shortest)]
-
-
-def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
-    """Return a finding on (clock offset, error) by rank: ok if under 1 s apart, a note if under 60 s, else a problem."""
-
-    def seconds(value: float) -> str:
-        return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
-
-    first, *_, last = sorted(range(len(offsets)), key=lambda at: offsets[at])
-    difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
-    text = f"at most {seconds(difference)} apart, to {seconds(error)}"
-    if difference - error < _MAX_SKEW:
-        return ok("clocks", text)
-    odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is the reference
-    text += f": rank {odd} ({hosts[odd]}) is {'ahead' if odd == last else 'behind'}"
-    advice = "log times of nodes cannot be compared: start the time service there (chronyc tracking, timedatectl)"
-    if difference - error < _MAX_TOLERABLE_SKEW:
-        return note("clocks", text, advice)
-    return problem("clocks", text, f"{advice}; differences of minutes break certificates, Slurm's authentication and file times")
 
 
 def check_shared_folder(context: ProbeContext) -> list[Finding]:

@@ -1,6 +1,5 @@
 """Probes of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
 
-import errno
 import fcntl
 import os
 import time
@@ -65,62 +64,28 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
 
 
 def check_file_system(context: ProbeContext) -> list[Finding]:
-    """Test locks, renaming, fsync and write speed in --save; return a finding on each, or a problem if not writable."""
-    folder, findings = nearest_existing_dir(Path(context.save)), []
+    """Test locks and write speed in --save; return a finding on each, or a problem if it is not writable."""
+    folder = nearest_existing_dir(Path(context.save))
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
-            for label, check, advice in _FILE_SYSTEM_CHECKS:
-                try:
-                    failure = check(Path(name))
-                except OSError as error:
-                    failure = error.strerror or str(error)
-                    advice = _MAKE_ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
-                findings.append(problem(label, failure, advice) if failure else ok(label, "kept"))
-            return [*findings, measure_write_speed(Path(name))]
+            return [check_locks(Path(name)), measure_write_speed(Path(name))]
     except OSError as error:
         return [problem("writing", f"{folder}: {error.strerror}", "give --save a folder that this user may write to")]
 
 
-def check_locks(folder: Path) -> str:
-    """Lock a new file in `folder` by two open files; return an error text if both get the lock, else an empty string."""
-    with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
-        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return ""
-        return "given to two at a time"
-
-
-def check_renames(folder: Path) -> str:
-    """Rename a file over another, and a folder, in `folder`; return an error text if wrong, else an empty string."""
-    source, target = folder / "here", folder / "there"
-    for place, content in ((source, "new"), (target, "old")):
-        place.mkdir()
-        (place / "file").write_text(content)
-    os.replace(source / "file", target / "file")
-    if (target / "file").read_text() != "new":
-        return "a file renamed over another keeps the other's content"
-    os.rename(source, target / "folder")
-    return "" if (target / "folder").is_dir() else "a renamed folder is missing"
-
-
-def check_fsync(folder: Path) -> str:
-    """Call fsync on a new file in `folder` and on `folder`; return an empty string; raise OSError if fsync fails."""
-    for path, how in ((folder / "synced", os.O_WRONLY | os.O_CREAT), (folder, os.O_RDONLY)):
-        descriptor = os.open(path, how, 0o600)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return ""
-
-
-_FILE_SYSTEM_CHECKS = (
-    ("locks", check_locks, "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"),
-    ("renaming", check_renames, "checkpoints are renamed when complete: choose another file system"),
-    ("syncing", check_fsync, "a power failure could lose a checkpoint that was reported as saved: choose another file system"),
-)
+def check_locks(folder: Path) -> Finding:
+    """Lock a new file in `folder` by two open files; return a problem if both get the lock or locks fail."""
+    advice = "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"
+    try:
+        with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return ok("locks", "kept")
+    except OSError as error:
+        return problem("locks", error.strerror or str(error), advice)
+    return problem("locks", "given to two at a time", advice)
 
 
 def measure_write_speed(folder: Path) -> Finding:

@@ -1,7 +1,6 @@
 """Probes of processors, memory and the limits of containers, jobs and the system."""
 
 import os
-import re
 import resource
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from megaenc.doctor.result import (
 )
 from megaenc.processes import read_processor_name, usable_core_count
 
-_MAX_FRACTION = 0.1  # of total memory
 MIN_SHM_BYTES = GIB
 """Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating processes of a node, and loader
 workers pass batches through it. Docker's default is 64 MB."""
@@ -84,21 +82,13 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
 
 
 def check_memory(context: ProbeContext) -> list[Finding]:
-    """Return a finding on total, free and allowed memory, and notes on over 10 % swapped out or reserved as huge pages."""
-    total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
-    limit, about = memory_limit(context.root), read_kernel_file(context.root / "proc/meminfo")
-    text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} free"
-    findings = [ok("memory", text + (f"; this container or job may use {limit / GIB:.1f}" if limit and limit < total else ""))]
-    swapped = psutil.swap_memory().used
-    if swapped > _MAX_FRACTION * total:
-        advice = "memory is short here: find the process that uses it before starting a run"
-        findings.append(note("swap", f"{swapped / GIB:.1f} GiB are swapped out", advice))
-    pages, size = (re.search(rf"{name}:\s+(\d+)", about) for name in ("HugePages_Total", "Hugepagesize"))
-    reserved = int(pages[1]) * int(size[1]) * 1024 if pages and size else 0
-    if reserved > _MAX_FRACTION * total:
-        advice = "no run uses huge pages: release them with vm.nr_hugepages=0"
-        findings.append(note("huge pages", f"{reserved / GIB:.1f} GiB reserved", advice))
-    return findings
+    """Return a finding on total, free and allowed memory."""
+    memory = psutil.virtual_memory()
+    limit = memory_limit(context.root)
+    text = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} free"
+    if limit and limit < memory.total:
+        text += f"; this container or job may use {limit / GIB:.1f}"
+    return [ok("memory", text)]
 
 
 def check_dev_shm(context: ProbeContext) -> list[Finding]:

@@ -56,24 +56,7 @@ def check_package(context: ProbeContext, name: str) -> list[Finding]:
         if version not in KNOWN_VERSIONS:  # the adapters do not support other versions
             advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
             return [problem(name, f"{version}; expected {' or '.join(KNOWN_VERSIONS)}", advice, mismatch_level="problem")]
-    return [
-        _check_triton(version) if name == "triton" else ok(name, version, mismatch_level="problem" if is_required else "note")
-    ]
-
-
-def _check_triton(loaded_version: str) -> Finding:
-    """Check that the installed triton is the one that torch requires, and the only one."""
-    installed = {name: version for name in _TRITON_PACKAGES if (version := _installed_version(name))}
-    text = " and ".join(f"{name} {version}" for name, version in installed.items())
-    requirements = {f"{each.name}{each.specifier}": each for each in _read_requirements("torch") if each.name in _TRITON_PACKAGES}
-    if len(installed) > 1:
-        keep = next(iter(requirements), "the one for this torch")
-        advice = f"one overwrites the other: pip uninstall {' '.join(installed)}, then install {keep}"
-        return note("triton", text, advice, mismatch_level="note")
-    for name, each in requirements.items():
-        if not each.specifier.contains(installed.get(each.name, "0"), prereleases=True):
-            return note("triton", f"{text}; this torch requires {name}", f"pip install '{name}'", mismatch_level="note")
-    return ok("triton", loaded_version, mismatch_level="note")
+    return [ok(name, version, mismatch_level="problem" if is_required else "note")]
 
 
 def check_requirements() -> Finding:

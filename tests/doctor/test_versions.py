@@ -54,28 +54,6 @@ def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch)
     assert finding.level == "problem" and "expected 0.15.0" in finding.result and "megatron-core==0.15.0" in finding.advice
 
 
-@pytest.mark.parametrize(
-    ("installed", "requirement", "message"),
-    [
-        ({"triton": "3.6.0"}, "triton==3.6.0; platform_system == 'Linux'", ""),
-        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch requires triton==3.6.0"),
-        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Windows'", ""),
-        (
-            {"triton": "3.7.1", "pytorch-triton-rocm": "3.6.0"},
-            "pytorch-triton-rocm==3.6.0",
-            "triton 3.7.1 and pytorch-triton-rocm 3.6.0",
-        ),
-    ],
-)
-def test_a_triton_that_torch_did_not_ask_for_is_a_note(installed, requirement, message, monkeypatch):
-    monkeypatch.setattr(versions, "_installed_version", lambda name: installed.get(name, ""))
-    monkeypatch.setattr(versions, "_import_package", lambda name: None)
-    monkeypatch.setattr(metadata, "requires", lambda name: [requirement, "filelock"])
-    [finding] = versions.check_package(ProbeContext(), "triton")
-    assert (finding.level, finding.result) == (("note", message) if message else ("ok", installed["triton"]))
-    assert bool(finding.advice) == bool(message)
-
-
 def test_what_megaenc_s_own_list_asks_for_is_looked_up(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "psutil", "nowhere>=1", "ruff>=99; extra == 'dev'"])
     finding = versions.check_requirements()
