@@ -17,7 +17,7 @@ COMMANDS = {
         "print statistics of a corpus, and one pack as an objective sees it",
     ),
     "objective check": (
-        "megaenc.doctor.objective.check:main",
+        "megaenc.objectives.check.command:main",
         "check an objective: contract, leaks, statistics, speed, layouts",
     ),
     "objective collocations": (

@@ -10,9 +10,10 @@ from objective_helpers import SPECIAL, VOCABULARY, random_pack, write_teacher
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
-from megaenc.doctor.objective import check, measure
 from megaenc.errors import InputError
 from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check_targets
+from megaenc.objectives.check import command as check
+from megaenc.objectives.check import measure
 
 
 @pytest.fixture(scope="module")

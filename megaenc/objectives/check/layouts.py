@@ -16,10 +16,10 @@ import numpy as np
 
 from megaenc.console import silence_libraries
 from megaenc.dist_env import build_rank_variables
-from megaenc.doctor.objective.load import register_objective
-from megaenc.doctor.objective.measure import CheckResult, make_packs
 from megaenc.errors import InputError, first_error_line
 from megaenc.objectives.base import Objective
+from megaenc.objectives.check.load import register_objective
+from megaenc.objectives.check.measure import CheckResult, make_packs
 from megaenc.objectives.masking import text_token_ids
 from megaenc.processes import Worker, WorkerDied, python_environment
 

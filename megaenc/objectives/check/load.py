@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megaenc.doctor.objective.measure import VOCABULARY
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective
+from megaenc.objectives.check.measure import VOCABULARY
 from megaenc.objectives.registry import check_class, find, known, register
 from megaenc.objectives.schedule import parse_objective
 

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import runs
 
-from megaenc.doctor.objective import measure
-from megaenc.doctor.objective.check import CheckConfig, main, run_checks
-from megaenc.doctor.objective.layouts import _compare_layouts
 from megaenc.objectives import known
+from megaenc.objectives.check import measure
+from megaenc.objectives.check.command import CheckConfig, main, run_checks
+from megaenc.objectives.check.layouts import _compare_layouts
 
 HEAD = """
 import os

@@ -22,10 +22,10 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import build_rich_console
 from megaenc.data.packing.packed_dataset import Pack
-from megaenc.doctor.objective.load import load_objective
-from megaenc.doctor.objective.measure import CheckResult, compute_targets, make_packs, measure
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Objective
+from megaenc.objectives.check.load import load_objective
+from megaenc.objectives.check.measure import CheckResult, compute_targets, make_packs, measure
 from megaenc.objectives.validate import check_targets
 from megaenc.processes import python_command, python_environment
 
@@ -69,7 +69,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     expected = compute_digest(objective, packs)
     if compute_digest(objective, reversed(packs)) != expected:
         return CheckResult("determinism", False, "targets differ in another order of packs; expected no state between calls")
-    code = "import json, sys; from megaenc.doctor.objective import check; check.print_digest(*json.loads(sys.argv[1]))"
+    code = "import json, sys; from megaenc.objectives.check import command; command.print_digest(*json.loads(sys.argv[1]))"
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -85,7 +85,7 @@ def print_digest(objective: str, options: Sequence[str]) -> None:
 
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
     """Return the objective and the results of all checks; only those up to the contract or micro-batches if these fail."""
-    from megaenc.doctor.objective.layouts import check_micro_batches, check_training
+    from megaenc.objectives.check.layouts import check_micro_batches, check_training
 
     objective = load_objective(config.objective, config.options)
     results = [check_contract(objective)]
