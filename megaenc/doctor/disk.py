@@ -1,5 +1,6 @@
 """Probes of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
 
+import errno
 import fcntl
 import os
 import time
@@ -84,7 +85,8 @@ def check_locks(folder: Path) -> Finding:
             except BlockingIOError:
                 return ok("locks", "kept")
     except OSError as error:
-        return problem("locks", error.strerror or str(error), advice)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return problem("locks", error.strerror or str(error), _MAKE_ROOM if is_full else advice)
     return problem("locks", "given to two at a time", advice)
 
 

@@ -38,51 +38,46 @@ def run_rank(rank, ranks, name, small_corpus, folder):
 SIZES = (64, 4096)
 
 
-@pytest.fixture(scope="module")
-def records(small_corpus, tmp_path_factory):
-    """By number of ranks, run and rank (the first and the last): phases and printed lines."""
-    folders = {ranks: tmp_path_factory.mktemp(str(ranks)) for ranks in SIZES}
-    return {
-        (ranks, name, at): run_rank(at % ranks, ranks, name, small_corpus, folders[ranks])
-        for ranks in SIZES
-        for name in STEPS
-        for at in (0, -1)
-    }
+def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(small_corpus, tmp_path):
+    """Of the first and the last rank, of a new and a resumed run."""
+    for name in STEPS:
+        for at in (0, -1):
+            records = []
+            for ranks in SIZES:
+                folder = tmp_path / str(ranks)
+                folder.mkdir(exist_ok=True)
+                phases, text = run_rank(at % ranks, ranks, name, small_corpus, folder)
+                assert ("saved in" in text) == (at == 0), "only rank 0 prints"
+                assert at == 0 or not text
+                records.append(phases)
+            compare(name, at, *records)
+            if at:
+                check_files_of_the_last_rank(records[1])
 
 
-@pytest.mark.parametrize("at", [0, -1], ids=["first rank", "last rank"])
-@pytest.mark.parametrize("name", STEPS)
-def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at, records):
+def compare(name, at, phases_of_few, phases):
     few, many = SIZES
-    phases_of_few, _ = records[few, name, at]
-    phases, _ = records[many, name, at]
     assert phases_of_few.keys() == phases.keys() >= {"start", "load", f"step {STEPS[name]}"}
     rings = LOADED if name == "resumed" else RINGS
     for phase, counts in phases.items():
         calls = {key: counts[key] for key in counts if key in GATHERS}
-        assert calls == rings.get(phase.split()[0], {}), phase
+        assert calls == rings.get(phase.split()[0], {}), (name, at, phase)
         for key, now in counts.items():
+            place = (name, at, phase, key)
             before = phases_of_few[phase].get(key, 0)
             if key == "log messages":
-                assert now == 2 * before, phase  # 8 instead of 4 a collective, or 12 instead of 6
+                assert now == 2 * before, place  # 8 instead of 4 a collective, or 12 instead of 6
             elif (at == 0 and key in LINEAR) or (name, phase, key) == ("resumed", "start", "broadcast bytes"):
-                assert now / many <= before / few, (phase, key)
+                assert now / many <= before / few, place
             elif key.endswith("bytes"):  # parts of buffers are padded, and numbers have more digits
-                assert now <= 1.05 * before + 50, (phase, key)
+                assert now <= 1.05 * before + 50, place
             else:
-                assert now <= before, (phase, key)
+                assert now <= before, place
     assert "gloo connections" not in phases["start"]
 
 
-def test_the_last_rank_opens_its_own_files_and_those_with_its_share(records):
-    for name in STEPS:
-        phases, _ = records[SIZES[1], name, -1]
-        for phase, counts in phases.items():
-            files = sum(count for key, count in counts.items() if key.startswith("file "))
-            assert files <= (0 if phase.startswith(("step", "end")) else 24), phase
-
-
-def test_only_rank_0_prints(records):
-    for (_, _, at), (_, text) in records.items():
-        assert ("saved in" in text) == (at == 0)
-        assert at == 0 or not text
+def check_files_of_the_last_rank(phases):
+    """It opens its own and those with its share."""
+    for phase, counts in phases.items():
+        files = sum(count for key, count in counts.items() if key.startswith("file "))
+        assert files <= (0 if phase.startswith(("step", "end")) else 24), phase
