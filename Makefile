@@ -25,10 +25,10 @@ unexport PYTHONPATH
 help:
 	@echo "make quickstart   train, export and try an encoder in $(DEMO)/; repeat the command to resume"
 	@echo "make install      create the virtual environment $(VENV) with this package and its tools"
-	@echo "make test         run the tests that are not marked slow or system (12 minutes on two cores)"
-	@echo "make test-all     run all tests, as .ci/run does (30 minutes)"
+	@echo "make test         run the tests that are not marked slow or system"
+	@echo "make test-all     run all tests, as .ci/run does (20 minutes on two cores)"
 	@echo "make smoke        run a short training, resume, export and fine-tuning (1 minute)"
-	@echo "make test-changed  run those of them that reach what changed since SINCE=$(SINCE), a revision"
+	@echo "make test-changed run tests that are not slow and reach what changed since SINCE=$(SINCE), a revision"
 	@echo "make test-failed  run the tests that failed last time, one at a time"
 	@echo "make test-docs    run the commands of README and docs in copies of this repository (DOCS=, LIST=1, KEEP=)"
 	@echo "make reference    write docs/api.md, docs/flags.md and docs/way.svg from the docstrings"
