@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -41,6 +42,15 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {each.name: each.version for each in importlib.metadata.distributions() if each.name in _PACKAGES},
     }
+
+
+def peak_resident_bytes() -> float:
+    """Return the peak resident memory of this process, in bytes, since it started its program.
+
+    getrusage would report the parent's value if that was larger at the fork.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def run_processes(

@@ -32,7 +32,7 @@ from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file
-from megaenc.processes import check_process_count, peak_resident_bytes, usable_core_count
+from megaenc.processes import check_process_count, usable_core_count
 from megaenc.torchelastic import die_with_parent
 
 Ids = tuple[np.ndarray, np.ndarray]
@@ -336,7 +336,7 @@ def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
             read_ids = work()
             results["seconds"] = time.perf_counter() - start
             results["processor_seconds"] = _cpu_seconds() - cpu_start
-        results["peak_mib"] = max(results["peak_mib"], peak_resident_bytes() / 2**20)
+        results["peak_mib"] = max(results["peak_mib"], common.peak_resident_bytes() / 2**20)
         ids, lengths = read_ids()
         lengths = lengths[lengths > 0].astype("<i8")  # preprocessing drops documents without tokens
         digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import common
 from synthetic import EOS, MASK, BenchSetup, SyntheticDocuments
 
 from megaenc.objectives import Attention
-from megaenc.processes import peak_resident_bytes
 from megaenc.training.config_groups import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def peak_memory() -> float:
     """Return the peak bytes of tensors on the accelerator, or without one the peak resident bytes of the process."""
     import torch
 
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_resident_bytes()
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else common.peak_resident_bytes()
 
 
 def synchronize_device() -> None:

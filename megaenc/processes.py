@@ -101,15 +101,6 @@ def select_visible_devices(count: int) -> tuple[str, list[str]]:
     return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
-def peak_resident_bytes() -> float:
-    """Return the peak resident memory of this process, in bytes, since it started its program.
-
-    getrusage would report the parent's value if that was larger at the fork.
-    """
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
-
-
 def python_command(*words: str) -> list[str]:
     """Return the command of this Python interpreter with arguments `words`, without the current folder on its path."""
     return [sys.executable, "-P", *words]

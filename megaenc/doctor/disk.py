@@ -75,7 +75,7 @@ def check_file_system(context: ProbeContext) -> list[Finding]:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Lock a new file in `folder` by two open files; return a problem if both get the lock or locks fail."""
+    """Lock a file in `folder` twice; return a problem unless the second waits."""
     advice = "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"
     try:
         with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:

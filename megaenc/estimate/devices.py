@@ -37,7 +37,7 @@ class Device:
         return USABLE_MEMORY * self.gib * GIB
 
     def utilization(self, parameters: int) -> Utilization:
-        """Return the utilization of the model that is nearest to `parameters` in size, or ASSUMED."""
+        """Return the utilization of the model nearest in size, or ASSUMED."""
         return min(self.utilizations, key=lambda row: abs(math.log(row.parameters / parameters)), default=ASSUMED)
 
 
@@ -79,7 +79,7 @@ DEVICES = {
 
 
 def get_device(name: str) -> Device:
-    """Return a device of the table by name, such as h100, in any case; raise InputError if it is unknown."""
+    """Return a device by name, such as h100, in any case; raise InputError."""
     device = DEVICES.get(name.lower())
     if device is None:
         near = closest_match(name.lower(), DEVICES)

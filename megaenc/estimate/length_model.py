@@ -34,8 +34,6 @@ class LengthModel:
     special: float
     """special tokens, which are never masked"""
     source: str
-    lengths: tuple[int, ...] = ()
-    """sample of document lengths for synthetic packs; empty if unknown"""
     local_pairs: float = 0.0
     """sum over documents and pieces of the ordered pairs of tokens within the window of local layers; 0 without a window"""
     special_starts: float = 0.0
@@ -73,7 +71,7 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
     source = ", ".join(part.source for part in parts[:_LISTED_CORPORA])
     if len(parts) > _LISTED_CORPORA:
         source += f", and {len(parts) - _LISTED_CORPORA:,} more corpora"
-    return LengthModel(*mean, source, parts[int(np.argmax(weights))].lengths, pairs, starts)
+    return LengthModel(*mean, source, pairs, starts)
 
 
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
@@ -127,7 +125,6 @@ def _concat_length_model(
     d, mean = lengths.astype(np.float64), float(lengths.mean(dtype=np.float64))
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
-    sample = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
     pieces, documents = (mean + pack - 1) / mean, pack / mean
     special = special_tokens.count * documents
     pairs = 0.0
@@ -137,4 +134,4 @@ def _concat_length_model(
         whole = m.astype(np.int64)
         pairs = float((by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean)
     starts = documents if special_tokens.before else 0.0
-    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()), pairs, starts)
+    return LengthModel(float(squares.mean() / mean), pieces, special, source, pairs, starts)

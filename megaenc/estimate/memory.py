@@ -10,8 +10,7 @@ from megaenc.estimate.devices import BASE_BYTES
 from megaenc.estimate.layout_case import LayoutCase, PipelineStage
 from megaenc.estimate.work import ObjectiveWork
 
-LOGITS_AT_ONCE = 2**26  # as in megaenc.model.linear_cross_entropy
-LOGIT_BYTES_AT_ONCE = 2**30  # the same for its kernels on accelerators
+LOGIT_BYTES_AT_ONCE = 2**30  # as in the kernels of megaenc.model.linear_cross_entropy
 CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 
 
@@ -29,20 +28,20 @@ class RankMemory:
 
 
 def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork]) -> RankMemory:
-    """Return the RankMemory of the pipeline stage and objective with the largest peak memory."""
+    """Return the largest RankMemory of all pipeline stages and objectives."""
     memories = [compute_stage_memory(case, work, stage) for work in works for stage in case.build_stages()]
     return max(memories, key=lambda memory: memory.total)
 
 
 def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> RankMemory:
-    """Return the peak memory of an accelerator's rank of `stage` by term under one objective."""
+    """Return the peak memory of a rank of `stage` under one objective."""
     weights = stage.parameters
     in_flight = micro_batches_in_flight(case, stage)
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     activations = in_flight * stage_activation_bytes(case, stage, host=False, work=work)
     borders = 2 * case.hidden_bytes / case.sequence_shards if case.num_stages > 1 else 0.0
     embedding = case.vocab_rows * case.shape.hidden_size * case.value_bytes if stage.has_embedding else 0.0
-    temporary = _peak_temporary_bytes(case, work, stage, host=False)
+    temporary = _peak_temporary_bytes(case, work, stage)
     terms = {
         "base": float(BASE_BYTES),
         "weights": float(case.value_bytes * weights),
@@ -94,9 +93,9 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
-    """Return the bytes one layer saves for backward per micro-batch, by part, without recomputation.
+    """Return the bytes by part that a layer saves for backward per micro-batch.
 
-    `host`: on a CPU, where attention by sdpa saves its output twice.
+    Without recomputation. `host`: on a CPU, where attention by sdpa saves its output twice.
     """
     shape = case.shape
     w = case.value_bytes
@@ -120,9 +119,9 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 
 
 def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None) -> float:
-    """Return the bytes that a stage saves for backward per micro-batch, less those that are recomputed.
+    """Return the bytes that a stage saves for backward per micro-batch.
 
-    `work`: None if the last layer computes all positions. `host`: on a CPU.
+    Those that are recomputed do not count. `work`: None if the last layer computes all positions. `host`: on a CPU.
     """
     layout = case.layout
     parts = layer_activation_bytes(case, host)
@@ -163,12 +162,12 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     return case.packs_at_once * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
 
 
-def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> float:
-    """Return the larger of the head's and one layer's temporary bytes in the backward pass."""
+def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> float:
+    """Return temporary bytes of the backward pass: the head's or a layer's."""
     shape = case.shape
     layout = case.layout
     w = case.value_bytes
-    parts = layer_activation_bytes(case, host)
+    parts = layer_activation_bytes(case, host=False)
     # Gradients of one layer.
     inner = w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor_parallel_size
     layer = case.micro_batch_tokens * inner + 2 * case.hidden_bytes
@@ -181,11 +180,11 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
         return layer
     predictions = case.packs_at_once * work.predicted
     matrix = case.vocab_rows * shape.hidden_size
-    # Of this rank's vocabulary shard; on an accelerator with the fused kernels.
-    logits = min(predictions * case.vocab_rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
+    # Of this rank's vocabulary shard, with the fused kernels.
+    logits = min(predictions * case.vocab_rows, max(LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
     norm = 2 * case.hidden_bytes / case.sequence_shards + (case.hidden_bytes if case.sequence_shards > 1 else 0)
-    # A tied matrix's gradient has a tensor of its own; an untied one's is in the buffer, and what autograd gets instead is empty.
-    gradient = 0 if host else w
+    # A tied matrix's gradient has a tensor of its own; of an untied one autograd gets an empty tensor besides the buffer.
+    gradient = w
     if not shape.untie_embeddings_and_output_weights:
         gradient = 6 if case.bf16 else 4
     states = 2 + 3 * shape.prediction_head  # the outputs of its dense layer, activation and norm

@@ -126,7 +126,7 @@ class EstimateReport:
             "model": self.model,
             "parameters": self.estimate.case.shape.parameter_count(self.estimate.case.vocab_size),
             "vocabulary": self.estimate.case.vocab_size,
-            "documents": dataclasses.asdict(self.documents) | {"lengths": None},
+            "documents": dataclasses.asdict(self.documents),
             "device": {"name": self.device.name, "peak": self.device.peak, "per_node": self.device.per_node},
             "utilization": dataclasses.asdict(self.utilization),
             "estimate": _estimate_to_dict(self.estimate, self.device),

@@ -10,7 +10,6 @@ from megaenc.backend import KernelConfig, ParallelConfig
 from megaenc.estimate.memory import (
     CHUNK_BYTES,
     LOGIT_BYTES_AT_ONCE,
-    LOGITS_AT_ONCE,
     compute_max_memory,
     compute_save_cost,
     compute_stage_memory,
@@ -78,10 +77,7 @@ def test_stages_hold_what_the_pipeline_has_in_flight(stages, batch, layout, in_f
 def test_the_chunked_loss_is_the_models_own():
     from megaenc.model import linear_cross_entropy
 
-    assert (linear_cross_entropy.CHUNK_LOGITS, linear_cross_entropy.FUSED_CHUNK_BYTES) == (
-        LOGITS_AT_ONCE,
-        LOGIT_BYTES_AT_ONCE,
-    )
+    assert linear_cross_entropy.FUSED_CHUNK_BYTES == LOGIT_BYTES_AT_ONCE
 
 
 @pytest.mark.usefixtures("one_process")
