@@ -45,18 +45,32 @@ def _hide_modules(*modules: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def _skip_compiling() -> Iterator[None]:
+    """Make `torch.compile` return the function that it is given, in the block."""
+    import torch
+
+    compile_function = torch.compile
+    torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 @functools.cache
 def import_megatron() -> None:
     """Import megatron.core without W&B and TensorBoard, which take a second, and, on a CPU, without Triton.
 
-    Unused, Triton prints errors in processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter.
+    Unused, Triton prints errors in processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter. Functions
+    that megatron-core would compile stay as they are: no model here calls one, and torch's compiler takes a second to import.
     """
     import torch
 
     unused = ["wandb", "torch.utils.tensorboard"]
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         unused.append("triton")
-    with _hide_modules(*unused), warnings.catch_warnings():
+    with _hide_modules(*unused), _skip_compiling(), warnings.catch_warnings():
         # megatron-core warns that Transformer Engine and apex are missing; neither is needed.
         warnings.simplefilter("ignore")
         import megatron.core
