@@ -3,11 +3,11 @@
 The tables are in tests/mistakes. All run in forks of one process (workers/commands_in_turn.py).
 """
 
-import functools
 import json
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import runs
@@ -17,9 +17,7 @@ from megaenc import cli
 
 pytestmark = pytest.mark.slow
 
-TABLES = {"data": data.ROWS, "pretrain": pretrain.ROWS, "models": models.ROWS, "studies": studies.ROWS}
-ROWS = {line: message for table in TABLES.values() for line, message in table.items()}
-CASES = [(name, line) for name, table in TABLES.items() for line in table]
+ROWS = data.ROWS | pretrain.ROWS | models.ROWS | studies.ROWS
 SECONDS = 30  # for one command; what is wrong is seen at once
 
 
@@ -43,37 +41,31 @@ def complete(line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def run_table(tmp_path_factory):
-    """Return a function that runs all commands of a table once, in one working folder: the end of each by its line."""
+def ends(shared_folder) -> dict[str, Ended]:
+    """Return the end of each command of the tables, by its line; all run once, in one working folder."""
 
-    @functools.cache
-    def run(name: str) -> dict[str, Ended]:
-        place = tmp_path_factory.mktemp(name)
+    def make(place: Path) -> None:
         work = place / "work"
         work.mkdir()
         folder.write_texts(work)
-        commands = [shlex.split(complete(line)) for line in (*folder.SETUP, *TABLES[name])]
+        commands = [shlex.split(complete(line)) for line in (*folder.SETUP, *ROWS)]
         jobs = {"folder": str(work), "seconds": SECONDS, "keep": len(folder.SETUP), "commands": commands}
         (place / "jobs.json").write_text(json.dumps(jobs))
         environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache"), "SLURM_JOB_ID": ""}
-        script = [
-            sys.executable,
-            str(runs.WORKERS / "commands_in_turn.py"),
-            str(place / "jobs.json"),
-            str(place / "results.jsonl"),
-        ]
-        runs.run(script, timeout=900, environment=environment, packages=runs.ROOT / "tests")
-        results = [Ended(**json.loads(line)) for line in (place / "results.jsonl").read_text().splitlines()]
-        for line, setup in zip(folder.SETUP, results, strict=False):
-            assert setup.code == 0, (line, setup)
-        return dict(zip(TABLES[name], results[len(folder.SETUP) :], strict=True))
+        script = runs.WORKERS / "commands_in_turn.py"
+        command = [sys.executable, str(script), str(place / "jobs.json"), str(place / "results.jsonl")]
+        runs.run(command, timeout=900, environment=environment, packages=runs.ROOT / "tests")
 
-    return run
+    results = shared_folder("mistakes", make) / "results.jsonl"
+    ended = [Ended(**json.loads(line)) for line in results.read_text().splitlines()]
+    for line, setup in zip(folder.SETUP, ended, strict=False):
+        assert setup.code == 0, (line, setup)
+    return dict(zip(ROWS, ended[len(folder.SETUP) :], strict=True))
 
 
-@pytest.mark.parametrize(("table", "line"), CASES)
-def test_a_mistake_is_one_line(run_table, table, line):
-    end = run_table(table)[line]
+@pytest.mark.parametrize("line", ROWS)
+def test_a_mistake_is_one_line(ends, line):
+    end = ends[line]
     assert end.code == 2, end
     assert end.changes == [], end
     lines = end.stderr.splitlines()
@@ -82,7 +74,7 @@ def test_a_mistake_is_one_line(run_table, table, line):
 
 
 def test_every_command_has_three_mistakes():
-    lines = [complete(line) for _, line in CASES]
+    lines = [complete(line) for line in ROWS]
     assert len(set(lines)) == len(lines)
     counts = {name: sum(f"{line} ".startswith(f"megaenc {name} ") for line in lines) for name in cli.COMMANDS}
     assert {name: count for name, count in counts.items() if count < 3} == {}
