@@ -1,1 +1,1 @@
-"""`megaenc doctor`: probes of the machine, each in a child process that may hang or die without ending the command."""
+"""`megaenc doctor`: checks of the machine in a child process, which may hang or die without ending the command."""

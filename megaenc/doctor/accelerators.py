@@ -1,22 +1,20 @@
-"""Probes of accelerators: driver tools, devices visible to torch, and links between devices."""
+"""Checks of accelerators: driver tools, and devices visible to torch."""
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
 from megaenc.dist_env import get_local_world_size
-from megaenc.doctor.result import GIB, MIB, Finding, ProbeContext, has_accelerators, note, ok, problem, read_kernel_file
+from megaenc.doctor.checks import ADVICE
+from megaenc.doctor.result import GIB, MIB, CheckContext, Finding, has_accelerators, note, ok, problem, read_kernel_file
 
 _BUSY_BYTES = GIB  # device memory in use before this command allocates any
 _NVIDIA_QUERY = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _ROCM_BIN = "/opt/rocm/bin"  # rarely on the PATH
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_RESTART = "the driver does not answer: look at `dmesg` for {}; a restart of the machine may be needed"
 
 
 def find_program(program: str) -> str:
@@ -25,43 +23,43 @@ def find_program(program: str) -> str:
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Run `command`, for `seconds` at most; return its output with stderr and an error text, empty after exit code 0.
-
-    After the timeout it is killed and not waited for: a process that hangs in a driver cannot be reaped.
-    """
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True)
+    """Run `command`, for `seconds` at most; return its output with stderr and an error text, empty after exit code 0."""
     try:
-        output, _ = process.communicate(timeout=seconds)
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=seconds
+        )
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         return "", f"no answer in {seconds:.3g} s"
-    last = (output.strip().splitlines() or ["no output"])[-1]
-    return output, f"exit code {process.returncode}: {last[:200]}" if process.returncode else ""
+    last_line = result.stdout.strip().rpartition("\n")[2] or "no output"
+    return result.stdout, f"exit code {result.returncode}: {last_line[:200]}" if result.returncode else ""
 
 
-def check_driver(context: ProbeContext) -> list[Finding]:
-    """Return findings on devices, driver, memory use, errors, links by nvidia-smi or rocm-smi; one if neither exists."""
-    seconds = 0.4 * context.timeout
-    nvidia, rocm = find_program("nvidia-smi"), find_program("rocm-smi")
+def check_driver(context: CheckContext) -> list[Finding]:
+    """Return findings on devices, driver, memory use and errors by nvidia-smi or rocm-smi; one if neither exists."""
+    seconds = 0.4 * context.timeout  # the other ranks wait for this one
+    nvidia = find_program("nvidia-smi")
+    rocm = find_program("rocm-smi")
     if rocm and (not nvidia or (context.root / "dev/kfd").exists()):
         output, failure = run_program([rocm, "--showproductname", "--showdriverversion", "--showmeminfo", "vram"], seconds)
+        findings = parse_rocm_smi(output)
+        if findings:  # rocm-smi fails if any one property of any device is unavailable
+            return findings
+        if failure:
+            return [problem("rocm-smi", failure, ADVICE["accelerators"])]
         advice = "run `rocm-smi`: check the driver, or start the container with --device /dev/kfd --device /dev/dri"
-        fallback = (
-            problem("rocm-smi", failure, _RESTART.format("amdgpu")) if failure else note("rocm-smi", "lists no device", advice)
-        )
-        # rocm-smi fails if any one property of any device is unavailable.
-        return parse_rocm_smi(output) or [fallback]
+        return [note("rocm-smi", "lists no device", advice)]
     if nvidia:
-        output, failure = run_program(
-            [nvidia, f"--query-gpu={','.join(_NVIDIA_QUERY)}", "--format=csv,noheader,nounits"], seconds
-        )
-        return [problem("nvidia-smi", failure, _RESTART.format("Xid errors"))] if failure else parse_nvidia_smi(output)
+        query = f"--query-gpu={','.join(_NVIDIA_QUERY)}"
+        output, failure = run_program([nvidia, query, "--format=csv,noheader,nounits"], seconds)
+        return [problem("nvidia-smi", failure, ADVICE["accelerators"])] if failure else parse_nvidia_smi(output)
     if not has_accelerators(context):
         return [ok("driver", "none: neither nvidia-smi nor rocm-smi is installed")]
-    module_versions = {name: read_kernel_file(context.root / f"sys/module/{name}/version") for name in ("amdgpu", "nvidia")}
-    text = ", ".join(f"{name} {version}" for name, version in module_versions.items() if version) or "device files exist"
+    versions = []
+    for name in ("amdgpu", "nvidia"):
+        version = read_kernel_file(context.root / f"sys/module/{name}/version")
+        if version:
+            versions.append(f"{name} {version}")
+    text = ", ".join(versions) or "device files exist"
     advice = "install the driver's tools (in a container: the vendor's runtime) to see memory and errors"
     return [note("driver", f"{text}; neither nvidia-smi nor rocm-smi is installed", advice, mismatch_level="note")]
 
@@ -116,12 +114,14 @@ def _format_counts(names: list[str]) -> str:
     return "; ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def check_torch_devices(context: ProbeContext) -> list[Finding]:
+def check_torch_devices(context: CheckContext) -> list[Finding]:
     """Return a finding on torch's devices: a problem if unusable or too few for the processes, a note if hidden."""
     import torch
 
-    label, is_gpu_build, processes = "seen by torch", torch.version.hip or torch.version.cuda, get_local_world_size()
-    count = torch.cuda.device_count() if is_gpu_build else 0
+    label = "seen by torch"
+    is_gpu_build = torch.version.hip or torch.version.cuda
+    processes = get_local_world_size()
+    count = torch.cuda.device_count()
     if count and torch.cuda.is_available():
         sizes = [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
         text = f"{count} x {torch.cuda.get_device_name(0)}, {min(sizes):.0f} GiB"

@@ -1,6 +1,7 @@
-"""Probe of the collectives used in training: results, latency and bandwidth."""
+"""Checks of the collectives used in training: results, latency and bandwidth."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,17 +10,19 @@ from torch.utils.benchmark import Timer
 from megaenc.backend.device import detect_backend
 from megaenc.dist_env import get_rank
 from megaenc.doctor.cross_rank import join_group
-from megaenc.doctor.result import Finding, ProbeContext, ok, problem
+from megaenc.doctor.result import CheckContext, Finding, ok, problem
 
 _SMALL_COUNT = 16  # elements per rank
 _MEGABYTES = {"cpu": 4, "cuda": 64}
 _MODULUS = 251  # small integers: exact sums in any order
 
 
-def check_collectives(context: ProbeContext) -> list[Finding]:
+def check_collectives(context: CheckContext) -> list[Finding]:
     """Run each collective of training on this rank's device; return a finding each: wrong, or latency and bandwidth."""
     join_group(context.timeout)
-    backend, group, size = detect_backend(), None, dist.get_world_size()
+    backend = detect_backend()
+    group = None
+    size = dist.get_world_size()
     if not backend.is_cpu:
         torch.cuda.set_device(backend.device)
         group = dist.new_group(backend=backend.process_group)
@@ -31,7 +34,8 @@ def check_collectives(context: ProbeContext) -> list[Finding]:
         ("reduce-scatter", _reduce_scatter, share),
         ("all-gather", _all_gather, share),
     ]
-    tried += [("send and receive", _ring, 1.0)] if size > 1 else []
+    if size > 1:
+        tried.append(("send and receive", _ring, 1.0))
     return [_check_collective(run, f"{name}, {library}", backend.device, group, sent) for name, run, sent in tried]
 
 
@@ -56,7 +60,8 @@ def _reduce_scatter(own, numbers, group):
 
 def _all_gather(own, numbers, group):
     """Return the all-gathered chunks and a function for the expected tensor."""
-    size, result = dist.get_world_size(), torch.empty_like(own)
+    size = dist.get_world_size()
+    result = torch.empty_like(own)
     dist.all_gather_into_tensor(result, own.chunk(size)[0].contiguous(), group=group)
     # Cloned, since a view would keep each rank's full tensor: 64 MiB per rank.
     return result, lambda: torch.cat([numbers(each).chunk(size)[0].clone() for each in range(size)])
@@ -64,8 +69,10 @@ def _all_gather(own, numbers, group):
 
 def _ring(own, numbers, group):
     """Send to the next rank; return the tensor received from the previous one and a function for the expected tensor."""
-    size, result = dist.get_world_size(), torch.empty_like(own)
-    destination, source = (get_rank() + 1) % size, (get_rank() - 1) % size
+    size = dist.get_world_size()
+    result = torch.empty_like(own)
+    destination = (get_rank() + 1) % size
+    source = (get_rank() - 1) % size
     operations = [dist.P2POp(dist.isend, own, destination, group), dist.P2POp(dist.irecv, result, source, group)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
@@ -81,13 +88,15 @@ def _check_collective(
     run: Callable, name: str, device: torch.device, group: dist.ProcessGroup | None, traffic_factor: float
 ) -> Finding:
     """Return a finding about a collective's result, latency and bandwidth."""
-    size, seconds = dist.get_world_size(), []
+    size = dist.get_world_size()
+    seconds = []
     large = _MEGABYTES[device.type] * 2**20 // 4 // size * size
     for count, repeats in ((_SMALL_COUNT * size, 30), (large, 5)):
-        call = (build_rank_tensor(get_rank(), count, device), lambda of, count=count: build_rank_tensor(of, count, device), group)
+        numbers = partial(build_rank_tensor, count=count, device=device)
+        call = (numbers(get_rank()), numbers, group)
         output, expected = run(*call)
-        if not torch.equal(output, reference := expected()):
-            wrong = int((output != reference).sum())
+        wrong = int((output != expected()).sum())
+        if wrong:
             advice = "runs over this network are not trustworthy: find the link with NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
             return problem(name, f"{wrong:,} of {output.numel():,} numbers are wrong on rank {get_rank()}", advice)
         timer = Timer("run(*call)", globals={"run": run, "call": call})

@@ -1,39 +1,35 @@
-"""Probes across ranks (rendezvous, shared folder) and the exchange of findings."""
+"""Checks across ranks (rendezvous, shared folder) and the exchange of findings."""
 
 import fcntl
 import functools
 import os
-import secrets
 import socket
 import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.doctor.disk import nearest_existing_dir
-from megaenc.doctor.result import Finding, ProbeAborted, ProbeContext, note, ok, problem
+from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 
 _VISIBILITY_SECONDS = 10.0  # a network file system may show a new file some seconds late
 _POLL = 0.05
 
 
-def join_ranks(context: ProbeContext) -> list[Finding]:
-    """Join all ranks in a gloo process group; return a finding on rank 0, [] on others; ProbeAborted if one is missing."""
+def join_ranks(context: CheckContext) -> list[Finding]:
+    """Join all ranks in a gloo process group; return a finding on rank 0, [] on others; RuntimeError if one is missing."""
     begin = time.perf_counter()
-    try:
-        join_group(context.timeout)
-    except RuntimeError as error:
-        advice = "a rank is late or unreachable: set GLOO_SOCKET_IFNAME to the nodes' network, check firewalls"
-        result = f"{get_world_size()} ranks: {' '.join(str(error).split())[:200]}"
-        raise ProbeAborted(problem("meeting", result, advice)) from None
+    join_group(context.timeout)
     seconds = time.perf_counter() - begin
     if get_world_size() == 1:
         return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of several")]
     hosts = len(set(_all_gather(socket.gethostname())))
-    text = f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s"
-    return [] if get_rank() else [ok("ranks", text)]
+    if get_rank():
+        return []
+    return [ok("ranks", f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s")]
 
 
 @functools.cache
@@ -58,27 +54,27 @@ def _all_gather(value: Any) -> list[Any]:
     return values
 
 
-def check_shared_folder(context: ProbeContext) -> list[Finding]:
+def check_shared_folder(context: CheckContext) -> list[Finding]:
     """Test that all ranks see rank 0's file in --save and its lock; [] off rank 0, for one rank, or if --save is read-only."""
     if get_world_size() == 1:
         return []
-    path = nearest_existing_dir(Path(context.save)) / f".megaenc-doctor-{_all_gather(secrets.token_hex(8))[0]}"
+    join_group(context.timeout)
+    folder = nearest_existing_dir(Path(context.save))
     with ExitStack() as stack:
-        is_locked = False
-        with suppress(OSError):  # another probe reports a folder that is not writable
-            if not get_rank():
-                file = stack.enter_context(open(path, "x"))
-                stack.callback(path.unlink, missing_ok=True)
-                is_locked = True
+        name = ""
+        if not get_rank():
+            with suppress(OSError):  # another check reports a folder that is not writable
+                file = stack.enter_context(NamedTemporaryFile(prefix=".megaenc-doctor-", dir=folder))
+                name = Path(file.name).name
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ready = _all_gather(is_locked)[0]
-        observations = _all_gather(
-            _observe_lock_file(path) if get_rank() and is_ready else ""
-        )  # rank 0 holds the lock until all have answered
-    return [] if get_rank() or not is_ready else [assess_sharing(observations)]
+        name = _all_gather(name)[0]
+        is_observer = get_rank() and name
+        # Rank 0 holds the lock until all have answered.
+        observations = _all_gather(observe_lock_file(folder / name) if is_observer else "")
+    return [] if get_rank() or not name else [assess_sharing(observations)]
 
 
-def _observe_lock_file(path: Path) -> str:
+def observe_lock_file(path: Path) -> str:
     """Return "missing", "unlocked" or "" for the state in which this rank sees the file that rank 0 created and locked."""
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():
@@ -99,9 +95,8 @@ def _observe_lock_file(path: Path) -> str:
 
 def assess_sharing(observations: list[str]) -> Finding:
     """Return a problem if a rank's observation of rank 0's locked file is "missing", a note if "unlocked", else ok."""
-    missing, unlocked = (
-        [rank for rank, observation in enumerate(observations) if observation == word] for word in ("missing", "unlocked")
-    )
+    missing = [rank for rank, observation in enumerate(observations) if observation == "missing"]
+    unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
     if missing:
         advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
         return problem("shared by ranks", f"a file of rank 0 is missing on rank {format_ranks(missing)}", advice)
@@ -118,8 +113,8 @@ def format_ranks(ranks: list[int]) -> str:
     return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
 
 
-def gather_findings(context: ProbeContext, own_findings: str, timeout: float) -> dict[int, bytes]:
-    """Send findings to rank 0, which returns the serialized findings by rank without late ranks; other ranks return {}.
+def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
+    """Send findings to rank 0, which returns those of other ranks, serialized, without late ranks; other ranks return {}.
 
     They pass through the launcher's store, which needs no process group and which anyone who reaches its port can write to.
     """
@@ -127,12 +122,16 @@ def gather_findings(context: ProbeContext, own_findings: str, timeout: float) ->
 
     store, own_rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     store = dist.PrefixStore("megaenc/doctor", store)
+    contents: dict[int, bytes] = {}
     if own_rank:
         store.set(str(own_rank), own_findings)
-        return {}
-    contents, deadline = {0: own_findings.encode()}, time.monotonic() + timeout
-    while len(contents) < size and time.monotonic() < deadline:
+        return contents
+    deadline = time.monotonic() + timeout
+    missing = set(range(1, size))
+    while missing and time.monotonic() < deadline:
         time.sleep(_POLL)
-        arrived = [other for other in range(1, size) if other not in contents and store.check([str(other)])]
-        contents |= {other: store.get(str(other)) for other in arrived}
+        for other in sorted(missing):
+            if store.check([str(other)]):
+                contents[other] = store.get(str(other))
+        missing -= contents.keys()
     return contents

@@ -1,13 +1,14 @@
-"""Probes of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
+"""Checks of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
 
 import errno
 import fcntl
 import os
+import shutil
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-from megaenc.doctor.result import GIB, Finding, ProbeContext, note, ok, problem, read_kernel_file
+from megaenc.doctor.result import GIB, CheckContext, Finding, note, ok, problem, read_kernel_file
 
 _MB = 10**6
 _CHUNK_BYTES = 4 * 2**20
@@ -28,11 +29,12 @@ def nearest_existing_dir(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
-def check_disk_space(context: ProbeContext) -> list[Finding]:
+def check_disk_space(context: CheckContext) -> list[Finding]:
     """Return notes on the file system of --save: type and free space (advice if volatile or below 40 GiB), few free inodes."""
     folder = nearest_existing_dir(Path(context.save))
-    about, kind = os.statvfs(folder), file_system_type(folder, context.root)
-    free, names = about.f_frsize * about.f_bavail, about.f_favail
+    about = os.statvfs(folder)
+    kind = file_system_type(folder, context.root)
+    free = about.f_frsize * about.f_bavail
     volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a folder on a disk"
     space_advice = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits their number"
     text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
@@ -40,20 +42,21 @@ def check_disk_space(context: ProbeContext) -> list[Finding]:
         note("folder", f"{folder}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
         note("space", text, space_advice if free < _MIN_FREE_BYTES else ""),
     ]
-    if about.f_files and names < 10_000:
-        findings.append(note("files", f"{names:,} more can be created", "each checkpoint has a file per rank: remove old files"))
+    if about.f_files and about.f_favail < 10_000:
+        advice = "each checkpoint has a file per rank: remove old files"
+        findings.append(note("files", f"{about.f_favail:,} more can be created", advice))
     return findings
 
 
-def check_temp_space(context: ProbeContext) -> list[Finding]:
+def check_temp_space(context: CheckContext) -> list[Finding]:
     """Return a finding on space for temporary files: a note below 1 GiB, a problem if no folder is writable."""
-    name, advice = "temporary files", "free space there, or export TMPDIR=FOLDER"
+    name = "temporary files"
+    advice = "free space there, or export TMPDIR=FOLDER"
     try:
         folder = gettempdir()
     except OSError:
         return [problem(name, "no writable folder for them", advice)]
-    about = os.statvfs(folder)
-    free = about.f_frsize * about.f_bavail
+    free = shutil.disk_usage(folder).free
     return [note(name, f"{folder}, {free / GIB:,.1f} GiB free", "" if free > _MIN_TEMP_BYTES else advice)]
 
 
@@ -64,7 +67,7 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
 
 
-def check_file_system(context: ProbeContext) -> list[Finding]:
+def check_file_system(context: CheckContext) -> list[Finding]:
     """Test locks and write speed in --save; return a finding on each, or a problem if it is not writable."""
     folder = nearest_existing_dir(Path(context.save))
     try:
@@ -92,7 +95,9 @@ def check_locks(folder: Path) -> Finding:
 
 def measure_write_speed(folder: Path) -> Finding:
     """Write up to 2 s, with fsync, in `folder`; return a finding with MB/s: a note below 50, a problem if it fails."""
-    piece, begin, written = os.urandom(_CHUNK_BYTES), time.perf_counter(), 0
+    piece = os.urandom(_CHUNK_BYTES)
+    begin = time.perf_counter()
+    written = 0
     try:
         with open(folder / "written", "wb", buffering=0) as stream:
             while written < _MAX_TEST_BYTES and time.perf_counter() - begin < _SECONDS:

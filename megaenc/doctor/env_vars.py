@@ -1,8 +1,8 @@
-"""Probe of the environment variables of torch, networks and accelerators, with advice for harmful values."""
+"""Checks of the environment variables of torch, networks and accelerators, with advice for harmful values."""
 
 import re
 
-from megaenc.doctor.result import Finding, ProbeContext, note, ok, problem
+from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 
 _PREFIXES = (
     "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
@@ -55,11 +55,12 @@ PITFALLS = (
 
 def _is_pitfall(value: str, values: str) -> bool:
     """Return whether `value` matches `values`: "on", "off", "any", "not 1", or a list of words."""
-    word, on = value.strip().upper(), value.strip().lower() not in ("", "0", "false", "off", "no")
+    word = value.strip().upper()
+    on = value.strip().lower() not in ("", "0", "false", "off", "no")
     return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(values, word in values.split())
 
 
-def check_env_vars(context: ProbeContext) -> list[Finding]:
+def check_env_vars(context: CheckContext) -> list[Finding]:
     """Return a finding per torch, network or device variable that is set, without secrets; one ok finding if none is."""
     findings = [
         _check_variable(name, value)

@@ -1,7 +1,8 @@
-"""Probes of processors, memory and the limits of containers, jobs and the system."""
+"""Checks of processors, memory and the limits of containers, jobs and the system."""
 
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import psutil
@@ -10,8 +11,8 @@ from megaenc.dist_env import get_local_world_size, get_world_size
 from megaenc.doctor.result import (
     GIB,
     MIB,
+    CheckContext,
     Finding,
-    ProbeContext,
     has_accelerators,
     multi_node_problem,
     note,
@@ -28,9 +29,10 @@ _FILES_PER_RANK, _BASE_FILES = 8, 512  # connections to each other rank; all oth
 _MIN_LOCKED_BYTES = 16 * GIB
 
 
-def check_processors(context: ProbeContext) -> list[Finding]:
+def check_processors(context: CheckContext) -> list[Finding]:
     """Return findings on the processor's model, usable cores and threads, and a note if a CPU quota is below the cores."""
-    cores, share = usable_core_count(), cpu_quota(context.root)
+    cores = usable_core_count()
+    share = cpu_quota(context.root)
     findings = [
         ok("processor", read_processor_name(context.root), mismatch_level="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
@@ -42,9 +44,10 @@ def check_processors(context: ProbeContext) -> list[Finding]:
     return findings
 
 
-def check_threads(context: ProbeContext, cores: int) -> Finding:
+def check_threads(context: CheckContext, cores: int) -> Finding:
     """Return a note if processes exceed `cores` or, without torchrun, a set OMP_NUM_THREADS is not `cores`; else ok."""
-    name, processes = "threads", get_local_world_size()
+    name = "threads"
+    processes = get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
         return note(name, f"{processes} processes on {cores} cores", "start at most one process per core: --nproc-per-node")
@@ -81,7 +84,7 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
     ]
 
 
-def check_memory(context: ProbeContext) -> list[Finding]:
+def check_memory(context: CheckContext) -> list[Finding]:
     """Return a finding on total, free and allowed memory."""
     memory = psutil.virtual_memory()
     limit = memory_limit(context.root)
@@ -91,19 +94,20 @@ def check_memory(context: ProbeContext) -> list[Finding]:
     return [ok("memory", text)]
 
 
-def check_dev_shm(context: ProbeContext) -> list[Finding]:
+def check_dev_shm(context: CheckContext) -> list[Finding]:
     """Return a finding on /dev/shm: a problem if missing, read-only, small or full (last two: a note without devices)."""
-    path, name = context.root / "dev/shm", "/dev/shm"
+    path = context.root / "dev/shm"
+    name = "/dev/shm"
     try:
-        about = os.statvfs(path)
+        usage = shutil.disk_usage(path)
     except OSError as error:
         advice = "mount a tmpfs there: NCCL and processes that share tensors need it"
         return [problem(name, error.strerror or str(error), advice)]
-    size, free = about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail
-    text = f"{_format_bytes(size)}, {_format_bytes(free)} free"
+    size = usage.total
+    text = f"{_format_bytes(size)}, {_format_bytes(usage.free)} free"
     if not os.access(path, os.W_OK):
         return [problem(name, f"{text}, not writable", "chmod 1777 /dev/shm")]
-    if size >= MIN_SHM_BYTES and free >= MIN_SHM_BYTES // 2:
+    if size >= MIN_SHM_BYTES and usage.free >= MIN_SHM_BYTES // 2:
         return [ok(name, text)]
     more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {MIN_SHM_BYTES // GIB}g"
     advice = more if size < MIN_SHM_BYTES else "it is nearly full: remove leftovers of ended processes"
@@ -112,9 +116,10 @@ def check_dev_shm(context: ProbeContext) -> list[Finding]:
     return [note(name, text, f"enough to train on CPUs, too little for accelerators; {advice}")]
 
 
-def check_resource_limits(context: ProbeContext) -> list[Finding]:
+def check_resource_limits(context: CheckContext) -> list[Finding]:
     """Return findings on open-file and locked-memory limits; low ones are problems, for memory only with InfiniBand."""
-    unlimited, ranks = resource.RLIM_INFINITY, get_world_size()
+    unlimited = resource.RLIM_INFINITY
+    ranks = get_world_size()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process may raise its soft limit to the hard one
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     needed = _BASE_FILES + _FILES_PER_RANK * ranks

@@ -1,4 +1,4 @@
-"""Probes of the network: fast network cards, interfaces, and the interfaces that gloo and NCCL choose."""
+"""Checks of the network: fast network cards, interfaces, and the interfaces that gloo and NCCL choose."""
 
 import re
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from megaenc.dist_env import is_multi_node
-from megaenc.doctor.result import Finding, ProbeContext, has_accelerators, multi_node_problem, note, ok, problem, read_kernel_file
+from megaenc.doctor.result import CheckContext, Finding, has_accelerators, multi_node_problem, note, ok, problem, read_kernel_file
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _EXCLUDED = ("lo", "docker")
@@ -15,7 +15,7 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 """Network plugins of RCCL and NCCL for networks without built-in support."""
 
 
-def check_network_cards(context: ProbeContext) -> list[Finding]:
+def check_network_cards(context: CheckContext) -> list[Finding]:
     """Return findings on Slingshot, InfiniBand and RoCE cards: state, plugin and device files; one if there is no card."""
     classes = context.root / "sys/class"
     slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, unsupported by RCCL and NCCL without a plugin
@@ -32,9 +32,10 @@ def check_network_cards(context: ProbeContext) -> list[Finding]:
     return findings or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
 
-def _check_plugin(context: ProbeContext) -> Finding:
+def _check_plugin(context: CheckContext) -> Finding:
     """Return a finding about the plugin that RCCL and NCCL need for Slingshot."""
-    label, without = "plugin for Slingshot", "without it RCCL and NCCL use TCP between nodes"
+    label = "plugin for Slingshot"
+    without = "without it RCCL and NCCL use TCP between nodes"
     name = context.environment.get("NCCL_NET_PLUGIN", "")
     if name.lower() == "none":
         return multi_node_problem(label, "NCCL_NET_PLUGIN=none", f"{without}: unset it")
@@ -48,7 +49,7 @@ def _check_plugin(context: ProbeContext) -> Finding:
     return multi_node_problem(label, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 
 
-def _check_port(port: Path, context: ProbeContext) -> Finding:
+def _check_port(port: Path, context: CheckContext) -> Finding:
     """Return a finding about the state of an InfiniBand or RoCE port and the address that NCCL_IB_GID_INDEX selects."""
     name = f"{port.parents[1].name} port {port.name}"
     state, rate, layer = (read_kernel_file(port / file) for file in ("state", "rate", "link_layer"))
@@ -72,26 +73,26 @@ def _check_port(port: Path, context: ProbeContext) -> Finding:
     return ok(name, text, mismatch_level="note")
 
 
-def check_interfaces(context: ProbeContext) -> list[Finding]:
+def check_interfaces(context: CheckContext) -> list[Finding]:
     """Return findings: the addresses of each interface that is up, and the interfaces that NCCL and gloo choose."""
-    addresses = {
-        name: [each.address for each in interface_addresses if each.family == socket.AF_INET]
-        for name, interface_addresses in psutil.net_if_addrs().items()
-    }
-    up = {name: about for name, about in psutil.net_if_stats().items() if about.isup and addresses.get(name)}
+    addresses_by_name = psutil.net_if_addrs()
     findings = []
-    for name, about in sorted(up.items()):
-        speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
-        findings.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
-    owners = {address: name for name in up for address in addresses[name]}
+    usable = []
+    owners: dict[str, str] = {}
+    for name, about in psutil.net_if_stats().items():
+        addresses = [each.address for each in addresses_by_name.get(name, ()) if each.family == socket.AF_INET]
+        if about.isup and addresses:
+            speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
+            findings.append(ok(f"interface {name}", f"{', '.join(addresses)}{speed}, MTU {about.mtu}"))
+            usable.append(name)
+            owners |= dict.fromkeys(addresses, name)
     try:
-        resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-        own = list(dict.fromkeys(address[0] for *_, address in resolved))
+        _, _, own = socket.gethostbyname_ex(socket.gethostname())
     except OSError:
         own = []
-    environment = context.environment
-    nccl = check_nccl_interface(environment.get("NCCL_SOCKET_IFNAME"), list(up))
-    return [*findings, nccl, check_gloo_interface(environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners)]
+    findings.append(check_nccl_interface(context.environment.get("NCCL_SOCKET_IFNAME"), usable))
+    findings.append(check_gloo_interface(context.environment.get("GLOO_SOCKET_IFNAME"), usable, own, owners))
+    return findings
 
 
 def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:

@@ -1,5 +1,6 @@
-"""Probes of the device's numerics: matrix products, attention backends, fused kernels and float8, against references."""
+"""Checks of the device's numerics: matrix products, attention backends, fused kernels and float8, against references."""
 
+import importlib
 import itertools
 import os
 
@@ -10,7 +11,7 @@ from megaenc.backend import device as devices
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import divide_cores_among_ranks
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
+from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 from megaenc.errors import InputError
 
 _MIN_PEAK_FRACTION = 0.4  # of the accelerator's data sheet peak
@@ -36,24 +37,26 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_matmul(context: ProbeContext) -> list[Finding]:
+def check_matmul(context: CheckContext) -> list[Finding]:
     """Compare float32 and bfloat16 matrix products with float64; return findings on errors, speed and bfloat16 support."""
     backend = detect_backend()
     divide_cores_among_ranks()
-    findings, rates = [], {}
+    findings = []
+    rates = {}
     in_float32 = 2.0**-10 if devices.uses_tf32(backend.device) else 1e-5
     for dtype, allowed in ((torch.float32, in_float32), (torch.bfloat16, 2.0**-7)):
-        name, error = f"products in {_dtype_name(dtype)}", matmul_error(backend.device, dtype)
+        name = f"products in {_dtype_name(dtype)}"
+        error = matmul_error(backend.device, dtype)
         speed = rates[dtype] = measure_matmul_flops(backend.device, dtype)
         if error <= allowed:
-            findings.append(
-                ok(name, f"right, {speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"right, {speed / 1e9:.3g} GFLOP/s")
-            )
+            rate = f"{speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"{speed / 1e9:.3g} GFLOP/s"
+            findings.append(ok(name, f"right, {rate}"))
         else:
             advice = "this device's results cannot be trusted: try another device or another build of torch"
             findings.append(problem(name, f"error {error:.2g}, allowed {allowed:.2g}", advice))
     has = devices.cpu_has_bf16() if backend.is_cpu else backend.has_bf16
-    text, advice = f"{'has' if has else 'no'} instructions for it", "" if has else "runs use float32 by default"
+    text = f"{'has' if has else 'no'} instructions for it"
+    advice = "" if has else "runs use float32 by default"
     if backend.is_cpu:
         faster = rates[torch.bfloat16] > rates[torch.float32]
         text += f"; it is {'faster' if faster else 'slower'} than float32 here"
@@ -87,20 +90,14 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(timer.timeit(1).median for _ in range(6))
 
 
-def attention_probes(context: ProbeContext) -> list[Probe]:
-    """Return a Probe for each attention backend, to run next, which calls `check_attention_backend` with its name."""
+def prepare_attention(context: CheckContext) -> list[Finding]:
+    """Import what all attention backends need, once; return no finding."""
     _init_backend()
-    from megaenc.model.attention.backends import BACKENDS
-
-    # A backend that hangs or crashes takes the self-test of a run with it.
-    advice = "runs would hang or crash too, also with --attention-backend auto: choose another backend than "
-    advices = {name: advice + name for name in BACKENDS} | {"sdpa": _ADVICE_SDPA}
-    return [
-        Probe("attention", name, f"{__name__}:check_attention_backend", "rank", (name,), 3, advices[name]) for name in BACKENDS
-    ]
+    importlib.import_module("megaenc.model.attention.selftest")
+    return []
 
 
-def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
+def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
     """Compare an attention backend with the reference in all masks and dtypes; return ok (also if unusable) or a problem."""
     device = _init_backend().device
     from megaenc.model.attention.backends import flash_attn_versions, is_hopper
@@ -120,25 +117,30 @@ def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
             advice = _ADVICE_SDPA if name == "sdpa" else _ADVICE_BACKEND
             return [problem(name, f"{verdict.reason}, in {_dtype_name(dtype)}", advice, mismatch_level="note")]
         worst = max(worst, verdict.error / verdict.tolerance)
-    masks, widths, kinds = ", ".join(Attention), " and ".join(map(str, _HEAD_DIMS)), " and ".join(map(_dtype_name, dtypes))
+    masks = ", ".join(Attention)
+    widths = " and ".join(map(str, _HEAD_DIMS))
+    kinds = " and ".join(map(_dtype_name, dtypes))
     text = f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed"
     return [note(name, f"{text}; version 4 is not installed", _ADVICE_FLASH) if is_slower else ok(name, text)]
 
 
-def kernel_probes(context: ProbeContext) -> list[Finding | Probe]:
-    """Return a Probe for each fused kernel, to run next, or an ok finding on a CPU, where runs use none."""
-    if detect_backend().is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+def prepare_fused_kernels(context: CheckContext) -> list[Finding]:
+    """Import what all fused kernels need, once; return an ok finding on a CPU, where runs use none."""
+    if _has_no_fused_kernels():
         return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]
-    from megaenc.model.kernels.selftest import CHECKS
-
-    return [
-        Probe("kernels", name, f"{__name__}:check_fused_kernel", "rank", (name,), 3, "--no-fused-kernels disables them")
-        for name in CHECKS
-    ]
+    importlib.import_module("megaenc.model.kernels.selftest")
+    return []
 
 
-def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
+def _has_no_fused_kernels() -> bool:
+    """Return whether this is a CPU without Triton's interpreter."""
+    return detect_backend().is_cpu and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
     """Compare a fused kernel with torch in bfloat16 and float32; return ok, a problem if wrong, a note if it cannot run."""
+    if _has_no_fused_kernels():
+        return []
     device = _init_backend().device
     from megaenc.model.kernels.selftest import LayerWidths, check_kernel
 
@@ -154,9 +156,10 @@ def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
     return [ok(name, f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed")]
 
 
-def check_fp8_products(context: ProbeContext) -> list[Finding]:
+def check_fp8_products(context: CheckContext) -> list[Finding]:
     """Check float8 products of both --fp8-format values; ok if right or unsupported, a note if wrong or not by Triton."""
-    backend, label = _init_backend(), "float8 products"
+    backend = _init_backend()
+    label = "float8 products"
     from megaenc.model.fp8.linear import check_float8_linear
     from megaenc.model.fp8.tensor import select_float8_recipe
 

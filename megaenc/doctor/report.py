@@ -3,10 +3,11 @@
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megaenc.console import escape_unprintable
+from megaenc.console import escape_unprintable, truncate_text
+from megaenc.doctor.checks import SUBJECTS
 from megaenc.doctor.cross_rank import format_ranks
 from megaenc.doctor.result import LEVELS, Finding
 from megaenc.json_files import parse_json
@@ -14,23 +15,16 @@ from megaenc.json_files import parse_json
 WIDTH = 100
 _MARK, _NAME = 11, 25
 _MAX_BYTES = 1 << 20  # for one rank's findings, which take a few KiB
-_MAX_ODD_GROUPS = 6  # groups of ranks reported for one finding
+_MAX_LENGTH = 1000  # characters on the ranks that deviate in one finding
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankFindings:
-    """Findings of one rank, with its number, its host's name and the (subject, scope) pairs that it probed."""
+    """Findings of one rank, with its number and its host's name."""
 
     rank: int
     host: str
-    findings: tuple[Finding, ...]
-    probed_scopes: frozenset[tuple[str, str]]
-    """(subject, scope) of its probes; scope "node" only on the first rank of each node."""
-
-
-def serialize_findings(rank_findings: RankFindings) -> str:
-    """Return one rank's findings, host and probed scopes as JSON text."""
-    return json.dumps(asdict(rank_findings) | {"probed_scopes": sorted(rank_findings.probed_scopes)})
+    findings: list[Finding]
 
 
 def parse_findings(content: bytes, rank: int) -> RankFindings:
@@ -41,84 +35,74 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
     if len(content) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
     values = parse_json(content)
+    findings = []
     try:
-        findings = tuple(
-            Finding(**{field.name: _text(row[field.name]) for field in fields(Finding)}) for row in values["findings"]
-        )
-        probed_scopes = frozenset((_text(subject), _text(scope)) for subject, scope in values["probed_scopes"])
-        rank_findings = RankFindings(rank, _text(values["host"]), findings, probed_scopes)
-    except (KeyError, TypeError) as error:
+        host = escape_unprintable(values["host"])
+        for row in values["findings"]:
+            texts = {name: escape_unprintable(text) for name, text in row.items()}
+            findings.append(Finding(**texts))
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not the findings of a rank ({type(error).__name__}: {error})") from None
-    for level in (level for finding in findings for level in (finding.level, finding.mismatch_level)):
-        if level not in LEVELS:
-            raise ValueError(f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}")
-    return rank_findings
-
-
-def _text(value: Any) -> str:
-    """Return a string with its control characters escaped; raise ValueError for other types."""
-    if not isinstance(value, str):
-        raise ValueError(f"found {type(value).__name__}, expected a string")
-    return escape_unprintable(value)
+    for finding in findings:
+        for level in (finding.level, finding.mismatch_level):
+            if level not in LEVELS:
+                raise ValueError(f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}")
+    return RankFindings(rank, host, findings)
 
 
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """Return all ranks' findings merged by subject and name, in order of appearance, with deviating ranks reported."""
     by_name: dict[tuple[str, str], dict[int, Finding]] = {}
+    ranks_by_scope: dict[tuple[str, str], list[int]] = {}
     for each in rank_findings:
         for finding in each.findings:
             by_name.setdefault((finding.subject, finding.name), {})[each.rank] = finding
+            ranks_by_scope.setdefault((finding.subject, finding.scope), []).append(each.rank)
     hosts = {each.rank: each.host for each in rank_findings}
     merged: list[Finding] = []
-    for (subject, name), by_rank in by_name.items():
+    for by_rank in by_name.values():
         first = next(iter(by_rank.values()))
         must_match = any(finding.mismatch_level != "ok" for finding in by_rank.values())
-        for each in rank_findings if must_match else ():
-            if (subject, first.scope) in each.probed_scopes:
-                by_rank.setdefault(
-                    each.rank, Finding(name, "nothing", mismatch_level=first.mismatch_level, subject=subject, scope=first.scope)
-                )
+        if must_match:
+            nothing = replace(first, result="nothing", level="note", advice="")
+            by_rank = dict.fromkeys(ranks_by_scope[first.subject, first.scope], nothing) | by_rank
         merged += _merge_finding(by_rank, hosts, must_match)
     return merged
 
 
 def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_match: bool) -> list[Finding]:
-    """Merge the findings of one name by rank into a list of findings that names deviating ranks.
+    """Merge the findings of one name: the most common of the ok ones, else of all, and the others as "NAME elsewhere".
 
-    With `must_match`: the most common finding, and one for all deviating ranks. Without: the first rank's finding if it is ok,
-    and each note or problem with its ranks.
+    Without `must_match` all ok findings count as the same.
     """
     ranks_by_result: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(by_rank):
-        ranks_by_result.setdefault((by_rank[rank].result, by_rank[rank].level), []).append(rank)
-    groups = [(by_rank[ranks[0]], ranks) for ranks in ranks_by_result.values()]
-    usual, usual_ranks = (
-        max(groups, key=lambda group: len(group[1])) if must_match else groups[0]
-    )  # a tie goes to the lowest rank
-    odd = [(finding, ranks) for finding, ranks in groups if ranks != usual_ranks]
-    if not odd:
+        finding = by_rank[rank]
+        result = finding.result if must_match or finding.level != "ok" else ""
+        ranks_by_result.setdefault((finding.level, result), []).append(rank)
+    groups = sorted(ranks_by_result.values(), key=lambda ranks: (by_rank[ranks[0]].level != "ok", -len(ranks)))
+    usual, *others = [by_rank[ranks[0]] for ranks in groups]
+    if not others:
         return [usual]
-    if not must_match:
-        return [usual] * (usual.level == "ok") + [
-            replace(finding, name=f"{usual.name}, rank {format_ranks(ranks)}", result=f"{finding.result} ({hosts[ranks[0]]})")
-            for finding, ranks in [group for group in groups if group[0].level != "ok"][:_MAX_ODD_GROUPS]
-        ]
-    parts = [
-        f"{finding.result} on rank {format_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
-        for finding, ranks in odd[:_MAX_ODD_GROUPS]
-    ]
-    parts += [f"{len(odd) - _MAX_ODD_GROUPS} others"] if len(odd) > _MAX_ODD_GROUPS else []
-    level = max([usual.mismatch_level, *(finding.level for finding, _ in odd)], key=LEVELS.index)
-    advice = next((finding.advice for finding, _ in odd if finding.advice), "ranks differ: configure all nodes alike")
-    return [usual, Finding(f"{usual.name} elsewhere", "; ".join(parts), level, advice, subject=usual.subject)]
+    texts = []
+    for ranks in groups:
+        names = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+        texts.append(f"{by_rank[ranks[0]].result} on rank {format_ranks(ranks)} ({names})")
+    if usual.level != "ok":
+        usual = replace(usual, result=texts[0])
+    level = max([usual.mismatch_level, *(finding.level for finding in others)], key=LEVELS.index)
+    advice = next((finding.advice for finding in others if finding.advice), "ranks differ: configure all nodes alike")
+    text = truncate_text("; ".join(texts[1:]), _MAX_LENGTH)
+    return [usual, Finding(f"{usual.name} elsewhere", text, level, advice, subject=usual.subject)]
 
 
-def format_report(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
-    """Return findings as text: a paragraph for each of `subjects`, the number of problems, and each with its advice."""
+def format_report(findings: Sequence[Finding]) -> str:
+    """Return findings as text: a paragraph for each subject, the number of problems, and each with its advice."""
     lines: list[str] = []
-    for subject in subjects:
+    for subject in SUBJECTS:
         subject_lines = [line for finding in findings if finding.subject == subject for line in _format_finding(finding)]
-        lines += [subject, *subject_lines, ""] if subject_lines else []
+        if subject_lines:
+            lines += [subject, *subject_lines, ""]
     problems = [finding for finding in findings if finding.level == "problem"]
     notes = sum(finding.level == "note" for finding in findings)
     summary = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
@@ -131,7 +115,8 @@ def format_report(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
 
 def _format_finding(finding: Finding) -> list[str]:
     """Return a finding as indented lines of at most `WIDTH` characters, with its advice below."""
-    mark, beyond = f"  {finding.level:<{_MARK - 2}}", " " * (_MARK + _NAME)
+    mark = f"  {finding.level:<{_MARK - 2}}"
+    beyond = " " * (_MARK + _NAME)
     first = f"{mark}{finding.name:<{_NAME}}" if len(finding.name) < _NAME else f"{mark}{finding.name}  "
     return _wrap(finding.result or "-", first, beyond) + _wrap(finding.advice, f"{beyond}-> ", f"{beyond}   ")
 

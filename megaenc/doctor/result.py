@@ -1,8 +1,8 @@
-"""Probes of the doctor, their context and their findings."""
+"""Findings of the doctor's checks, and the arguments that all checks share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megaenc.dist_env import is_multi_node
 
@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a probe: name, text, level (ok, note or problem), advice, and level if other ranks differ."""
+    """One result of a check: name, text, level (ok, note or problem), advice, and level if other ranks differ."""
 
     name: str
     """Unique within its subject."""
@@ -25,9 +25,9 @@ class Finding:
     mismatch_level: Level = "ok"
     """Severity of a different result on another rank."""
     subject: str = ""
-    """Subject of the probe, one of `SUBJECTS`."""
+    """Subject of the check, one of `SUBJECTS`."""
     scope: str = ""
-    """Scope of the probe: a finding of scope "node" is expected from one rank of each node."""
+    """Scope of the check: a finding of scope "node" is expected from one rank of each node."""
 
 
 def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
@@ -51,8 +51,8 @@ def multi_node_problem(name: str, result: str, advice: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class ProbeContext:
-    """Arguments shared by all probes: run directory, timeout, environment variables, and root of /sys, /proc, /dev."""
+class CheckContext:
+    """Arguments shared by all checks: run directory, timeout, environment variables, and root of /sys, /proc, /dev."""
 
     save: str = "."
     """Run directory, which may not exist yet."""
@@ -64,34 +64,6 @@ class ProbeContext:
     """Directory that contains /sys, /proc and /dev."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One check for a subprocess: "module:name" to call, ranks, multiple of --timeout, advice if it hangs or crashes.
-
-    `function`, "module:name", is called with a `ProbeContext` and `arguments`; it returns findings and probes to run next.
-    """
-
-    subject: str
-    name: str
-    """Name in the progress line, and of the finding if the probe hangs or crashes."""
-    function: str
-    scope: Literal["rank", "node", "ranks"] = "rank"
-    """Ranks that run it: each rank, one rank of each node, or all ranks together."""
-    arguments: tuple[Any, ...] = ()
-    timeout_factor: float = 1.0
-    """Time limit in multiples of --timeout."""
-    advice: str = "a run would hang or die there too"
-    """Advice if the probe hangs or crashes."""
-
-
-class ProbeAborted(Exception):
-    """Error that ends a probe with one finding, after which probes of the same scope cannot continue."""
-
-    def __init__(self, finding: Finding):
-        super().__init__(finding.result)
-        self.finding = finding
-
-
 def read_kernel_file(file: Path) -> str:
     """Return the stripped text of a file under /proc or /sys, or an empty string if it cannot be read."""
     try:
@@ -100,6 +72,6 @@ def read_kernel_file(file: Path) -> str:
         return ""
 
 
-def has_accelerators(context: ProbeContext) -> bool:
+def has_accelerators(context: CheckContext) -> bool:
     """Return whether the machine has NVIDIA or AMD device files in /dev, without calling a driver."""
     return any((context.root / "dev").glob("nvidia[0-9]*")) or (context.root / "dev/kfd").exists()

@@ -1,117 +1,109 @@
-"""Execution of probes in a subprocess, which is replaced after a probe that hangs, crashes or finds a problem.
+"""Child process for checks, which is replaced after a check that hangs, ends it or raises an exception.
 
-Probes import modules that may be broken, call drivers that may hang and run kernels that may lose a device; the parent process
+Checks import modules that may be broken, call drivers that may hang and run kernels that may lose a device; the parent process
 does none of this.
 """
 
-import importlib
 import os
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+import pkgutil
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
-from megaenc.doctor.result import Finding, Probe, ProbeAborted, ProbeContext, problem
+from megaenc.console import silence_libraries
 from megaenc.errors import InputError
-from megaenc.processes import Worker, WorkerDied, python_environment
+from megaenc.processes import KILL_TIMEOUT, ChildProcess, describe_exit_code, python_command, python_environment, set_up_child
 
 _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
 
-class ProbeFailure(Exception):
-    """Error for a probe that hung or whose process died; `is_timeout` if a larger --timeout might help."""
+class CheckRunner:
+    """Context manager that calls functions in a child process, started when it is needed and killed at the end."""
 
-    def __init__(self, reason: str, is_timeout: bool = False):
-        super().__init__(reason)
-        self.is_timeout = is_timeout
-
-
-class ProbeRunner:
-    """Context manager that runs probes in a subprocess, replaced after a hang, crash or problem, and killed at the end."""
-
-    def __init__(self, context: ProbeContext):
-        self._context = context
-        self._worker: Worker | None = None
+    def __init__(self, environment: dict[str, str]):
+        self._environment = environment
+        self._child: ChildProcess | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._kill()
+        self.kill()
 
-    def run(self, probe: Probe) -> tuple[list[Finding | Probe], bool]:
-        """Run `probe`; return (findings and follow-up probes, whether it completed); a hang or crash is a problem."""
-        try:
-            results, is_complete = self.call(
-                probe.function, *probe.arguments, seconds=probe.timeout_factor * self._context.timeout
-            )
-        except ProbeFailure as error:
-            advice = f"{probe.advice}; --timeout gives a slow one longer" if error.is_timeout else probe.advice
-            return [problem(probe.name, str(error), advice)], False
-        if not is_complete:
-            results = [replace(results[0], name=probe.name)]
-        has_problem = any(isinstance(each, Finding) and each.level == "problem" for each in results)
-        if not is_complete or (has_problem and probe.scope != "ranks"):  # cross-rank probes share a process group
-            self._kill()  # the process may be damaged: a half-imported module, a lost device
-        return results, is_complete
+    def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, str]:
+        """Call `function`, "module:name", in the child; return (its result, ""), or (None, the failure) and kill the child.
 
-    def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, bool]:
-        """Call `function`, "module:name", in the subprocess; return (its result, True), or ([finding on its error], False).
-
-        Raises ProbeFailure after `seconds`, or if the subprocess dies.
+        It fails if it does not return within `seconds`, raises an exception or ends its process.
         """
-        if self._worker is None:
-            self._output = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # every disk may be full
-            self._worker = Worker(_run_probe, python_environment(self._context.environment), self._output)
-        before = os.fstat(self._output.fileno()).st_size
+        if self._child is None:
+            self._start()
+        printed_before = os.fstat(self._output).st_size
+        result = None
+        failure = ""
         try:
-            self._worker.send((function, self._context, arguments))
-            [outcome] = self._worker.results(time.monotonic() + seconds)
-            return outcome
-        except TimeoutError:
-            reason, is_timeout = f"no answer in {seconds:.3g} s", True
-        except WorkerDied as error:
-            reason, is_timeout = f"its process {error}", False
-        last_line = self._read_last_line(before)
-        self._kill()
-        raise ProbeFailure(reason + last_line, is_timeout)
+            self._connection.send((function, arguments))
+            if self._connection.poll(seconds):
+                result, failure = self._connection.recv()
+            else:
+                failure = f"no answer in {seconds:.3g} s (see --timeout){self._read_last_line(printed_before)}"
+        except (EOFError, OSError):  # the process ended
+            code = self._child.wait(KILL_TIMEOUT)
+            end = "closed its connection" if code is None else describe_exit_code(code)
+            failure = f"its process {end}{self._read_last_line(printed_before)}"
+        if failure:
+            self.kill()
+        return result, failure
 
-    def _kill(self) -> None:
-        """Kill the subprocess and its children."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._output.close()
-            self._worker = None
+    def _start(self) -> None:
+        """Start the child, which has the environment of the command before megaenc changed it."""
+        self._connection, child_connection = Pipe()
+        descriptor = child_connection.fileno()
+        program = "from megaenc.doctor.runner import serve_calls; serve_calls()"
+        command = python_command("-c", program, str(os.getpid()), str(descriptor))
+        self._output = os.memfd_create("megaenc-doctor")  # every disk may be full
+        self._child = ChildProcess(command, python_environment(self._environment), self._output, [descriptor])
+        child_connection.close()  # so that the connection closes when the child ends
 
-    def _read_last_line(self, before: int) -> str:
-        """Return the last line that the subprocess printed after byte `before`, as the end of an error message."""
-        size = os.fstat(self._output.fileno()).st_size
-        start = max(before, size - _MAX_TAIL_BYTES)
-        lines = os.pread(self._output.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
+    def kill(self) -> None:
+        """Kill the child and its children, so that the next call has a new one."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+            self._connection.close()
+            os.close(self._output)
+
+    def _read_last_line(self, start: int) -> str:
+        """Return the last line that the child printed after byte `start`, as the end of an error message."""
+        size = os.fstat(self._output).st_size
+        start = max(start, size - _MAX_TAIL_BYTES)
+        lines = os.pread(self._output, size - start, start).decode(errors="replace").strip().splitlines()
         return f"; its last output: {lines[-1].strip()[:160]}" if lines else ""
 
 
-def _run_probe(call: tuple[str, ProbeContext, Sequence[Any]]) -> tuple[Any, bool]:
-    """Call a probe function in the subprocess; return its result and True, or the findings of an error and False."""
-    function, context, arguments = call
-    module, name = function.split(":")
-    try:
-        return getattr(importlib.import_module(module), name)(context, *arguments), True
-    except ProbeAborted as error:
-        return [error.finding], False
-    except Exception as error:  # a broken machine may raise anything
-        return [problem(name, format_exception(error), _exception_advice(error))], False
+def serve_calls() -> None:
+    """Run the main loop of the child: receive a function and its arguments, and send back what `CheckRunner.call` returns.
+
+    `sys.argv` holds the parent's process id and the file descriptor of the connection.
+    """
+    set_up_child(int(sys.argv[1]))
+    silence_libraries()
+    connection = Connection(int(sys.argv[2]))
+    with suppress(EOFError, OSError):  # the parent has ended
+        while True:
+            function, arguments = connection.recv()
+            try:
+                answer = pkgutil.resolve_name(function)(*arguments), ""
+            except Exception as error:  # a broken machine may raise anything
+                answer = None, _describe_exception(error)
+            connection.send(answer)
 
 
-def format_exception(error: BaseException) -> str:
-    """Return an exception as one line, its class name and message; an InputError without its class name."""
+def _describe_exception(error: Exception) -> str:
+    """Return an exception as one line: class name, unless it is an InputError, message, and package to reinstall."""
     message = " ".join(str(error).split())[:300]
-    return message if isinstance(error, InputError) and message else f"{type(error).__name__}: {message}".rstrip(": ")
-
-
-def _exception_advice(error: Exception) -> str:
-    """Return advice for an exception that a probe raised."""
-    if isinstance(error, ImportError):
-        missing = (error.name or "").partition(".")[0]
-        return f"reinstall {missing or 'the missing package'}; the installed versions are listed above"
-    return "docs/doctor.md describes this probe; report it with this output"
+    if isinstance(error, InputError):
+        return message
+    if isinstance(error, ImportError) and error.name:
+        message += f"; reinstall {error.name.partition('.')[0]}"
+    return f"{type(error).__name__}: {message}"

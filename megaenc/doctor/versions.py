@@ -1,4 +1,4 @@
-"""Probes of package versions: installed, supported and importable."""
+"""Checks of package versions: installed, supported and importable."""
 
 import importlib
 import platform
@@ -8,10 +8,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import megaenc
-from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
+from megaenc.doctor.checks import OPTIONAL_PACKAGES, REQUIRED_PACKAGES
+from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 
-_REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
-_OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "apex", "amdsmi")
 _MODULES = {
     "flash-attn": "flash_attn",
     "flash-attn-3": "flash_attn_interface",
@@ -22,27 +21,24 @@ _MODULES = {
 _TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 
-def check_versions(context: ProbeContext) -> list[Finding | Probe]:
-    """Return findings on megaenc, Python and requirements, and Probes to run next: of each package, and CUDA and NCCL."""
-    installed = [name for name in _OPTIONAL if _package_version(name)]
+def check_versions(context: CheckContext) -> list[Finding]:
+    """Return findings on megaenc, Python, optional packages that are not installed, and megaenc's requirements."""
+    missing = [name for name in OPTIONAL_PACKAGES if not _package_version(name)]
     return [
         ok("megaenc", f"{megaenc.__version__} in {Path(megaenc.__file__).parent}", mismatch_level="problem"),
         ok("python", f"{platform.python_version()} on {platform.system()} {platform.release()}", mismatch_level="note"),
-        *(
-            Probe("versions", name, f"{__name__}:check_package", arguments=(name,), timeout_factor=2)
-            for name in (*_REQUIRED, *installed)
-        ),
-        ok("not installed", f"{', '.join(name for name in _OPTIONAL if name not in installed)}; megaenc does without"),
+        ok("not installed", f"{', '.join(missing)}; megaenc does without"),
         check_requirements(),
-        Probe("versions", "CUDA, ROCm, NCCL", f"{__name__}:check_libraries", timeout_factor=2),
     ]
 
 
-def check_package(context: ProbeContext, name: str) -> list[Finding]:
-    """Return ok with a package's version; a problem if missing or required and broken, a note if optional and broken."""
-    version, is_required = _package_version(name), name in _REQUIRED
+def check_package(context: CheckContext, name: str) -> list[Finding]:
+    """Return a package's version, or a problem if it is required and missing or broken, a note if optional and broken."""
+    version = _package_version(name)
+    is_required = name in REQUIRED_PACKAGES
     if not version:
-        return [problem(name, "not installed", f"pip install {name}, or ./install.sh for all", mismatch_level="problem")]
+        advice = f"pip install {name}, or ./install.sh for all"
+        return [problem(name, "not installed", advice, mismatch_level="problem")] if is_required else []
     try:
         _import_package(name)
     except Exception as error:  # a half-installed package may raise anything
@@ -106,11 +102,12 @@ def _package_version(name: str) -> str:
     return next(filter(None, map(_installed_version, _TRITON_PACKAGES if name == "triton" else (name,))), "")
 
 
-def check_libraries(context: ProbeContext) -> list[Finding]:
+def check_libraries(context: CheckContext) -> list[Finding]:
     """Return findings on torch's build (CUDA, ROCm or CPU) and with a GPU the version of RCCL, or of NCCL and cuDNN."""
     import torch
 
-    hip, cuda = torch.version.hip, torch.version.cuda
+    hip = torch.version.hip
+    cuda = torch.version.cuda
     backend = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU only"
     findings = [ok("torch is built for", backend, mismatch_level="problem")]
     if torch.cuda.is_available():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megaenc.doctor import collectives, cross_rank
 from megaenc.doctor.cross_rank import join_group
-from megaenc.doctor.result import ProbeContext
+from megaenc.doctor.result import CheckContext
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def single_process():
 
 
 def test_one_process_has_its_collectives_too(single_process):
-    findings = {each.name: each for each in collectives.check_collectives(ProbeContext())}
+    findings = {each.name: each for each in collectives.check_collectives(CheckContext())}
     assert list(findings) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
     assert {each.level for each in findings.values()} == {"ok"}
 
 
 def test_wrong_numbers_are_counted_and_named(single_process, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[3:5].add_(1))
-    findings = {each.name: each for each in collectives.check_collectives(ProbeContext())}
+    findings = {each.name: each for each in collectives.check_collectives(CheckContext())}
     assert findings["all-gather, gloo"].level == "ok"
     assert findings["all-reduce, gloo"].level == "problem"
     assert findings["all-reduce, gloo"].result.startswith("2 of ")
@@ -61,11 +61,11 @@ def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_
 
 def test_what_a_rank_sees_of_the_file_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr(cross_rank, "_VISIBILITY_SECONDS", 0.1)
-    assert cross_rank._observe_lock_file(tmp_path / "file") == "missing"
+    assert cross_rank.observe_lock_file(tmp_path / "file") == "missing"
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    assert cross_rank._observe_lock_file(tmp_path / "file") == "unlocked"
+    assert cross_rank.observe_lock_file(tmp_path / "file") == "unlocked"
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert cross_rank._observe_lock_file(tmp_path / "file") == ""
+    assert cross_rank.observe_lock_file(tmp_path / "file") == ""
     os.close(descriptor)
 
 
@@ -78,5 +78,5 @@ def test_what_is_in_the_store_is_handed_on_as_bytes_and_never_unpickled(tmp_path
     attack = pickle.dumps(Attack())
     dist.PrefixStore("megaenc/doctor", store).set("1", attack)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
-    assert cross_rank.gather_findings(ProbeContext(), "mine", 0.2) == {0: b"mine", 1: attack}
+    assert cross_rank.gather_findings("mine", 0.2) == {1: attack}
     assert not (tmp_path / "ran").exists()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaenc.doctor import disk
-from megaenc.doctor.result import ProbeContext
+from megaenc.doctor.result import CheckContext
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def short(monkeypatch):
 
 
 def found(folder) -> dict:
-    return {each.name: each for each in disk.check_file_system(ProbeContext(save=str(folder)))}
+    return {each.name: each for each in disk.check_file_system(CheckContext(save=str(folder)))}
 
 
 def test_a_good_folder_keeps_all_promises_and_is_left_as_it_was(tmp_path):
@@ -70,7 +70,7 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     """Of the folder above one that is not there."""
     full = SimpleNamespace(f_frsize=4096, f_blocks=2**28, f_bavail=2**18, f_files=2**20, f_favail=12)
     monkeypatch.setattr("os.statvfs", lambda path: full)
-    findings = {each.name: each for each in disk.check_disk_space(ProbeContext(save=str(tmp_path / "a" / "b")))}
+    findings = {each.name: each for each in disk.check_disk_space(CheckContext(save=str(tmp_path / "a" / "b")))}
     assert findings["folder"].result.startswith(f"{tmp_path}, on ")
     assert (findings["space"].level, findings["space"].result) == ("note", "1.0 GiB free of 1,024.0")
     assert (findings["files"].level, findings["files"].result) == ("note", "12 more can be created")
@@ -79,9 +79,9 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
 def test_no_room_for_temporary_files_is_named(monkeypatch):
     for least, level in ((0, "ok"), (2**70, "note")):
         monkeypatch.setattr(disk, "_MIN_TEMP_BYTES", least)
-        assert disk.check_temp_space(ProbeContext())[0].level == level
+        assert disk.check_temp_space(CheckContext())[0].level == level
     monkeypatch.setattr(disk, "gettempdir", raising(errno.ENOENT))
-    [finding] = disk.check_temp_space(ProbeContext())
+    [finding] = disk.check_temp_space(CheckContext())
     assert finding.level == "problem"
     assert "TMPDIR" in finding.advice
 
@@ -92,6 +92,6 @@ def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind,
     folder = tmp_path / "data"
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/mounts").write_text(f"root / ext4 rw 0 0\na {tmp_path}/dat nfs4 rw 0 0\nb {tmp_path} {kind} rw 0 0\n")
-    finding = disk.check_disk_space(ProbeContext(save=str(folder), root=tmp_path))[0]
+    finding = disk.check_disk_space(CheckContext(save=str(folder), root=tmp_path))[0]
     assert (finding.level, finding.result) == (level, f"{tmp_path}, on {kind}")
     assert disk.file_system_type(folder, tmp_path) == kind

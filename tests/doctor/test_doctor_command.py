@@ -9,9 +9,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.report import WIDTH, RankFindings, serialize_findings
-from megaenc.doctor.result import ok, problem
-from megaenc.doctor.runner import ProbeFailure
+from megaenc.doctor.checks import SUBJECTS
+from megaenc.doctor.report import WIDTH
+from megaenc.doctor.result import ok
 
 HERE = Path(__file__).parent
 DOCTOR = [sys.executable, "-m", "megaenc", "doctor"]
@@ -27,13 +27,13 @@ def test_a_sound_machine_has_no_problem(tmp_path):
     ended = runs.run([*DOCTOR, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
     findings = json.loads((tmp_path / "found.json").read_text())
     assert findings["worst"] != "problem"
-    assert {subject for subject, _ in levels(tmp_path / "found.json")} == set(command.SUBJECTS)
+    assert {subject for subject, _ in levels(tmp_path / "found.json")} == set(SUBJECTS)
     [rank] = findings["ranks"]
     assert rank["findings"] == findings["findings"]
     lines = ended.stdout.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("no problem: ")
-    assert [line for line in lines if line in command.SUBJECTS] == list(command.SUBJECTS)
+    assert [line for line in lines if line in SUBJECTS] == list(SUBJECTS)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
@@ -57,7 +57,7 @@ def test_two_ranks_try_what_is_between_them(tmp_path):
     ended = runs.run([*TWO, *flags], expect=1, packages=HERE / "planted", environment=planted)
     findings = levels(tmp_path / "found.json")
     problems = {label for (_, label), level in findings.items() if level == "problem"}
-    assert problems == {"transformers elsewhere", "sdpa, rank 1"}
+    assert problems == {"transformers elsewhere", "sdpa elsewhere"}
     output = " ".join(ended.stdout.split())
     assert "5.99.0 on rank 1" in output
     assert "its process was killed by SIGSEGV" in output
@@ -68,62 +68,45 @@ def test_two_ranks_try_what_is_between_them(tmp_path):
     assert len(json.loads((tmp_path / "found.json").read_text())["ranks"]) == 2
 
 
-def raising(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
-def handed_in(*outcome):
-    """Stands for what hands the findings of all ranks to rank 0."""
-    return lambda *_, **__: outcome
-
-
-THEIRS = serialize_findings(RankFindings(3, "host", (), frozenset())).encode()
+THEIRS = json.dumps({"host": "host", "findings": []}).encode()
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("rank", "contents", "failure", "words"),
     [
-        (handed_in({0: b"", 3: THEIRS}, True), "ranks, missing: no findings from rank 1-2, 4 within 600 s"),
-        (handed_in({0: b"", 1: b"\x80\x04."}, True), "ranks, malformed, rank 1: its findings: not UTF-8"),
-        (handed_in([problem("x", "no answer in 240 s", "")], False), "ranks, comparing: no answer in 240 s"),
-        (raising(ProbeFailure("no answer in 240 s")), "ranks, comparing: no answer in 240 s"),
+        (0, {3: THEIRS}, "", "ranks, missing: no findings from rank 1-2, 4 within 600 s"),
+        (0, {1: b"\x80\x04."}, "", "ranks, malformed, rank 1: its findings: not UTF-8"),
+        (0, None, "no answer in 240 s", "ranks, comparing: no answer in 240 s"),
+        (1, None, "no answer in 240 s", "ranks, comparing: no answer in 240 s"),  # and ends well: torchrun would kill rank 0
     ],
 )
-def test_ranks_that_hand_nothing_in_are_named_and_rank_0_tells_what_it_has(call, words, monkeypatch, capsys):
+def test_ranks_that_hand_nothing_in_are_named_and_each_tells_what_it_has(rank, contents, failure, words, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setattr(command.ProbeRunner, "run", lambda runner, probe: ([ok(probe.name, "seen")], True))
-    monkeypatch.setattr(command.ProbeRunner, "call", call)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setenv("RANK", str(rank))
+
+    def call(runner, function, *arguments, seconds):
+        return (contents, failure) if function.endswith("gather_findings") else ([ok("x", "seen")], "")
+
+    monkeypatch.setattr(command.CheckRunner, "call", call)
+    code = 0
+    try:
         command.main(["--only", "variables"])
-    assert ended.value.code == 1
+    except SystemExit as ended:
+        code = ended.code
+    assert code == (1 if rank == 0 else 0)
     output = " ".join(capsys.readouterr().out.split())
-    assert "seen" in output
-    assert words in output
-
-
-def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(command.ProbeRunner, "run", lambda runner, probe: ([ok(probe.name, "seen")], True))
-    monkeypatch.setattr(command.ProbeRunner, "call", raising(ProbeFailure("no answer in 240 s")))
-    command.main(["--only", "variables"])
-    output = capsys.readouterr().out
-    assert output.startswith("rank 1 on ")
-    assert "seen" in output
-    assert "no answer in 240 s" in output
+    assert output.startswith("rank 1 on ") == (rank == 1)
+    assert "seen" in output and words in output
 
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys):
-    def stopped(runner, probe):
-        if probe.name == "interfaces":
+    def stopped(runner, function, *arguments, seconds):
+        if function.endswith("check_interfaces"):
             raise stop
-        return [ok(probe.name, "seen")], True
+        return [ok("network cards", "seen")], ""
 
-    monkeypatch.setattr(command.ProbeRunner, "run", stopped)
+    monkeypatch.setattr(command.CheckRunner, "call", stopped)
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "network"])
     assert ended.value.code == code
@@ -132,7 +115,10 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
 
 
 def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeypatch, capsys):
-    monkeypatch.setattr(command, "atomic_write", raising(OSError(errno.ENOSPC, "No space left on device")))
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command, "atomic_write", full)
     with pytest.raises(SystemExit) as stop:
         command.main(["--only", "variables", "--json", "found.json"])
     output = capsys.readouterr()
@@ -140,11 +126,7 @@ def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeyp
     assert "variables\n" in output.out and output.err == "error: --json found.json: cannot be written: No space left on device\n"
 
 
-def test_each_subject_is_in_the_help_and_has_a_probe():
-    assert {probe.subject for probe in command.PROBES} == set(command.SUBJECTS)
-
-
 def test_nothing_heavy_is_imported_by_whoever_waits():
-    """What is broken is broken in the process of the probes alone."""
+    """What is broken is broken in the process of the checks alone."""
     code = "import sys, megaenc.doctor.command; assert not {'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)"
     runs.run([sys.executable, "-c", code])

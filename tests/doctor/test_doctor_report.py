@@ -2,29 +2,22 @@
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from megaenc.doctor.report import (
-    WIDTH,
-    RankFindings,
-    format_report,
-    merge_findings,
-    parse_findings,
-    serialize_findings,
-)
+from megaenc.doctor.report import WIDTH, RankFindings, format_report, merge_findings, parse_findings
 from megaenc.doctor.result import note, ok, problem
 
 
 def rank_findings(rank, *findings, scope="rank"):
-    """Return findings of one of two ranks per node."""
-    complete = tuple(replace(each, subject="versions", scope=scope) for each in findings)
-    return RankFindings(rank, f"node{rank // 2}", complete, frozenset({("versions", scope)}))
+    """Return findings of one of two ranks per node, which has found out something else, too."""
+    complete = [replace(each, subject="versions", scope=scope) for each in (ok("megaenc", "1"), *findings)]
+    return RankFindings(rank, f"node{rank // 2}", complete)
 
 
 def merged(*ranks):
-    return [replace(finding, subject="", scope="") for finding in merge_findings(ranks)]
+    return [replace(finding, subject="", scope="") for finding in merge_findings(ranks) if finding.name != "megaenc"]
 
 
 def torch(version):
@@ -33,7 +26,10 @@ def torch(version):
 
 DIFFERS = "ranks differ: configure all nodes alike"
 BROKEN = problem("sdpa", "off by 1", "do")
+RIGHT = ok("sdpa", "right")
+SPLIT = problem("sdpa", "off by 2", "do that")
 APEX = ok("apex", "1", mismatch_level="note")
+NOISY = note("NCCL_DEBUG", "INFO", "unset it", mismatch_level="note")
 
 
 @pytest.mark.parametrize(
@@ -45,18 +41,30 @@ APEX = ok("apex", "1", mismatch_level="note")
         ([[torch("1")], [torch("2")], [torch("2")]], [torch("2"), problem("torch elsewhere", "1 on rank 0 (node0)", DIFFERS)]),
         ([[torch("b")], [torch("a")]], [torch("b"), problem("torch elsewhere", "a on rank 1 (node0)", DIFFERS)]),
         ([[APEX], [], [APEX]], [APEX, note("apex elsewhere", "nothing on rank 1 (node0)", DIFFERS)]),
+        ([[], [APEX], []], [APEX, note("apex elsewhere", "nothing on rank 0, 2 (node0, node1)", DIFFERS)]),
         (
             [[APEX], [problem("apex", "broken", "mend it", mismatch_level="note")]],
             [APEX, problem("apex elsewhere", "broken on rank 1 (node0)", "mend it")],
         ),
+        (
+            [[NOISY], [NOISY], []],
+            [
+                replace(NOISY, result="INFO on rank 0-1 (node0)"),
+                note("NCCL_DEBUG elsewhere", "nothing on rank 2 (node1)", DIFFERS),
+            ],
+        ),
         # Figures may differ.
         ([[ok("writing", "1 MB/s")], [ok("writing", "2 MB/s")]], [ok("writing", "1 MB/s")]),
-        (
-            [[ok("sdpa", "right")], [ok("sdpa", "right")], [BROKEN]],
-            [ok("sdpa", "right"), problem("sdpa, rank 2", "off by 1 (node1)", "do")],
-        ),
+        ([[RIGHT], [RIGHT], [BROKEN]], [RIGHT, problem("sdpa elsewhere", "off by 1 on rank 2 (node1)", "do")]),
         ([[BROKEN], [BROKEN]], [BROKEN]),
-        ([[BROKEN], [ok("sdpa", "right")]], [problem("sdpa, rank 0", "off by 1 (node0)", "do")]),
+        ([[BROKEN], [BROKEN], [RIGHT]], [RIGHT, problem("sdpa elsewhere", "off by 1 on rank 0-1 (node0)", "do")]),
+        (
+            [[BROKEN], [SPLIT]],
+            [
+                replace(BROKEN, result="off by 1 on rank 0 (node0)"),
+                problem("sdpa elsewhere", "off by 2 on rank 1 (node0)", "do that"),
+            ],
+        ),
     ],
 )
 def test_findings_of_ranks_are_merged(by_rank, expected):
@@ -72,13 +80,13 @@ def test_what_one_rank_of_a_node_has_looked_at_is_not_missed_on_the_others():
 
 
 def test_findings_come_back_as_they_were_but_for_what_steers_a_terminal():
-    sent = serialize_findings(rank_findings(3, torch("2"), problem("x", "\x1b[2Jgone\n", "y"))).encode()
+    sent = json.dumps(asdict(rank_findings(3, torch("2"), problem("x", "\x1b[2Jgone\n", "y")))).encode()
     assert parse_findings(sent, 3) == rank_findings(3, torch("2"), problem("x", r"\x1b[2Jgone\n", "y"))
     assert parse_findings(sent, 1).rank == 1, "a rank cannot speak for another"
 
 
 ROW = {"subject": "disk", "name": "a", "result": "b", "level": "ok", "advice": "", "mismatch_level": "ok", "scope": ""}
-SENT = {"host": "a", "findings": [ROW], "probed_scopes": []}
+SENT = {"host": "a", "findings": [ROW]}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +95,12 @@ SENT = {"host": "a", "findings": [ROW], "probed_scopes": []}
         SENT | {"findings": None},
         SENT | {"findings": [["disk", ROW]]},
         SENT | {"findings": [ROW | {"level": "fatal"}]},
+        SENT | {"findings": [ROW | {"mismatch_level": "fatal"}]},
         SENT | {"findings": [ROW | {"result": ["b"]}]},
+        SENT | {"findings": [ROW | {"more": "b"}]},
         SENT | {"findings": [{"name": "a"}]},
         SENT | {"findings": [ROW | {"result": "b" * (1 << 20)}]},
         SENT | {"host": None},
-        SENT | {"probed_scopes": [["disk", {}]]},
         {},
     ],
 )
@@ -101,7 +110,7 @@ def test_what_is_no_finding_is_refused(content):
         parse_findings(json.dumps(content).encode(), 1)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(ROW), b"", b"[" * 100_000])
+@pytest.mark.parametrize("content", [pickle.dumps(ROW), b"", b"[]", b"[" * 100_000])
 def test_what_is_not_json_is_refused(content):
     with pytest.raises(ValueError, match=r"."):
         parse_findings(content, 1)
@@ -113,13 +122,12 @@ FINDINGS = [
     replace(problem("torch", LONG, LONG), subject="versions"),
     replace(note("a name that is much longer than others are", "found", "do this"), subject="versions"),
 ]
-SUBJECTS = ("versions", "machine", "disk")
 
 
 def test_subjects_stand_in_order_and_problems_again_at_the_end():
-    lines = format_report(FINDINGS, SUBJECTS).splitlines()
+    lines = format_report(FINDINGS).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert [line for line in lines if line in SUBJECTS] == ["versions", "disk"]
+    assert [line for line in lines if line in ("versions", "machine", "disk")] == ["versions", "disk"]
     end = lines[lines.index("1 problem: 3 findings, 1 note") + 1 :]
     assert " ".join(line.strip() for line in end) == f"versions, torch: {LONG} -> {LONG}"
-    assert format_report(FINDINGS[:1], SUBJECTS).splitlines()[-1] == "no problem: 1 finding, 0 notes"
+    assert format_report(FINDINGS[:1]).splitlines()[-1] == "no problem: 1 finding, 0 notes"

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from megaenc.doctor import machine
-from megaenc.doctor.result import ProbeContext
+from megaenc.doctor.result import CheckContext
 
 GIB, MIB = 2**30, 2**20
 FIRST_VERSION = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": "4096"}
@@ -29,7 +29,7 @@ def in_groups(root, files):
         path.write_text(text)
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/slurm/job\n")
-    return ProbeContext(root=root)
+    return CheckContext(root=root)
 
 
 @pytest.mark.parametrize(("files", "quota", "limit"), [(NESTED, 2.5, 12 * GIB), (FIRST_VERSION, 1.5, 4096), ({}, None, None)])
@@ -60,7 +60,7 @@ def test_threads_against_cores(threads, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     environment = ({"OMP_NUM_THREADS": threads} if threads else {}) | ({"RANK": "0"} if processes > 1 else {})
-    assert machine.check_threads(ProbeContext(environment=environment), cores=8).level == level
+    assert machine.check_threads(CheckContext(environment=environment), cores=8).level == level
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_shared_memory(size, free, writable, accelerators, level, advice, tmp_pa
     (tmp_path / "dev/shm").mkdir(parents=True)
     if accelerators:
         (tmp_path / "dev/nvidia0").touch()
-    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=free))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=size, free=free))
     monkeypatch.setattr("os.access", lambda path, how: writable)
-    [finding] = machine.check_dev_shm(ProbeContext(root=tmp_path))
+    [finding] = machine.check_dev_shm(CheckContext(root=tmp_path))
     assert finding.level == level
     assert advice in finding.advice
 
 
 def test_shared_memory_that_is_not_there_is_a_problem(tmp_path):
-    [finding] = machine.check_dev_shm(ProbeContext(root=tmp_path))
+    [finding] = machine.check_dev_shm(CheckContext(root=tmp_path))
     assert finding.level == "problem"
     assert "mount a tmpfs" in finding.advice
 
@@ -101,7 +101,7 @@ def limits(tmp_path, monkeypatch):
         monkeypatch.setattr("resource.getrlimit", allowed.get)
         if cards:
             (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
-        return machine.check_resource_limits(ProbeContext(root=tmp_path))
+        return machine.check_resource_limits(CheckContext(root=tmp_path))
 
     return judged
 

@@ -1,10 +1,13 @@
 """InfiniBand and Slingshot cards as the kernel shows them, and the interfaces that gloo and NCCL take."""
 
+import socket
+from types import SimpleNamespace
+
 import pytest
 
 from megaenc.doctor import network
 from megaenc.doctor.network import check_gloo_interface, check_nccl_interface, check_network_cards, matches_ifname
-from megaenc.doctor.result import ProbeContext
+from megaenc.doctor.result import CheckContext
 
 GID = "fe80:0000:0000:0000:0e42:a1ff:fe5c:1234"
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -42,7 +45,7 @@ def add_card(root, device=True, **changed):
 
 
 def asked(root, **environment) -> list:
-    return check_network_cards(ProbeContext(root=root, environment=environment))
+    return check_network_cards(CheckContext(root=root, environment=environment))
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,25 @@ def test_an_interface_of_gloo_that_is_not_there_is_a_problem():
     finding = check_gloo_interface("hsn0", ["lo", "eth0"], [], {})
     assert finding.level == "problem"
     assert "hsn0" in finding.result
+
+
+def test_interfaces_that_are_up_are_named_with_their_addresses(monkeypatch):
+    address = SimpleNamespace(family=socket.AF_INET, address="10.0.0.5")
+    addresses = {
+        "lo": [SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")],
+        "eth0": [address],
+        "eth1": [address],
+        "ib0": [],
+    }
+    up = SimpleNamespace(isup=True, speed=25_000, mtu=1500)
+    down = SimpleNamespace(isup=False, speed=0, mtu=1500)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": up, "eth1": down, "eth0": up, "ib0": up})
+    monkeypatch.setattr("socket.gethostbyname_ex", lambda name: (name, [], ["10.0.0.5"]))
+    findings = {each.name: each.result for each in network.check_interfaces(CheckContext())}
+    assert findings == {
+        "interface lo": "127.0.0.1, 25 Gbit/s, MTU 1500",
+        "interface eth0": "10.0.0.5, 25 Gbit/s, MTU 1500",
+        "NCCL meets over": "eth0",
+        "gloo meets over": "eth0, the interface of 10.0.0.5, to which the host name resolves",
+    }

@@ -10,13 +10,14 @@ from megaenc.backend import device
 from megaenc.backend.device import uses_tf32
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.doctor import numerics
-from megaenc.doctor.result import ProbeContext
+from megaenc.doctor.checks import ATTENTION_BACKENDS, FUSED_KERNELS
+from megaenc.doctor.result import CheckContext
 
 prepare_megatron()
 
 
 def test_this_machine_multiplies_right():
-    findings = {each.name: each for each in numerics.check_matmul(ProbeContext())}
+    findings = {each.name: each for each in numerics.check_matmul(CheckContext())}
     assert [findings[name].level for name in ("products in float32", "products in bfloat16")] == ["ok", "ok"]
     assert "FLOP/s" in findings["products in float32"].result and "bfloat16" in findings
 
@@ -38,7 +39,7 @@ def test_products_of_fewer_bits_are_right_for_whom_has_asked_for_them(allowed, l
     if allowed:
         monkeypatch.setattr(device, "uses_tf32", lambda _: uses_tf32(torch.device("cuda")))
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", allowed)
-    findings = {each.name: each for each in numerics.check_matmul(ProbeContext())}
+    findings = {each.name: each for each in numerics.check_matmul(CheckContext())}
     assert findings["products in float32"].level == level
     assert findings["products in bfloat16"].level == "ok"
 
@@ -46,19 +47,22 @@ def test_products_of_fewer_bits_are_right_for_whom_has_asked_for_them(allowed, l
 def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(monkeypatch):
     monkeypatch.setattr("megaenc.backend.device.cpu_has_bf16", lambda: True)
     monkeypatch.setattr(numerics, "measure_matmul_flops", lambda device, dtype: 1e9 if dtype == torch.float32 else 1e8)
-    finding = {each.name: each for each in numerics.check_matmul(ProbeContext())}["bfloat16"]
+    finding = {each.name: each for each in numerics.check_matmul(CheckContext())}["bfloat16"]
     assert finding.level == "note" and "--no-bf16" in finding.advice
     monkeypatch.setattr("megaenc.backend.device.cpu_has_bf16", lambda: False)
-    assert {each.name: each for each in numerics.check_matmul(ProbeContext())}["bfloat16"].level == "ok"
+    assert {each.name: each for each in numerics.check_matmul(CheckContext())}["bfloat16"].level == "ok"
 
 
-def test_every_backend_is_a_probe_and_none_is_wrong_here():
-    probes = numerics.attention_probes(ProbeContext())
-    assert "sdpa" in [probe.name for probe in probes]
-    findings = {
-        each.name: each for probe in probes for each in numerics.check_attention_backend(ProbeContext(), *probe.arguments)
-    }
-    assert set(findings) == {probe.name for probe in probes}
+def test_each_backend_and_each_kernel_has_a_check():
+    from megaenc.model.attention.backends import BACKENDS
+    from megaenc.model.kernels import selftest
+
+    assert ATTENTION_BACKENDS == BACKENDS
+    assert set(FUSED_KERNELS) == set(selftest.CHECKS)
+
+
+def test_no_backend_is_wrong_here():
+    findings = {name: numerics.check_attention_backend(CheckContext(), name)[0] for name in ATTENTION_BACKENDS}
     assert {each.level for each in findings.values()} == {"ok"}
     assert findings["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in findings["sdpa"].result
     if not torch.cuda.is_available():
@@ -87,16 +91,10 @@ def refuses(right, *_, **__):
 )
 def test_a_backend_with_a_fault_is_named(fault, words, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", partial(fault, F.scaled_dot_product_attention))
-    [finding] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    [finding] = numerics.check_attention_backend(CheckContext(), "sdpa")
     assert (finding.name, finding.level) == ("sdpa", "problem")
     assert words in finding.result
     assert finding.advice
-
-
-def test_a_backend_that_hangs_has_a_way_round_it():
-    advice = {probe.name: probe.advice for probe in numerics.attention_probes(ProbeContext())}
-    assert advice.pop("sdpa").startswith("torch's own attention is broken here")
-    assert all(f"choose another backend than {name}" in words for name, words in advice.items())
 
 
 def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
@@ -113,10 +111,12 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
         yield
 
     monkeypatch.setattr(selftest, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
-    context = ProbeContext()
-    assert numerics.kernel_probes(context)[0].level == "ok", "on processors there are none"
+    context = CheckContext()
+    assert numerics.prepare_fused_kernels(context)[0].level == "ok", "on processors there are none"
+    assert numerics.check_fused_kernel(context, "wrong") == []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    findings = {each.name: numerics.check_fused_kernel(context, *each.arguments)[0] for each in numerics.kernel_probes(context)}
+    assert numerics.prepare_fused_kernels(context) == []
+    findings = {name: numerics.check_fused_kernel(context, name)[0] for name in selftest.CHECKS}
     assert {name: each.level for name, each in findings.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
     assert "the output" in findings["wrong"].result
     assert "triton: no" in findings["fails"].result
@@ -127,12 +127,12 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
 def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
     from megaenc.model.fp8.tensor import Float8Recipe
 
-    [finding] = numerics.check_fp8_products(ProbeContext())
+    [finding] = numerics.check_fp8_products(CheckContext())
     if not torch.cuda.is_available():
         assert (finding.level, finding.result) == ("ok", "right: output and gradients, hybrid and e4m3")
     right = Float8Recipe.matmul
     monkeypatch.setattr(Float8Recipe, "matmul", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
-    [finding] = numerics.check_fp8_products(ProbeContext())
+    [finding] = numerics.check_fp8_products(CheckContext())
     assert finding.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in finding.result
     assert finding.advice
 
@@ -145,5 +145,5 @@ def test_a_device_without_float8_is_no_matter(monkeypatch):
         raise InputError("no float8 matrix products")
 
     monkeypatch.setattr(tensor, "select_float8_recipe", refuses)
-    [finding] = numerics.check_fp8_products(ProbeContext())
+    [finding] = numerics.check_fp8_products(CheckContext())
     assert (finding.level, finding.result) == ("ok", "unavailable: the device does not support them")

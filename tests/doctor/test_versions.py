@@ -7,21 +7,17 @@ import pytest
 
 from megaenc.backend import megatron
 from megaenc.doctor import versions
-from megaenc.doctor.result import Probe, ProbeContext
-
-
-def test_every_package_is_a_probe_of_its_own():
-    """An import may take its process with it."""
-    probes = {each.name for each in versions.check_versions(ProbeContext()) if isinstance(each, Probe)}
-    assert {"torch", "megatron-core", "transformers", "tokenizers"} <= probes
+from megaenc.doctor.result import CheckContext
 
 
 def test_what_is_installed_here_is_right():
     for name in ("torch", "megatron-core", "tokenizers"):
-        [finding] = versions.check_package(ProbeContext(), name)
+        [finding] = versions.check_package(CheckContext(), name)
         assert (finding.level, finding.result) == ("ok", metadata.version(name))
-    assert versions.check_requirements().level == "ok"
-    assert {each.name for each in versions.check_libraries(ProbeContext())} >= {"torch is built for"}
+    findings = {each.name: each for each in versions.check_versions(CheckContext())}
+    assert {each.level for each in findings.values()} == {"ok"} and "requirements are installed" in findings["packages"].result
+    assert "flash-attn-4" in findings["not installed"].result and versions.check_package(CheckContext(), "flash-attn-4") == []
+    assert {each.name for each in versions.check_libraries(CheckContext())} >= {"torch is built for"}
 
 
 @pytest.fixture
@@ -35,22 +31,22 @@ def half_installed(tmp_path, monkeypatch):
 
 
 def test_a_package_for_another_torch_is_a_note_where_nothing_needs_it(half_installed):
-    [finding] = versions.check_package(ProbeContext(), "flash-attn")
+    [finding] = versions.check_package(CheckContext(), "flash-attn")
     assert finding.level == "note" and finding.result.startswith("2.8.3, cannot be imported: ImportError: undefined symbol")
     assert "pip uninstall flash-attn" in finding.advice
 
 
 def test_and_a_problem_where_everything_does(half_installed, monkeypatch):
-    monkeypatch.setattr(versions, "_REQUIRED", ("flash-attn", "no-such-package"))
-    [finding] = versions.check_package(ProbeContext(), "flash-attn")
+    monkeypatch.setattr(versions, "REQUIRED_PACKAGES", ("flash-attn", "no-such-package"))
+    [finding] = versions.check_package(CheckContext(), "flash-attn")
     assert finding.level == "problem"
-    [finding] = versions.check_package(ProbeContext(), "no-such-package")
+    [finding] = versions.check_package(CheckContext(), "no-such-package")
     assert (finding.level, finding.result) == ("problem", "not installed")
 
 
 def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch):
     monkeypatch.setattr(megatron, "KNOWN_VERSIONS", ("0.15.0",))
-    [finding] = versions.check_package(ProbeContext(), "megatron-core")
+    [finding] = versions.check_package(CheckContext(), "megatron-core")
     assert finding.level == "problem" and "expected 0.15.0" in finding.result and "megatron-core==0.15.0" in finding.advice
 
 

@@ -1,4 +1,4 @@
-"""Python imports this when it starts: the faults that PLANTED names are put into the process that carries probes out.
+"""Python imports this when it starts: the faults that PLANTED names are put into the process that carries checks out.
 
 A fault of attention is in all ranks, or "on rank 1" alone.
 """
@@ -23,7 +23,7 @@ def break_attention(fault: str) -> None:
     F.scaled_dot_product_attention = {"doubles gradients": doubles_gradients, "dies": dies}[fault]
 
 
-if "megaenc.processes import serve_worker" in " ".join(sys.orig_argv):
+if "megaenc.doctor.runner import serve_calls" in " ".join(sys.orig_argv):
     rank = os.environ.get("RANK", "0")
     for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
         fault, _, where = fault.partition(" on rank ")

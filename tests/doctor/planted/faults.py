@@ -1,0 +1,46 @@
+"""Checks that misbehave."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megaenc.doctor.result import CheckContext, Finding, ok, problem
+
+
+def hangs(context: CheckContext) -> list[Finding]:
+    """With the interpreter's lock free, as in a driver, and with a program that it has started."""
+    print("waiting for the device", flush=True)
+    Path("child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    time.sleep(600)
+    return []
+
+
+def crashes(context: CheckContext) -> list[Finding]:
+    """As a library does that was built for another machine."""
+    print("about to go", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return []
+
+
+def raises(context: CheckContext) -> list[Finding]:
+    """As a broken package does."""
+    raise ImportError("no such symbol", name="flash_attn.ops")
+
+
+def ends(context: CheckContext) -> list[Finding]:
+    """Without a word."""
+    os._exit(3)
+
+
+def process(context: CheckContext) -> list[Finding]:
+    """Which process this is."""
+    print("words of one that went well", flush=True)
+    return [ok("process", str(os.getpid()))]
+
+
+def finds_a_problem(context: CheckContext) -> list[Finding]:
+    """And leaves its process in doubt."""
+    return [problem("something", "wrong", "see to it")]
