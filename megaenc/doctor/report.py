@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,12 +53,12 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
 
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """Return all ranks' findings merged by subject and name, in order of appearance, with deviating ranks reported."""
-    by_name: dict[tuple[str, str], dict[int, Finding]] = {}
-    ranks_by_scope: dict[tuple[str, str], list[int]] = {}
+    by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
+    ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in rank_findings:
         for finding in each.findings:
-            by_name.setdefault((finding.subject, finding.name), {})[each.rank] = finding
-            ranks_by_scope.setdefault((finding.subject, finding.scope), []).append(each.rank)
+            by_name[finding.subject, finding.name][each.rank] = finding
+            ranks_by_scope[finding.subject, finding.scope].append(each.rank)
     hosts = {each.rank: each.host for each in rank_findings}
     merged: list[Finding] = []
     for by_rank in by_name.values():
@@ -75,11 +76,11 @@ def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_matc
 
     Without `must_match` all ok findings count as the same.
     """
-    ranks_by_result: dict[tuple[str, str], list[int]] = {}
+    ranks_by_result: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(by_rank):
         finding = by_rank[rank]
         result = finding.result if must_match or finding.level != "ok" else ""
-        ranks_by_result.setdefault((finding.level, result), []).append(rank)
+        ranks_by_result[finding.level, result].append(rank)
     groups = sorted(ranks_by_result.values(), key=lambda ranks: (by_rank[ranks[0]].level != "ok", -len(ranks)))
     usual, *others = [by_rank[ranks[0]] for ranks in groups]
     if not others:

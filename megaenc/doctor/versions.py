@@ -40,53 +40,41 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
         advice = f"pip install {name}, or ./install.sh for all"
         return [problem(name, "not installed", advice, mismatch_level="problem")] if is_required else []
     try:
-        _import_package(name)
+        if name == "megatron-core":
+            from megaenc.backend.megatron import KNOWN_VERSIONS, import_megatron
+
+            import_megatron()  # skips optional imports that take seconds
+        else:
+            importlib.import_module(_MODULES.get(name, name))
     except Exception as error:  # a half-installed package may raise anything
         text = f"{version}, cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if is_required:
             return [problem(name, text, f"reinstall {name}: ./install.sh", mismatch_level="problem")]
         return [note(name, text, f"pip uninstall {name}, or install the version built for this torch", mismatch_level="note")]
-    if name == "megatron-core":
-        from megaenc.backend.megatron import KNOWN_VERSIONS
-
-        if version not in KNOWN_VERSIONS:  # the adapters do not support other versions
-            advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
-            return [problem(name, f"{version}; expected {' or '.join(KNOWN_VERSIONS)}", advice, mismatch_level="problem")]
+    if name == "megatron-core" and version not in KNOWN_VERSIONS:  # the adapters do not support other versions
+        advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+        return [problem(name, f"{version}; expected {' or '.join(KNOWN_VERSIONS)}", advice, mismatch_level="problem")]
     return [ok(name, version, mismatch_level="problem" if is_required else "note")]
 
 
 def check_requirements() -> Finding:
     """Return a problem that lists megaenc's missing or unsupported requirements, else ok; a note if run from source."""
     try:
-        requirements = _read_requirements("megaenc")
+        texts = metadata.requires("megaenc") or ()
     except metadata.PackageNotFoundError:
         advice = "./install.sh installs it with its dependencies"
         return note("packages", "megaenc is not installed: it runs from its source directory", advice)
-    installed = {each: _installed_version(each.name) for each in requirements}
-    errors = [
-        f"{each.name} {version}, expected {each.specifier}" if version else f"{each.name} is missing"
-        for each, version in installed.items()
-        if not version or not each.specifier.contains(version, prereleases=True)
-    ]
+    requirements = [each for each in map(Requirement, texts) if not each.marker or each.marker.evaluate({"extra": ""})]
+    errors = []
+    for each in requirements:
+        version = _installed_version(each.name)
+        if not version:
+            errors.append(f"{each.name} is missing")
+        elif not each.specifier.contains(version, prereleases=True):
+            errors.append(f"{each.name} {version}, expected {each.specifier}")
     if errors:
         return problem("packages", "; ".join(errors), "./install.sh, or pip install these versions")
     return ok("packages", f"all {len(requirements)} of megaenc's requirements are installed in supported versions")
-
-
-def _read_requirements(distribution: str) -> list[Requirement]:
-    """Return a distribution's requirements on this platform, without extras; raise PackageNotFoundError if not installed."""
-    requirements = map(Requirement, metadata.requires(distribution) or ())
-    return [each for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})]
-
-
-def _import_package(name: str) -> None:
-    """Import a package's main module."""
-    if name == "megatron-core":  # skips optional imports that take seconds
-        from megaenc.backend.megatron import import_megatron
-
-        import_megatron()
-    else:
-        importlib.import_module(_MODULES.get(name, name))
 
 
 def _installed_version(name: str) -> str:
