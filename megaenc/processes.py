@@ -12,15 +12,13 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from types import GeneratorType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import megaenc
 from megaenc.console import silence_libraries
@@ -278,81 +276,6 @@ class Worker(ChildProcess):
         """Kill the worker process and everything that it has started, and close the connection to it."""
         super().kill()
         self.connection.close()
-
-
-class _Pool:
-    """Base class of pools that run `work(item)` on `count` workers; use as a context manager.
-
-    Subclasses define `_start(number, item)`, which starts the work and returns a function that waits for its results.
-    """
-
-    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        self._work, self._count = work, count
-
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield, in the order of `items`, `work(item)` or each value of it if it is a generator; must be exhausted.
-
-        At most two items per worker are in flight. An exception of `work` is raised at its position in the order.
-        """
-        pending: deque[Callable[[], Iterable[Any]]] = deque()
-        for number, item in enumerate(items):
-            if len(pending) == 2 * self._count:
-                yield from pending.popleft()()
-            pending.append(self._start(number, item))
-        while pending:
-            yield from pending.popleft()()
-
-
-class ProcessPool(_Pool):
-    """Context manager of `count` worker processes, whose `map` runs `work(item)` on them; `work` and items must pickle.
-
-    A generator waits when the pipe is full.
-    """
-
-    def __enter__(self) -> Self:
-        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core per worker
-        self._workers = [Worker(self._work, environment) for _ in range(self._count)]
-        return self
-
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield, in order, `work(item)` or each value of it if it is a generator; InputError if a worker process dies."""
-        try:
-            yield from super().map(items)
-        except WorkerDied as error:
-            number, pid = self._workers.index(error.worker) + 1, error.worker.process.pid
-            hint = "; try fewer --workers, which need less memory" if "memory" in str(error) else ""
-            raise InputError(f"worker {number} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
-
-    def _start(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
-        worker = self._workers[number % self._count]
-        worker.send(item)
-        return worker.results
-
-    def __exit__(self, *error: object) -> None:
-        for worker in self._workers:
-            worker.kill()  # it is idle, or its results are no longer needed
-
-
-class ThreadPool(_Pool):
-    """Context manager of `count` threads, whose `map` runs `work(item)` on them, for work that mostly releases the GIL.
-
-    All results of an item are in memory together.
-    """
-
-    def __enter__(self) -> Self:
-        self._pool = ThreadPoolExecutor(max(1, self._count))
-        return self
-
-    def _start(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
-        return self._pool.submit(self._results, item).result
-
-    def _results(self, item: Any) -> list[Any]:
-        """Return the result of `work(item)` in a list, or all values it yields."""
-        result = self._work(item)
-        return list(result) if isinstance(result, GeneratorType) else [result]
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
 
 def serve_worker() -> None:

@@ -22,11 +22,12 @@ from megaenc import flags
 from megaenc.atomic_io import atomic_files, exit_on_sigterm, wait_for_lock
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.preprocess.outputs import compute_sha256
+from megaenc.data.worker_pool import start_pool
 from megaenc.dist_env import get_local_rank
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import create_parent_dir
-from megaenc.processes import ProcessPool, usable_core_count
+from megaenc.processes import usable_core_count
 
 # Dependencies of this package, which are installed wherever it runs.
 _PACKAGE_NAMES = """
@@ -260,8 +261,8 @@ def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str
 
 def map_source_files(read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
     """Yield `read(source)` for each of `sources` in order, from one process per core, and show progress as `label`."""
-    with ProcessPool(read, usable_core_count()) as workers, ProgressLine(label, len(sources)) as progress:
-        for count, result in enumerate(workers.map(sources), 1):
+    with start_pool(read, usable_core_count()) as read_all, ProgressLine(label, len(sources)) as progress:
+        for count, result in enumerate(read_all(sources), 1):
             yield result
             progress.update(count)
 

@@ -86,8 +86,8 @@ def run_job(job: PreprocessJob) -> list[Path]:
         if _uses_work_folder(job.settings):
             corpora = write_in_partitions(job, folder)
         else:
-            with job.start_workers(job.settings.workers) as workers:
-                corpora = job.write_whole(workers, lambda hashes: refuse_existing_outputs(job.prefixes))
+            with job.start_workers(job.settings.workers) as tokenize:
+                corpora = job.write_whole(tokenize, lambda hashes: refuse_existing_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):
         print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")

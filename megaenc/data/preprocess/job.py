@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,9 +21,12 @@ from megaenc.data.preprocess.worker import BlockTokenizer, TokenizedBlock
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
 from megaenc.data.sources.delimited_files import DelimitedFile
+from megaenc.data.sources.text_files import TextBlock
+from megaenc.data.worker_pool import WorkerProcessDied, start_pool
 from megaenc.errors import InputError
-from megaenc.processes import ProcessPool, ThreadPool
 
+Tokenize = Callable[[Iterable[TextBlock]], Iterator[TokenizedBlock]]
+"""Function of a worker pool, which tokenizes blocks in parallel and yields them in order."""
 Counts = dict[str, int]
 """Number of `documents` and `skipped` ones, and parsed `size` in bytes."""
 # More threads would wait for each other, because parsing holds the interpreter's lock.
@@ -67,17 +71,17 @@ class PreprocessJob:
             "megaenc": megaenc.__version__,
         }
 
-    def start_workers(self, count: int) -> ProcessPool | ThreadPool:
-        """Return a pool of threads if as fast as processes, which need a second and a tokenizer each, else of processes."""
+    def start_workers(self, count: int) -> AbstractContextManager[Tokenize]:
+        """Start a pool of threads if as fast as processes, which need a second and a tokenizer each, else of processes."""
         tokenizer = self.block_tokenizer
         in_lines = all(isinstance(source, (LineFile, DelimitedFile)) for source in self.inputs.sources)  # small blocks
         in_rust = tokenizer.encoder.is_fast and tokenizer.punkt is None
         in_rust &= tokenizer.deduplication is None or tokenizer.deduplication.method == "exact"
-        return (ThreadPool if in_lines and in_rust and count <= _MAX_THREADS else ProcessPool)(tokenizer, count)
+        return start_pool(tokenizer, count, threads=in_lines and in_rust and count <= _MAX_THREADS)
 
     def tokenize_ranges(
         self,
-        workers: ProcessPool | ThreadPool,
+        tokenize: Tokenize,
         writers: list[IndexedWriter],
         band_keys: BandKeys,
         ranges: Sequence[resolve.DocumentRange] | None,
@@ -90,7 +94,7 @@ class PreprocessJob:
         counts = dict.fromkeys(("documents", "skipped", "size"), 0)
         started = time.monotonic()
         try:
-            for block in workers.map(resolve.read_blocks(self.inputs, ranges)):
+            for block in tokenize(resolve.read_blocks(self.inputs, ranges)):
                 for writer, *columns in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
                     writer.add_documents(*columns)
                 for collected, keys in zip(band_keys, block.band_keys, strict=True):
@@ -98,14 +102,16 @@ class PreprocessJob:
                 for name in counts:
                     counts[name] += getattr(block, name)
                 report(block, counts, counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9))
-        except InputError:
+        except InputError as error:
             # A file that changes may look damaged or kill the worker that maps it: report the change instead.
             self.inputs.check_unchanged(ranges)
+            if isinstance(error, WorkerProcessDied) and "memory" in str(error):
+                raise InputError(f"{error}; try fewer --workers, which need less memory") from None
             raise
         return counts
 
     def write_whole(
-        self, workers: ProcessPool | ThreadPool, before_rename: Callable[[dict[str, str]], None] = lambda hashes: None
+        self, tokenize: Tokenize, before_rename: Callable[[dict[str, str]], None] = lambda hashes: None
     ) -> list[CorpusMetadata]:
         """Tokenize the input in one go, write all corpora and return their metadata; see `write_corpora`."""
         with ProgressLine("tokenizing", self.inputs.known_size) as progress:
@@ -115,7 +121,7 @@ class PreprocessJob:
                     tokens = sum(writer.tokens for writer in writers)
                     progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
 
-                return self.tokenize_ranges(workers, writers, [], None, report), [0] * len(writers)
+                return self.tokenize_ranges(tokenize, writers, [], None, report), [0] * len(writers)
 
             return self.write_corpora(fill, before_rename)
 

@@ -106,14 +106,14 @@ def write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[r
         return
     extents = [resolve.measure_ranges(job.inputs, each) for each in ranges]
     with (
-        job.start_workers(job.settings.workers) as workers,
+        job.start_workers(job.settings.workers) as tokenize,
         ProgressLine("tokenizing", sum(size for _, size in extents)) as line,
     ):
         progress = SharedProgress(store, [size for _, size in extents], line)
 
         def write(number: int, claim: Claim) -> None:
             def fill(writers: list[IndexedWriter], band_keys: BandKeys) -> Counts:
-                return job.tokenize_ranges(workers, writers, band_keys, ranges[number], report)
+                return job.tokenize_ranges(tokenize, writers, band_keys, ranges[number], report)
 
             def report(block: TokenizedBlock, counts: Counts, speed: float) -> None:
                 claim.done = max(0.0, block.position - extents[number][0])

@@ -1,0 +1,146 @@
+"""Pools of threads, or of child processes that end with this one, which call a function on many items."""
+
+import contextlib
+import itertools
+import os
+import pickle
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any
+
+from megaenc.console import silence_libraries
+from megaenc.errors import InputError
+from megaenc.processes import (
+    KILL_TIMEOUT,
+    ChildProcess,
+    describe_exit_code,
+    python_command,
+    python_environment,
+    set_up_child,
+)
+
+
+class WorkerProcessDied(InputError):
+    """Error that a worker process ended before its work was done; names the process and its exit code or signal."""
+
+
+class WorkerProcess(ChildProcess):
+    """Child process, a new Python interpreter, that calls `work(item)` for each submitted item, in order.
+
+    `work`, items and results must pickle. Not a fork, which threads of tokenizers or torch do not survive, nor one of
+    `multiprocessing`, which imports the caller's `__main__` and so needs a guard there, and in whose pools a process that is
+    killed while it sends a result blocks all others.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
+        """Start the process; `work` must not be defined in `__main__`, because the process imports it by its module."""
+        pickled_work = pickle.dumps(work)
+        self._connection, child_connection = Pipe()
+        descriptor = child_connection.fileno()
+        code = "from megaenc.data.worker_pool import serve_worker; serve_worker()"
+        command = python_command("-c", code, str(os.getpid()), str(descriptor))
+        super().__init__(command, environment, output, [descriptor])
+        child_connection.close()  # so that the connection closes when the process ends
+        self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(self._connection.send_bytes, pickled_work)
+
+    def submit(self, item: Any) -> Future:
+        """Return a future for `work(item)`, which may also raise WorkerProcessDied."""
+        return self._thread.submit(self._call, item)
+
+    def kill(self) -> None:
+        """Kill the worker process and everything that it has started; its futures end with WorkerProcessDied or are cancelled."""
+        super().kill()
+        self._thread.shutdown(cancel_futures=True)
+        self._connection.close()
+
+    def _call(self, item: Any) -> Any:
+        """Return the result of `work(item)`; runs in this worker's thread."""
+        try:
+            self._connection.send(item)
+            result, error = self._connection.recv()
+        except (EOFError, OSError):  # the connection closed before or within an answer
+            code = self.wait(KILL_TIMEOUT)
+            end = "closed its connection" if code is None else describe_exit_code(code)
+            raise WorkerProcessDied(f"worker process {self.process.pid} {end}, before it was done") from None
+        if error is not None:
+            raise error
+        return result
+
+
+def serve_worker() -> None:
+    """Run the main loop of a worker process: receive `work` and then items from the parent, and send back each result.
+
+    `sys.argv` holds the parent's process id and the file descriptor of the connection.
+    """
+    set_up_child(int(sys.argv[1]))
+    silence_libraries()
+    connection = Connection(int(sys.argv[2]))
+    with contextlib.suppress(EOFError, OSError):  # the parent is exiting and reports the reason itself
+        work = pickle.loads(connection.recv_bytes())
+        while True:
+            connection.send(_process_item(work, connection.recv_bytes()))
+
+
+def _process_item(work: Callable[[Any], Any], pickled_item: bytes) -> tuple[Any, Exception | None]:
+    """Return the result of `work(item)` and None, or None and the exception, with its traceback in a note."""
+    try:
+        return work(pickle.loads(pickled_item)), None
+    except Exception as error:
+        error.add_note(f"in process {os.getpid()}:\n{traceback.format_exc()}")
+        return None, error
+
+
+@contextlib.contextmanager
+def start_workers(
+    work: Callable[[Any], Any], count: int, environment: Mapping[str, str], output: IO | None = None
+) -> Iterator[list[WorkerProcess]]:
+    """Start `count` worker processes, which are killed at the end of the block."""
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for _ in range(count):
+            worker = WorkerProcess(work, environment, output)
+            stack.callback(worker.kill)  # it is idle then, or its results are no longer needed
+            workers.append(worker)
+        yield workers
+
+
+@contextlib.contextmanager
+def start_pool(
+    work: Callable[[Any], Any], count: int, *, threads: bool = False
+) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """Start `count` worker processes, or threads for work that mostly releases the GIL, until the end of the block.
+
+    Yields:
+        A function that returns an iterator over `work(item)` in the order of the items, which raises what `work` raises. At most
+        two items per worker are in flight.
+
+    Raises:
+        WorkerProcessDied: A process ended before it was done.
+    """
+    with contextlib.ExitStack() as stack:
+        if threads:
+            executor = ThreadPoolExecutor(count)
+            stack.callback(executor.shutdown, cancel_futures=True)
+            submits = [partial(executor.submit, work)] * count
+        else:
+            environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core per worker
+            workers = stack.enter_context(start_workers(work, count, environment))
+            submits = [worker.submit for worker in workers]
+        yield partial(_map_in_order, submits)
+
+
+def _map_in_order(submits: Sequence[Callable[[Any], Future]], items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the results of `items`, which are submitted to the workers in turn, two to each at a time."""
+    pending: deque[Future] = deque()
+    for submit, item in zip(itertools.cycle(submits), items, strict=False):
+        if len(pending) == 2 * len(submits):
+            yield pending.popleft().result()
+        pending.append(submit(item))
+    while pending:
+        yield pending.popleft().result()
