@@ -1,27 +1,29 @@
 """Checks that an objective trains alike in every layout: micro-batches, tensor and pipeline parallelism, stop and resume."""
 
-import contextlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from megaenc.console import silence_libraries
+from megaenc.data.worker_pool import WorkerProcessDied, start_workers
 from megaenc.dist_env import build_rank_variables
 from megaenc.errors import InputError, first_error_line
 from megaenc.objectives.base import Objective
 from megaenc.objectives.check.load import register_objective
 from megaenc.objectives.check.measure import CheckResult, make_packs
 from megaenc.objectives.masking import text_token_ids
-from megaenc.processes import Worker, WorkerDied, python_environment
+from megaenc.processes import python_environment
+
+if TYPE_CHECKING:
+    from megaenc.training.micro_batches import MicroBatch
 
 _PACKS, _LENGTH = 16, 256  # of the micro-batches
 _STEPS, _RANKS, _TOLERANCE = 6, 4, 1e-5
@@ -36,12 +38,27 @@ _FLAGS = [
     "--eval-interval", "0", "--log-interval", "1",
 ]  # fmt: skip
 _LAYOUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+_RESUMED = ("step", "loss", "grad_norm", "accuracy", "predicted_tokens")  # equal after a stop
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_micro_batches(objective: Objective) -> CheckResult:
     """Check that packs give equal tensors in one row, one by one, in another order and in a prefetching thread."""
     silence_libraries()
+    try:
+        rows = _build_rows(objective)
+    except Exception as error:  # foreign code may raise anything
+        return CheckResult("micro-batches", False, f"{type(error).__name__}: {first_error_line(error)}")
+    for description, row, parts in rows:
+        difference = _find_difference(row, parts)
+        if difference:
+            text = f"{difference}: {description} unlike one by one; expected no state between calls"
+            return CheckResult("micro-batches", False, text)
+    return CheckResult("micro-batches", True, f"{_PACKS} packs are equal in one row, one by one, in another order and in threads")
+
+
+def _build_rows(objective: Objective) -> list[tuple[str, "MicroBatch", list["MicroBatch"]]]:
+    """Return (description, micro-batch, micro-batches of one pack each that it must equal when joined)."""
     import torch
 
     from megaenc.training.micro_batches import MicroBatch, Prefetcher, build_micro_batch
@@ -51,39 +68,45 @@ def check_micro_batches(objective: Objective) -> CheckResult:
     def build(samples: Sequence[int]) -> MicroBatch:
         return build_micro_batch(packs, samples, objective, 1, torch.device("cpu"))
 
-    def compare(row: MicroBatch, parts: Sequence[MicroBatch]) -> str:
-        """Return the name of the first value in which `row` differs from `parts` joined, or an empty string."""
-        starts = [number * _LENGTH for number in range(len(parts))]
-        joined = {
-            "inputs": torch.cat([part.tokens[0] for part in parts]),
-            "positions": torch.cat([part.positions for part in parts]),
-            "predictions": torch.cat([part.predict_at + start for part, start in zip(parts, starts, strict=True)]),
-            "labels": torch.cat([part.labels for part in parts]),
-            "divisor of the loss": torch.tensor(sum(part.loss_count for part in parts)),
-            "prefixes": torch.tensor([length for part in parts for length in part.packing.prefixes]),
-            "weights": torch.cat([torch.ones(0) if part.weights is None else part.weights for part in parts]),
-        }
-        whole = [row.tokens[0], row.positions, row.predict_at, row.labels, torch.tensor(row.loss_count)]
-        whole += [torch.tensor(row.packing.prefixes), torch.ones(0) if row.weights is None else row.weights]
-        differing = [name for name, value in zip(joined, whole, strict=True) if not torch.equal(joined[name], value)]
-        if row.weights is not None and len(row.weights) != len(row.labels):
-            differing.append("weights, which some packs have and others lack")
-        return differing[0] if differing else ""
-
     samples = range(_PACKS)
-    try:
-        single = [build([sample]) for sample in samples]
-        rows = [("in one row", build(samples), single), ("in one row, last pack first", build(samples[::-1]), single[::-1])]
-        # This thread builds other packs at the same time, as a validation does.
-        batches = Prefetcher(build).iterate([[sample] for sample in samples])
-        for batch, expected, (sample, other) in zip(batches, single, reversed(list(enumerate(single))), strict=True):
-            rows += [("in a prefetching thread", batch, [expected]), ("next to that thread", build([sample]), [other])]
-    except Exception as error:  # foreign code may raise anything
-        return CheckResult("micro-batches", False, f"{type(error).__name__}: {first_error_line(error)}")
-    for name, row, parts in rows:
-        if difference := compare(row, parts):
-            return CheckResult("micro-batches", False, f"{difference}: {name} unlike one by one; expected no state between calls")
-    return CheckResult("micro-batches", True, f"{_PACKS} packs are equal in one row, one by one, in another order and in threads")
+    single = [build([sample]) for sample in samples]
+    rows = [
+        ("in one row", build(samples), single),
+        ("in one row, last pack first", build(samples[::-1]), single[::-1]),
+    ]
+    # This thread builds other packs at the same time, as a validation does.
+    batches = Prefetcher(build).iterate([[sample] for sample in samples])
+    for sample, batch in zip(samples, batches, strict=True):
+        other = _PACKS - 1 - sample
+        rows.append(("in a prefetching thread", batch, [single[sample]]))
+        rows.append(("next to that thread", build([other]), [single[other]]))
+    return rows
+
+
+def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
+    """Return the name of the first value in which `row` differs from `parts` joined, or an empty string."""
+    import torch
+
+    def get_weights(batch: "MicroBatch") -> torch.Tensor:
+        return torch.ones(0) if batch.weights is None else batch.weights
+
+    predictions = [part.predict_at + index * _LENGTH for index, part in enumerate(parts)]
+    prefixes = [length for part in parts for length in part.packing.prefixes]
+    values = {
+        "inputs": (row.tokens[0], torch.cat([part.tokens[0] for part in parts])),
+        "positions": (row.positions, torch.cat([part.positions for part in parts])),
+        "predictions": (row.predict_at, torch.cat(predictions)),
+        "labels": (row.labels, torch.cat([part.labels for part in parts])),
+        "divisor of the loss": (torch.tensor(row.loss_count), torch.tensor(sum(part.loss_count for part in parts))),
+        "prefixes": (torch.tensor(row.packing.prefixes), torch.tensor(prefixes)),
+        "weights": (get_weights(row), torch.cat([get_weights(part) for part in parts])),
+    }
+    for name, (actual, expected) in values.items():
+        if not torch.equal(actual, expected):
+            return name
+    if row.weights is not None and len(row.weights) != len(row.labels):
+        return "weights, which some packs have and others lack"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -112,46 +135,49 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
 def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
     """Return the results of `check_training`, with the corpus and the runs in `folder`."""
     flags = (*_FLAGS, *_write_corpus(folder))
-    with tempfile.TemporaryFile() as output, _start_workers(output) as workers:
+    # No accelerators, and one thread each.
+    environment = {name: value for name, value in python_environment().items() if not name.startswith("TORCHELASTIC_")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryFile() as output, start_workers(_run_job, _RANKS, environment, output) as workers:
 
         def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
             """Train or resume the run `name` on the first workers; return its rows of metrics."""
             words = (*flags, *more, "--save", str(folder / name))
+            futures = []
+            for worker, variables in zip(workers, build_rank_variables(ranks), strict=False):
+                futures.append(worker.submit(_TrainingJob(objective, options, words, variables)))
             try:
-                for worker, variables in zip(workers, build_rank_variables(ranks), strict=False):
-                    worker.send(_TrainingJob(objective, options, words, variables))
-                _collect(workers[:ranks])
+                _wait_for_all(futures)
             except Exception as error:  # foreign code may raise anything, in any process
                 text = _describe_failure(error, output)
                 raise InputError(f"training in {ranks} process{'es' * (ranks > 1)} failed: {text}") from None
             return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
-        for worker in workers[1:]:
-            worker.send(_TrainingJob(objective, options, (), {}))  # they import while the first one trains
+        # The others import while the first one trains.
+        imports = [worker.submit(_TrainingJob(objective, options, (), {})) for worker in workers[1:]]
         stop = ("--exit-interval", str(_STEPS // 2))
-        single, single_stopped = run("one"), [run("one-stopped", *stop) for _ in range(2)][-1]
-        _collect(workers[1:])
+        single = run("one")
+        run("one-stopped", *stop)
+        single_stopped = run("one-stopped", *stop)
+        _wait_for_all(imports)
         parallel = run("four", *_LAYOUT, ranks=_RANKS)
-        parallel_stopped = [run("four-stopped", *_LAYOUT, *stop, ranks=_RANKS) for _ in range(2)][-1]
-    differing = [
-        name
-        for name, pair in {"1 process": (single, single_stopped), f"{_RANKS} processes": (parallel, parallel_stopped)}.items()
-        if _select(pair[0]) != _select(pair[1])
-    ]
-    return [_compare_layouts(single, parallel), _report_resume(differing)]
-
-
-def _select(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return the values of each step that must be equal after a stop."""
-    return [[row[name] for name in ("step", "loss", "grad_norm", "accuracy", "predicted_tokens")] for row in rows]
-
-
-def _report_resume(differing: list[str]) -> CheckResult:
-    """Return the result of the comparison of runs with and without a stop, which differ in the layouts `differing`."""
+        run("four-stopped", *_LAYOUT, *stop, ranks=_RANKS)
+        parallel_stopped = run("four-stopped", *_LAYOUT, *stop, ranks=_RANKS)
+    differing = []
+    for layout, rows, resumed_rows in (
+        ("1 process", single, single_stopped),
+        (f"{_RANKS} processes", parallel, parallel_stopped),
+    ):
+        values = [[row[name] for name in _RESUMED] for row in rows]
+        resumed_values = [[row[name] for name in _RESUMED] for row in resumed_rows]
+        if values != resumed_values:
+            differing.append(layout)
     text = f"stopped after step {_STEPS // 2} and resumed, "
     if differing:
-        return CheckResult("resume", False, f"{text}other losses in {' and '.join(differing)}; expected no state between steps")
-    return CheckResult("resume", True, f"{text}all losses and gradient norms are equal bit by bit in both layouts")
+        text += f"other losses in {' and '.join(differing)}; expected no state between steps"
+    else:
+        text += "all losses and gradient norms are equal bit by bit in both layouts"
+    return [_compare_layouts(single, parallel), CheckResult("resume", not differing, text)]
 
 
 def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]]) -> CheckResult:
@@ -187,42 +213,24 @@ def _write_corpus(folder: Path) -> tuple[str, ...]:
     return "--data-path", str(folder / "corpus"), "--tokenizer", str(folder / "tokenizer")
 
 
-@contextlib.contextmanager
-def _start_workers(output: IO[bytes]) -> Iterator[list[Worker]]:
-    """Start the processes, without accelerators, with one thread each, and printing to `output`; kill them afterwards."""
-    environment = {name: value for name, value in python_environment().items() if not name.startswith("TORCHELASTIC_")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    workers: list[Worker] = []
-    try:
-        for _ in range(_RANKS):
-            workers.append(Worker(_run_job, environment, output))
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
+def _wait_for_all(futures: Sequence[Future]) -> None:
+    """Wait until all are done, or raise the exception of the first that fails; InputError after _SECONDS."""
+    done, pending = wait(futures, _SECONDS, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if pending:
+        raise InputError(f"no answer in {_SECONDS} s")
 
 
 def _describe_failure(error: Exception, output: IO[bytes]) -> str:
     """Return one line on an exception of a run; of a process that died, with the last line of the processes' `output`."""
-    if isinstance(error, WorkerDied):
+    if isinstance(error, WorkerProcessDied):
         output.seek(0)
-        lines = output.read().decode(errors="replace").split("\n")
-        return f"one {error}; last output: {next((line.strip() for line in reversed(lines) if line.strip()), 'none')}"
-    if isinstance(error, TimeoutError):
-        return f"no answer in {_SECONDS} s"
-    return first_error_line(error) if isinstance(error, InputError) else f"{type(error).__name__}: {first_error_line(error)}"
-
-
-def _collect(workers: Sequence[Worker]) -> None:
-    """Wait until all `workers` are done, or raise the exception of the first that fails; TimeoutError after _SECONDS."""
-    deadline, pending = time.monotonic() + _SECONDS, {worker.connection: worker for worker in workers}
-    while pending:
-        # In the order in which they end: the others would wait for one that failed.
-        connections = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        if not connections:
-            raise TimeoutError
-        for connection in connections:
-            list(pending.pop(connection).results(deadline))
+        lines = output.read().decode(errors="replace").strip().splitlines()
+        return f"{error}; last output: {lines[-1].strip() if lines else 'none'}"
+    if isinstance(error, InputError):
+        return first_error_line(error)
+    return f"{type(error).__name__}: {first_error_line(error)}"
 
 
 def _run_job(job: _TrainingJob) -> None:
