@@ -10,9 +10,8 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megaenc.errors import InputError
@@ -30,78 +29,36 @@ def resolve_path(path: Path) -> Path:
 def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) -> Iterator[list[Path]]:
     """Yield a temporary path for each of `paths`; after the block fsync and rename all, in order, or remove all on an error.
 
-    Existing files are replaced together or not at all: a signal or an error leaves the old or the new content, a kill between two
-    renames leaves each file old or new. The presence of the last path marks the set as complete. `before_rename` is called after
-    fsync and before the first rename; if it raises, nothing changes. Raises InputError if the folder cannot be written to.
+    New files appear together or not at all, but for a kill between two renames: the last path marks the set as complete. Each
+    existing file is replaced by itself, so a set of them may be left half old and half new. `before_rename` is called after fsync
+    and before the first rename; if it raises, nothing changes. Raises InputError if the folder cannot be written to.
     """
     temporary = [temporary_path(path) for path in paths]
     try:
-        with _report_final_names(temporary, paths), _report_os_errors(paths[0].parent, *_UNWRITABLE_ERRNOS):
+        with _report_write_errors(paths[0].parent, dict(zip(map(str, temporary), paths, strict=True))):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
                     os.fsync(stream.fileno())
             if before_rename is not None:
                 before_rename()
-            if len(paths) == 1:
-                os.replace(temporary[0], paths[0])
-            else:
-                _run_uninterrupted(lambda: _replace_all(temporary, paths))
+            _rename_all(temporary, paths)
     finally:
         for path in temporary:  # the first error is the one to report
             remove_path(path)
 
 
-def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
-    """Rename each source to its target; if one rename fails, restore all previous files."""
-    backups = [temporary_path(path) for path in targets]
-    replaced = 0
+def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
+    """Rename each source to its target, in order; on an error or a signal remove those that are new, the last one first."""
+    new = [(source, target) for source, target in zip(sources, targets, strict=True) if not os.path.lexists(target)]
     try:
-        for target, backup in zip(targets, backups, strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.link(target, backup)
-                except FileNotFoundError:
-                    raise
-                except OSError:  # the file system has no hard links
-                    shutil.copy2(target, backup)
         for source, target in zip(sources, targets, strict=True):
             os.replace(source, target)
-            replaced += 1
     except BaseException:
-        for target, backup in list(zip(targets, backups, strict=True))[:replaced]:
-            try:
-                os.replace(backup, target)
-            except FileNotFoundError:
-                target.unlink()
+        for source, target in reversed(new):
+            if not source.exists():  # it was renamed
+                remove_path(target)
         raise
-    finally:
-        for backup in backups:
-            remove_path(backup)
-
-
-def _run_uninterrupted(call: Callable[[], None]) -> None:
-    """Run `call` in a thread of its own, so that signal handlers, which raise in the main thread, cannot interrupt it."""
-    start_lock, ended = threading.Lock(), threading.Event()
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        if start_lock.acquire(blocking=False):
-            try:
-                call()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                ended.set()
-
-    try:
-        threading.Thread(target=run).start()
-        ended.wait()
-    finally:
-        if not start_lock.acquire(blocking=False):  # otherwise the interrupt came first, and the thread will not call
-            ended.wait()
-    if errors:
-        raise errors[0]
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
@@ -147,12 +104,12 @@ def atomic_dir(path: Path) -> Iterator[Path]:
             temporary.mkdir()
         except OSError as error:  # ENOENT in /proc, a name that is too long and so on
             raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
-        with _report_os_errors(target.parent, *_UNWRITABLE_ERRNOS):
+        with _report_write_errors(target.parent, {}):
             yield temporary
             for entry in (*temporary.rglob("*"), temporary):
                 fsync_path(entry)
         try:
-            with _report_os_errors(path, *_UNWRITABLE_ERRNOS):
+            with _report_write_errors(path, {}):
                 os.rename(temporary, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -175,20 +132,26 @@ def fsync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _report_os_errors(path: Path, *errnos: int) -> Iterator[None]:
-    """Raise InputError, naming `path`, for an OSError with one of `errnos`, and for any error if the disk is full.
+def _report_write_errors(path: Path, final_paths: Mapping[str, Path]) -> Iterator[None]:
+    """Raise InputError, naming `path`, for an OSError of a disk that cannot be written to, or for any error if it is full.
 
-    Libraries that write files themselves (tokenizers, torch) raise errors without an errno.
+    An OSError about a temporary file, a key of `final_paths`, names its final path. Libraries that write files themselves
+    (tokenizers, torch) raise errors without an errno.
     """
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in errnos:
+        is_os_error = isinstance(error, OSError)
+        final_path = final_paths.get(str(error.filename)) if is_os_error else None
+        if is_os_error and error.errno in _UNWRITABLE_ERRNOS:
             reason = error.strerror
-        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_disk_full(path)):
+        elif os.strerror(errno.ENOSPC) in str(error) or (not is_os_error and _is_disk_full(path)):
             reason = os.strerror(errno.ENOSPC)
+        elif final_path is not None:
+            path = final_path
+            reason = error.strerror
         else:
             raise
         raise InputError(f"{path}: cannot be written to: {reason}") from None
@@ -201,18 +164,6 @@ def _is_disk_full(folder: Path) -> bool:
         return status.f_blocks > 0 and status.f_bavail == 0  # some file systems report no sizes
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _report_final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[None]:
-    """Convert an OSError about a file of `temporary` into an InputError about the corresponding file of `paths`."""
-    try:
-        yield
-    except OSError as error:
-        names = dict(zip(map(str, temporary), paths, strict=True))
-        if (path := names.get(str(error.filename))) is None:
-            raise
-        raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
 
 
 class FileLock:
