@@ -53,12 +53,12 @@ import work  # noqa: E402
 from synthetic import BenchSetup  # noqa: E402
 
 from megaenc import flags  # noqa: E402
-from megaenc.atomic_io import exit_on_sigterm  # noqa: E402
 from megaenc.backend.parallel_config import KernelConfig  # noqa: E402
 from megaenc.console import capture_messages, print_rank_0, silence_libraries  # noqa: E402
 from megaenc.errors import InputError, handle_command_errors  # noqa: E402
 from megaenc.model.config import PRESETS, ModelConfig  # noqa: E402
 from megaenc.output_paths import create_parent_dir  # noqa: E402
+from megaenc.processes import exit_on_sigterm  # noqa: E402
 
 if TYPE_CHECKING:
     import torch

@@ -159,6 +159,29 @@ def describe_exit_code(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses during the block; only in the main thread.
+
+    SIGHUP is sent when a terminal closes, and stays ignored if it is, as under nohup. Shell and kernel both send it: the second
+    one is ignored.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class ChildProcess:
     """A child process in its own session, started at once: Ctrl-C does not reach it, and `kill` reaches all its processes.
 

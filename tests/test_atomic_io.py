@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import os
 import signal
@@ -9,17 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.atomic_io import (
-    atomic_dir,
-    atomic_files,
-    atomic_write,
-    exit_on_sigterm,
-    find_stale_temp_files,
-    longest_file_name,
-    try_lock,
-)
+from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, find_stale_temp_files, longest_file_name
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
+from megaenc.processes import exit_on_sigterm
 
 
 def names(folder):
@@ -76,7 +68,8 @@ SIGNALS = """
 import random, shutil, signal, sys, threading, time
 from collections import Counter
 from pathlib import Path
-from megaenc.atomic_io import atomic_files, exit_on_sigterm
+from megaenc.atomic_io import atomic_files
+from megaenc.processes import exit_on_sigterm
 
 folder, trials = Path(sys.argv[1]), int(sys.argv[2])
 replaced = folder / "replaced"
@@ -248,45 +241,6 @@ def test_sigterm_runs_the_finally_clauses(tmp_path):
     assert stop.value.code == 143
     assert names(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path):
-    path = tmp_path / "folder" / "lock"
-    with try_lock(path) as first, try_lock(path) as second:
-        assert first and not second and path.exists()
-    assert not path.exists()
-    with try_lock(path) as again:
-        assert again
-
-
-def test_a_lock_ends_with_the_process_that_is_killed(tmp_path):
-    path = tmp_path / "lock"
-    code = "import sys, time; from pathlib import Path; from megaenc.atomic_io import try_lock\n"
-    code += "with try_lock(Path(sys.argv[1])) as mine: print(mine, flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "True\n"
-        with try_lock(path) as mine:
-            assert not mine
-    finally:
-        holder.kill()
-        holder.communicate()
-    with try_lock(path) as mine:
-        assert mine
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # as nohup does
-    try:
-        with contextlib.ExitStack() as stack:
-            if not ignored:
-                stop = stack.enter_context(pytest.raises(SystemExit))
-            with exit_on_sigterm():
-                os.kill(os.getpid(), signal.SIGHUP)
-        assert ignored or stop.value.code == 129
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from megaenc.processes import (
     Worker,
     check_process_count,
     describe_exit_code,
+    exit_on_sigterm,
     python_environment,
     with_pdeathsig,
 )
@@ -77,6 +79,20 @@ def test_a_worker_is_given_a_deadline():
 def test_the_end_of_a_process_is_told():
     assert describe_exit_code(-11).startswith("was killed by SIGSEGV")
     assert describe_exit_code(-9).startswith("was killed by SIGKILL, as the kernel")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # as nohup does
+    try:
+        with contextlib.ExitStack() as stack:
+            if not ignored:
+                stop = stack.enter_context(pytest.raises(SystemExit))
+            with exit_on_sigterm():
+                os.kill(os.getpid(), signal.SIGHUP)
+        assert ignored or stop.value.code == 129
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 ORPHAN = """

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from megaenc import flags
-from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.output_paths import report_stale_files
+from megaenc.processes import exit_on_sigterm
 
 USAGE = """usage: {prog} DIRECTION [options]
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_write, exit_on_sigterm
+from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.dist_env import get_local_rank, get_rank, get_world_size
 from megaenc.doctor.checks import ADVICE, CHECKS, SUBJECTS, TIMEOUT_FACTORS, Subject
@@ -31,6 +31,7 @@ from megaenc.doctor.result import CheckContext, Finding, problem
 from megaenc.doctor.runner import CheckRunner
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_dir
+from megaenc.processes import exit_on_sigterm
 from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 _GATHER_TIMEOUTS = 10  # multiples of --timeout that rank 0 waits for other ranks, in which checks may hang three times

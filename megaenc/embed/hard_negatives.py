@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_files, exit_on_sigterm
+from megaenc.atomic_io import atomic_files
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
+from megaenc.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from torch import Tensor

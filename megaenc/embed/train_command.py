@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaenc import __version__, flags
-from megaenc.atomic_io import atomic_write, exit_on_sigterm, find_stale_temp_files, remove_path, try_lock
+from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.console import ProgressLine, format_duration, print_rank_0, silence_libraries
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.locks import try_lock
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
-from megaenc.processes import check_process_count
+from megaenc.processes import check_process_count, exit_on_sigterm
 from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig, check_minimums
@@ -25,7 +24,7 @@ from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
-from megaenc.processes import check_process_count
+from megaenc.processes import check_process_count, exit_on_sigterm
 
 _BASELINE_DESCRIPTIONS = {
     TaskFamily.SC: "majority class",

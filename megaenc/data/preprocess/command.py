@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import flags
-from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.data.indexed.indexed_dataset import token_dtype
 from megaenc.data.indexed.metadata import CorpusMetadata, TokenizerIdentity
@@ -32,6 +31,7 @@ from megaenc.output_paths import (
     remove_new_parents_on_error,
     report_stale_files,
 )
+from megaenc.processes import exit_on_sigterm
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:

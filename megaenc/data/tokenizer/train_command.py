@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_dir, exit_on_sigterm
+from megaenc.atomic_io import atomic_dir
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, read_blocks, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing, report_stale_files
+from megaenc.processes import exit_on_sigterm
 
 
 @dataclass(frozen=True)

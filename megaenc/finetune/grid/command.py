@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megaenc import flags
-from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import capture_messages, format_duration, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_minimums
@@ -21,7 +20,7 @@ from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
-from megaenc.processes import check_process_count
+from megaenc.processes import check_process_count, exit_on_sigterm
 
 
 @dataclass(frozen=True)

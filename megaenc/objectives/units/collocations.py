@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megaenc import flags
-from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.units.matching import LONGEST, Collocations
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
+from megaenc.processes import exit_on_sigterm
 
 SHARES = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}
 """Share of the collocations of each number of tokens, as in the paper."""

@@ -123,7 +123,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from fake_stages import SUCCEED, FakeStage
-from megaenc.atomic_io import exit_on_sigterm
+from megaenc.processes import exit_on_sigterm
 from megaenc.study.run.executor import execute_stages
 study = Path({study!r})
 saves = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
