@@ -27,8 +27,8 @@ from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, IndexedWriter
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError, format_error, handle_command_errors
+from megaenc.machine import check_process_count
 from megaenc.output_paths import check_output_file
-from megaenc.processes import check_process_count
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE_LENGTH = 25  # tokens

@@ -30,10 +30,10 @@ from megaenc import flags
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.dist_env import build_rank_variables
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.machine import check_process_count, usable_core_count
 from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
-from megaenc.processes import check_process_count, usable_core_count
 from megaenc.training.config import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"

@@ -10,16 +10,7 @@ import psutil
 import pytest
 import runs
 
-from megaenc.errors import InputError
-from megaenc.processes import (
-    ChildProcess,
-    Worker,
-    check_process_count,
-    describe_exit_code,
-    exit_on_sigterm,
-    python_environment,
-    with_pdeathsig,
-)
+from megaenc.processes import ChildProcess, Worker, describe_exit_code, exit_on_sigterm, python_environment, with_pdeathsig
 
 
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
@@ -116,11 +107,3 @@ def test_a_worker_whose_launcher_died_before_it_began_ends(monkeypatch):
     assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\n"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\ngoes on\n"
-
-
-@pytest.mark.parametrize(("cores", "most"), [(1, 64), (100, 800)])
-def test_far_more_processes_than_cores_are_refused(monkeypatch, cores, most):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    check_process_count("--workers", most)
-    with pytest.raises(InputError, match=f"--workers: found {most + 1}, expected at most {most} with {cores} usable cores"):
-        check_process_count("--workers", most + 1)

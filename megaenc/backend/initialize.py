@@ -14,7 +14,7 @@ from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.parallel_config import ParallelConfig
 from megaenc.dist_env import LAUNCHER_VARIABLES, get_local_world_size, get_rank, get_world_size, is_launched
 from megaenc.errors import InputError
-from megaenc.processes import usable_core_count
+from megaenc.machine import usable_core_count
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 

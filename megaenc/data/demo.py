@@ -27,8 +27,9 @@ from megaenc.dist_env import get_local_rank
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.json_files import read_json_object
 from megaenc.locks import wait_for_lock
+from megaenc.machine import usable_core_count
 from megaenc.output_paths import create_parent_dir
-from megaenc.processes import exit_on_sigterm, usable_core_count
+from megaenc.processes import exit_on_sigterm
 
 # Dependencies of this package, which are installed wherever it runs.
 _PACKAGE_NAMES = """

@@ -15,14 +15,7 @@ from typing import IO, Any
 
 from megaenc.console import silence_libraries
 from megaenc.errors import InputError
-from megaenc.processes import (
-    KILL_TIMEOUT,
-    ChildProcess,
-    describe_exit_code,
-    python_command,
-    python_environment,
-    set_up_child,
-)
+from megaenc.processes import KILL_TIMEOUT, ChildProcess, describe_exit_code, python_command, python_environment, set_up_child
 
 
 class WorkerProcessDied(InputError):

@@ -20,7 +20,7 @@ from megaenc.doctor.result import (
     problem,
     read_kernel_file,
 )
-from megaenc.processes import read_processor_name, usable_core_count
+from megaenc.machine import read_processor_name, usable_core_count
 
 MIN_SHM_BYTES = GIB
 """Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating processes of a node, and loader

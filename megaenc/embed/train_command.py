@@ -23,8 +23,9 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.locks import try_lock
+from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
-from megaenc.processes import check_process_count, exit_on_sigterm
+from megaenc.processes import exit_on_sigterm
 from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from megaenc.finetune.grid.jobs import (
 from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
+from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
-from megaenc.processes import check_process_count, exit_on_sigterm
+from megaenc.processes import exit_on_sigterm
 
 _BASELINE_DESCRIPTIONS = {
     TaskFamily.SC: "majority class",

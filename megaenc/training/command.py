@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc import backend
     from megaenc.backend.initialize import check_launcher_variables
     from megaenc.dist_env import get_rank, get_world_size
-    from megaenc.processes import allow_open_files
+    from megaenc.machine import allow_open_files
     from megaenc.training.distributed.watchdog import process_group_timeout
 
     check_launcher_variables()

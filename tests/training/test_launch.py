@@ -7,7 +7,7 @@ import sys
 import pytest
 import runs
 
-from megaenc import dist_env, processes
+from megaenc import dist_env, machine
 from megaenc.errors import InputError
 from megaenc.locks import FileLock
 from megaenc.training.command import main
@@ -50,13 +50,13 @@ def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_on
 def test_the_limit_of_open_files_is_raised_or_named(soft, monkeypatch):
     """For the first of 4,096 ranks."""
     limits = [(soft, 100_000)]
-    monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(processes.resource, "setrlimit", lambda kind, values: limits.append(values))
-    processes.allow_open_files(8192, "4,096 ranks")
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(machine.resource, "setrlimit", lambda kind, values: limits.append(values))
+    machine.allow_open_files(8192, "4,096 ranks")
     assert limits[-1] == (100_000, 100_000)
     limits.append((100, 1000))
     with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 1,000 open files, expected 8,\d+ or more for 4,096"):
-        processes.allow_open_files(8192, "4,096 ranks")
+        machine.allow_open_files(8192, "4,096 ranks")
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022])

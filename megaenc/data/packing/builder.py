@@ -16,7 +16,7 @@ from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.processes import allow_open_files
+from megaenc.machine import allow_open_files
 
 _DOCUMENTS_PER_CHECK = 1 << 20  # the first chunk is usually enough
 _FILES_PER_CORPUS = 4  # mappings of the .bin and of three arrays in the .idx

@@ -9,7 +9,7 @@ from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
 from megaenc.errors import InputError
-from megaenc.processes import check_process_count, usable_core_count
+from megaenc.machine import check_process_count, usable_core_count
 
 _MAX_PARTITIONS = 100_000  # with a few files each
 _MINHASH = Deduplication("minhash")

@@ -19,8 +19,9 @@ from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
 from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
+from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
-from megaenc.processes import check_process_count, exit_on_sigterm
+from megaenc.processes import exit_on_sigterm
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,14 @@ from megaenc.errors import InputError
 from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress, select_remaining_work, try_lock_run
 from megaenc.finetune.model.fingerprint import compute_model_stamp
 from megaenc.finetune.results import files as result_files
+from megaenc.machine import accelerator_names, select_visible_devices, usable_core_count
 from megaenc.processes import (
     KILL_TIMEOUT,
     ChildProcess,
-    accelerator_names,
     describe_exit_code,
     python_environment,
-    select_visible_devices,
     set_child_environment,
     set_up_child,
-    usable_core_count,
 )
 
 RUN_FUNCTION = "megaenc.finetune.train:train_and_evaluate"

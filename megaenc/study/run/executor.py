@@ -12,14 +12,8 @@ from typing import Any
 
 from megaenc.console import ProgressLine, ProgressRow, format_duration
 from megaenc.errors import InputError
-from megaenc.processes import (
-    ChildProcess,
-    describe_exit_code,
-    python_environment,
-    select_visible_devices,
-    usable_core_count,
-    with_pdeathsig,
-)
+from megaenc.machine import select_visible_devices, usable_core_count
+from megaenc.processes import ChildProcess, describe_exit_code, python_environment, with_pdeathsig
 from megaenc.study.run import stage_log
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages

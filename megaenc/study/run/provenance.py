@@ -17,7 +17,7 @@ from megaenc.atomic_io import atomic_write
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.locks import wait_for_lock
-from megaenc.processes import accelerator_names, read_processor_name, usable_core_count
+from megaenc.machine import accelerator_names, read_processor_name, usable_core_count
 
 PROVENANCE_FILE = "study.json"
 """File in the study directory: an object whose values are texts, or lists of texts in chronological order."""

@@ -129,6 +129,6 @@ def test_the_order_of_a_blend_is_pinned(corpora):
 
 
 def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
-    monkeypatch.setattr("megaenc.processes.resource.getrlimit", lambda kind: (64, 200))
+    monkeypatch.setattr("megaenc.machine.resource.getrlimit", lambda kind: (64, 200))
     with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 200 open files, expected [0-9,]+ .* 2 corpora"):
         open_data(*corpora[:2])
