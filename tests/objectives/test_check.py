@@ -1,15 +1,19 @@
 """The command that checks an objective: ours and the example pass; leaks, hidden state and broken contracts are refused."""
 
+import contextlib
+import json
 import re
 import shutil
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import runs
 
+from megaenc.data.worker_pool import WorkerProcessDied
 from megaenc.objectives import known
-from megaenc.objectives.check import measure
+from megaenc.objectives.check import layouts, measure
 from megaenc.objectives.check.command import CheckConfig, main, run_checks
-from megaenc.objectives.check.layouts import _compare_layouts
 
 HEAD = """
 import os
@@ -194,9 +198,72 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
 )
 def test_rows_of_layouts_are_compared_step_by_step(change, words):
     rows = [{"step": step, "loss": 5.0, "grad_norm": 1.0, "predicted_tokens": 7 * step} for step in (1, 2)]
-    result = _compare_layouts(rows, [rows[0], rows[1] | change])
+    result = layouts._compare_layouts(rows, [rows[0], rows[1] | change])
     assert result.passed == (not words)
     assert words in result.text
+
+
+class _FakeWorker:
+    """A process that trains at once: `train(name of the run, output)` returns the losses, or raises."""
+
+    def __init__(self, train, output):
+        self.train = train
+        self.output = output
+
+    def submit(self, job):
+        future = Future()
+        if not job.flags:
+            future.set_result(None)
+            return future
+        folder = Path(job.flags[-1])
+        try:
+            losses = self.train(folder.name, self.output)
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        if losses is not None:
+            folder.mkdir(exist_ok=True)
+            rows = [{"step": 1, "loss": loss, "grad_norm": 1.0, "accuracy": 0.5, "predicted_tokens": 7} for loss in losses]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            future.set_result(None)
+        return future
+
+
+def _die(name, output):
+    output.write(b"loading\nFatal Python error\n")
+    raise WorkerProcessDied("worker process 7 was killed by SIGSEGV, before it was done")
+
+
+def _fail(name, output):
+    raise ValueError("no tokens")
+
+
+@pytest.mark.parametrize(
+    ("train", "results"),
+    [
+        (lambda name, output: [5.0], ["", ""]),
+        (lambda name, output: [5.0 + ("four" in name)], ["loss 5 and 6 in step 1", ""]),
+        (lambda name, output: [5.0 + (name == "four-stopped")], ["", "other losses in 4 processes; expected no state"]),
+        (lambda name, output: None if name == "four" else [5.0], ["training in 4 processes failed: no answer in 0.1 s"]),
+        (_die, ["training in 1 process failed: worker process 7 was killed by SIGSEGV, .*; last output: Fatal Python error"]),
+        (_fail, ["training in 1 process failed: ValueError: no tokens"]),
+    ],
+    ids=["alike", "layouts differ", "a stop changes it", "hangs", "dies", "fails"],
+)
+def test_runs_are_compared_and_their_failures_named(train, results, monkeypatch):
+    monkeypatch.setattr(layouts, "_SECONDS", 0.1)
+    monkeypatch.setattr(layouts, "_write_corpus", lambda folder: ())
+
+    @contextlib.contextmanager
+    def start_workers(work, count, environment, output):
+        yield [_FakeWorker(train, output) for _ in range(count)]
+
+    monkeypatch.setattr(layouts, "start_workers", start_workers)
+    actual = layouts.check_training("mlm", ())
+    assert len(actual) == len(results)
+    for result, words in zip(actual, results, strict=True):
+        assert result.passed == (not words)
+        assert re.search(words, result.text)
 
 
 @pytest.mark.slow
