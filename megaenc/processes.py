@@ -2,23 +2,15 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from types import GeneratorType
-from typing import IO, Any
+from typing import IO
 
 import megaenc
-from megaenc.console import silence_libraries
-from megaenc.errors import InputError
 from megaenc.torchelastic import die_with_parent
 
 KILL_TIMEOUT = 5.0
@@ -158,112 +150,3 @@ class ChildProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KILL_TIMEOUT)
-
-
-class WorkerDied(Exception):
-    """Error that the process of `worker` ended before its work was done; the message describes its exit code."""
-
-    def __init__(self, worker: "Worker", description: str) -> None:
-        super().__init__(description)
-        self.worker = worker
-
-
-class Worker(ChildProcess):
-    """A child process, a new Python interpreter, that calls `work(item)` for each item sent to it and sends back results.
-
-    `work`, items and results must pickle. Not a fork, which threads of tokenizers or torch do not survive, and without importing
-    the caller's `__main__`.
-    """
-
-    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
-        # `work` must not be defined in `__main__`: the worker imports it by its module.
-        self._work: bytes | None = pickle.dumps(work)
-        self.connection, child_connection = Pipe()
-        words = (
-            "-c",
-            "from megaenc.processes import serve_worker; serve_worker()",
-            str(os.getpid()),
-            str(child_connection.fileno()),
-        )
-        super().__init__(python_command(*words), environment, output, [child_connection.fileno()])
-        child_connection.close()  # so that the connection closes when the process ends
-
-    def send(self, item: Any) -> None:
-        """Send one more item to the worker, without waiting for its result; WorkerDied if the process has ended."""
-        try:
-            if self._work is not None:
-                self.connection.send_bytes(self._work)
-                self._work = None
-            self.connection.send(item)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._describe_end() from None
-
-    def results(self, deadline: float | None = None) -> Iterator[Any]:
-        """Yield the result of `work` for one sent item, or a generator's values as they come; TimeoutError at `deadline`.
-
-        Raises the exception of `work`, or WorkerDied if the process ends first. `deadline`: of `time.monotonic`.
-        """
-        last = False
-        while not last:
-            try:
-                ready = self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
-                last, result, error, trace = self.connection.recv() if ready else (False, [], TimeoutError(), "")
-            except (EOFError, OSError):  # the connection closed before or within an answer
-                raise self._describe_end() from None
-            if error is not None:
-                if trace and not isinstance(error, InputError):
-                    error.add_note(f"in process {self.process.pid}:\n{trace}")
-                raise error
-            yield from result
-
-    def _describe_end(self) -> WorkerDied:
-        """Return the WorkerDied error for this worker, which has closed its connection."""
-        code = self.wait(KILL_TIMEOUT)
-        return WorkerDied(self, "closed its connection" if code is None else describe_exit_code(code))
-
-    def kill(self) -> None:
-        """Kill the worker process and everything that it has started, and close the connection to it."""
-        super().kill()
-        self.connection.close()
-
-
-def serve_worker() -> None:
-    """Run the main loop of a worker process: receive `work` and then items from the parent, and send back each result.
-
-    `sys.argv` holds the parent's process id and the file descriptor of the connection.
-    """
-    set_up_child(int(sys.argv[1]))
-    silence_libraries()
-    connection, messages = Connection(int(sys.argv[2])), SimpleQueue()
-    # A thread receives the next item during the work on this one: otherwise parent and worker could both block in send.
-    threading.Thread(target=_receive_messages, args=(connection, messages), daemon=True).start()
-    if not (first := messages.get()):
-        return
-    work = pickle.loads(first)
-    with contextlib.suppress(OSError):  # the parent is exiting and reports the reason itself
-        while message := messages.get():
-            connection.send(_process_item(connection, work, message))
-
-
-def _process_item(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
-    """Call `work` on a pickled item, send the values of a generator, and return the last answer.
-
-    An answer is (is it the last, list of results, exception or None, traceback).
-    """
-    try:
-        result = work(pickle.loads(message))
-        if not isinstance(result, GeneratorType):
-            return True, [result], None, ""
-        for value in result:
-            connection.send((False, [value], None, ""))  # blocks until the parent reads
-        return True, [], None, ""
-    except Exception as error:
-        return True, [], error, traceback.format_exc()
-
-
-def _receive_messages(connection: Connection, messages: SimpleQueue) -> None:
-    """Put each message of the connection into the queue, and an empty one when it closes."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            messages.put(connection.recv_bytes())
-    messages.put(b"")

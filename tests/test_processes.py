@@ -10,7 +10,7 @@ import psutil
 import pytest
 import runs
 
-from megaenc.processes import ChildProcess, Worker, describe_exit_code, exit_on_sigterm, python_environment, with_pdeathsig
+from megaenc.processes import ChildProcess, describe_exit_code, exit_on_sigterm, python_environment, with_pdeathsig
 
 
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
@@ -56,15 +56,6 @@ def test_a_child_ends_with_a_parent_that_is_killed():
     if left and child.status() != psutil.STATUS_ZOMBIE:  # which nobody here reaps, perhaps
         child.kill()
         pytest.fail("the child outlives its parent")
-
-
-def test_a_worker_is_given_a_deadline():
-    worker = Worker(time.sleep, python_environment())
-    worker.send(60)
-    with pytest.raises(TimeoutError):
-        next(worker.results(time.monotonic() + 0.2))
-    worker.kill()
-    assert worker.process.returncode == -signal.SIGKILL
 
 
 def test_the_end_of_a_process_is_told():
