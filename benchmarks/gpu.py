@@ -410,7 +410,7 @@ class SpeedMeasurement:
 
     def _measure_once(self) -> dict[str, Any]:
         """Return the speed row of the configured objective and micro-batch."""
-        from megaenc.training.engine import StepMetrics
+        from megaenc.training.engine import BatchSums
 
         self.engine.train_step(next(self.steps))  # compiles
         synthetic.reset_peak_memory()
@@ -420,7 +420,7 @@ class SpeedMeasurement:
             with work.measure_usage(usage := {}):
                 results.append(self.engine.train_step(next(self.steps)))
             durations.append(usage["seconds"])
-        total = sum((result.metrics for result in results), StepMetrics())
+        total = sum((result.metrics for result in results), BatchSums())
         tokens = len(durations) * self.micro_batches * self.packs * self.setup.seq_length
         rate = total.flops / sum(durations)
         return {
@@ -564,12 +564,12 @@ def build_profiled_engine() -> "type[Engine]":
         def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: "Objective") -> None:
             """Run forward and backward of a micro-batch per row of pack numbers; keep the gradients."""
             specs = self._list_specs(self.plan.packs, rows, objective, self.plan.settings.seed)
-            self._run_micro_batches(specs, (), train=True)
+            self.run_micro_batches(specs, (), train=True)
 
         def attention_flops(self, step: int) -> int:
             """Return the FLOPs of attention, forward and backward, over the documents of a step's micro-batches."""
             shape = self.plan.settings.shape
-            batches = [spec.build(torch.device("cpu")) for spec in self._micro_batch_specs(step)]
+            batches = [spec.build(torch.device("cpu")) for spec in self.micro_batch_specs(step)]
             spans = [span for batch in batches for span in batch.spans()]
             return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
 

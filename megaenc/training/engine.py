@@ -22,6 +22,7 @@ from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.attention.backends import describe_backend
 from megaenc.model.encoder import build_model_chunks
 from megaenc.model.fp8.linear import check_linear_layers
+from megaenc.model.packed_sequences import copy_to_device
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
 from megaenc.training.distributed.collectives import call_on_all
@@ -32,23 +33,25 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 
 
 @dataclass(frozen=True)
-class StepMetrics:
-    """Sums over one or more global batches and all ranks: loss, predicted and correctly predicted tokens, FLOPs, loss divisor.
+class BatchSums:
+    """Sums over the predicted tokens of micro-batches or batches.
 
-    `flops` counts matrix products, forward and backward.
+    Those of one rank have tensors on its device, so that the host does not wait for it; `reduce` returns those of all ranks.
     """
 
-    loss_sum: float = 0.0
+    loss_sum: float | torch.Tensor = 0.0
+    correct: int | torch.Tensor = 0
+    """Predicted tokens whose most likely token is the label."""
     predicted: int = 0
-    correct: int = 0
-    flops: float = 0.0
     loss_count: int = 0
     """Divisor of the loss: the predicted tokens, or what the objective counts instead."""
-    group_sums: np.ndarray | float = 0.0
-    """float64[2, G], losses and predicted tokens of each of G TokenGroups; 0 without groups."""
+    flops: float = 0.0
+    """FLOPs of matrix products, forward and backward."""
+    group_sums: np.ndarray | torch.Tensor | float = 0.0
+    """float64[2, G], losses and predicted tokens (sums of weights) of each of G TokenGroups; G is 0 in training."""
 
-    def __add__(self, other: "StepMetrics") -> "StepMetrics":
-        return StepMetrics(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+    def __add__(self, other: "BatchSums") -> "BatchSums":
+        return BatchSums(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     @property
     def loss(self) -> float | None:
@@ -60,35 +63,51 @@ class StepMetrics:
         """Return the share of predicted tokens whose most likely token is the label; None without predicted tokens."""
         return self.correct / self.predicted if self.predicted else None
 
+    def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
+        """Return the sums, and those of `votes`, over all ranks, which call this together.
+
+        All are sums of one rank's micro-batches before. Each collective and each synchronization costs the device a wait, so
+        there is one of each.
+        """
+        device = self.group_sums.device
+        of_device = torch.stack([self.loss_sum, self.correct])
+        of_host = torch.tensor([self.predicted, self.loss_count, self.flops, *votes], dtype=torch.float64)
+        parts = [of_device, copy_to_device(of_host, device), self.group_sums.flatten()]
+        sums = torch.cat(parts)
+        dist.all_reduce(sums)
+        of_device, of_host, of_groups = sums.cpu().split([len(part) for part in parts])
+        loss_sum, correct = of_device.tolist()
+        predicted, loss_count, flops, *votes = of_host.tolist()
+        group_sums = of_groups.numpy().reshape(2, -1)
+        return BatchSums(loss_sum, int(correct), int(predicted), int(loss_count), flops, group_sums), tuple(votes)
+
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """Result of a step, equal on all ranks: metrics, gradient norm before clipping, and whether weights were updated."""
+    """Result of a step, equal on all ranks."""
 
-    metrics: StepMetrics
+    metrics: BatchSums
     grad_norm: float
     """Norm of the gradient before clipping."""
     is_applied: bool
     """False if loss or gradient are not finite; weights and optimizer are then unchanged."""
     votes: tuple[float, ...] = ()
-    """Sums over all ranks of the engine's `local_votes`."""
+    """Sums over all ranks of their votes."""
 
 
 class Engine:
-    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate.
-
-    `local_votes` returns numbers, as many on each rank, that a training step sums over the ranks together with its losses.
-    """
-
-    local_votes: Callable[[], Sequence[int]] = tuple
+    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate."""
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
-        """Build both; `init_weights=False` leaves the weights uninitialized, to be filled by the caller."""
+        """Build model and optimizer.
+
+        With `init_weights=False` the weights are uninitialized, to be filled by the caller.
+        """
         settings = plan.settings
         self.plan = plan
         self.layout = settings.layout
         self.device = backend.device
-        self.local_loss_sum = torch.zeros((), dtype=torch.float64, device=backend.device)
+        self.local_sums = BatchSums()  # of this rank in the last training step
         first = settings.phase_configs[0].settings
         self.sampler = DataParallelSampler(
             first.global_batch_size,
@@ -101,8 +120,15 @@ class Engine:
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
         call_on_all(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
         longest = max(phase.settings.data.seq_length for phase in settings.phase_configs)
-        sizes, seed = (settings.shape, plan.vocab_size, longest), settings.seed if init_weights else None
-        self._encoders = encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
+        self._encoders = encoders = build_model_chunks(
+            settings.shape,
+            plan.vocab_size,
+            longest,
+            settings.layout,
+            plan.dtype,
+            seed=settings.seed if init_weights else None,
+            kernels=self.kernels,
+        )
         self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
         attention = describe_backend(self.kernels.attention_backend, backend.device)
         self.kernel_metadata = dataclasses.asdict(self.kernels) | {"attention": attention, "fused": self.fused_kernels}
@@ -165,33 +191,41 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def train_step(self, step: int) -> TrainStepResult:
-        """Train on the global batch of `step` (1, 2, ...), skipping a non-finite update; return the TrainStepResult."""
+    def train_step(self, step: int, votes: Callable[[], Sequence[int]] = tuple) -> TrainStepResult:
+        """Train on the global batch of `step` (1, 2, ...); skip an update that is not finite.
+
+        `votes` returns numbers, as many on each rank. It is called when the work of the step is given to the device, so that a
+        signal during the step counts in it.
+        """
+        plan = self.plan
         self.step_timers = StepTimers()
         self.zero_grad()
         self.enter_phase(step)
         with self.step_timers.measure(FORWARD_BACKWARD):
-            following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
-            metrics, votes = self._run_batch(self._micro_batch_specs(step), following, train=True)
-        weight_decay = self.plan.settings.phase_at(step).settings.optimizer.weight_decay
+            specs = self.micro_batch_specs(step)
+            next_specs = self.micro_batch_specs(step + 1) if self._prefetcher and step < plan.settings.total_iters else ()
+            self.local_sums = self.run_micro_batches(specs, next_specs, train=True)
+            sums, vote_sums = self.local_sums.reduce(votes())
+        weight_decay = plan.settings.phase_at(step).settings.optimizer.weight_decay
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate(step)
+            group["lr"] = plan.learning_rate(step)
             group["weight_decay"] = weight_decay * group["wd_mult"]
         with self.step_timers.measure(OPTIMIZER):
-            return TrainStepResult(metrics, *self._optimizer_step(metrics), votes)
+            grad_norm, is_applied = self._optimizer_step(sums)
+        return TrainStepResult(sums, grad_norm, is_applied, vote_sums)
 
-    def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
+    def micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`."""
-        rows, seed, packs = self.micro_batch_samples(step), self.plan.settings.seed, self.plan.data_at(step).train
-        return [
-            spec
-            for weight, objective in self.plan.schedule.objectives(step)
-            for spec in self._list_specs(packs, rows, objective, seed, weight=weight)
-        ]
+        rows = self.micro_batch_samples(step)
+        packs = self.plan.data_at(step).train
+        specs = []
+        for weight, objective in self.plan.schedule.objectives(step):
+            specs += self._list_specs(packs, rows, objective, self.plan.settings.seed, weight=weight)
+        return specs
 
     def work_share(self, step: int) -> float:
         """Return this rank's tokens of `step`, filling included, over the ranks' mean."""
-        specs = self._micro_batch_specs(step)
+        specs = self.micro_batch_specs(step)
         mean_packs = self.plan.batch_size(step) / self.sampler.size * len(self.plan.schedule.objectives(step))
         return sum(spec.length for spec in specs) / (mean_packs * specs[0].packs.seq_length)
 
@@ -246,7 +280,7 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _optimizer_step(self, metrics: StepMetrics) -> tuple[float, bool]:
+    def _optimizer_step(self, sums: BatchSums) -> tuple[float, bool]:
         """Clip the gradient and, if it is finite, update the weights; return its norm and whether they were updated.
 
         Gradients are sums over the global batch: the optimizer divides them, while it reads them, by the number of tokens and by
@@ -254,11 +288,11 @@ class Engine:
         """
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
-        divisor = max(metrics.loss_count, 1)
+        divisor = max(sums.loss_count, 1)
         grad_norm = float(optimizer.get_grad_norm()) / divisor
         # As megatron-core clips, with its epsilon.
         optimizer.optimizer.grad_scale = divisor * max(1.0, (grad_norm + 1e-6) / optimizer.config.clip_grad)
-        finite = math.isfinite(metrics.loss_sum) and math.isfinite(grad_norm)
+        finite = math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)
         if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
             # Each model replica computes its own norm: a fault in one of them would make the replicas diverge.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
@@ -303,14 +337,12 @@ class Engine:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
             specs = self._list_specs(packs or self.plan.packs, [row], objective, self.plan.settings.seed)
-            sums = self._run_micro_batches(specs * self._interleaved_stages, (), train=True)
+            sums = self.run_micro_batches(specs * self._interleaved_stages, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
-        return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
+        return float(sums.loss_sum), float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def evaluate(
-        self, packs: PackedDataset, samples: int, objective: Objective, groups: TokenGroups | None = None
-    ) -> StepMetrics:
-        """Return the StepMetrics of `objective` over the first `samples` of `packs`.
+    def evaluate(self, packs: PackedDataset, samples: int, objective: Objective, groups: TokenGroups | None = None) -> BatchSums:
+        """Return the sums of `objective`, of all ranks, over the first `samples` of `packs`.
 
         They are read in global batches of the phase entered last, and masks never change.
 
@@ -327,49 +359,33 @@ class Engine:
         for start in range(0, samples, batch_size):
             sampler = dataclasses.replace(self.sampler, global_batch_size=min(batch_size, samples - start))
             specs.append(self._list_specs(packs, sampler.samples(start), objective, 0, groups, train=False))
+        total = BatchSums()
         with self._gathered_parameters():
-            metrics = [
-                self._run_batch(batch, following, train=False)[0]
-                for batch, following in zip(specs, [*specs[1:], []], strict=True)
-            ]
+            for batch, next_batch in zip(specs, [*specs[1:], []], strict=True):
+                sums, _ = self.run_micro_batches(batch, next_batch, train=False).reduce()
+                total += sums
         for chunk in self.chunks:
             chunk.train()
-        return sum(metrics, StepMetrics())
+        return total
 
-    def _run_batch(
-        self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
-    ) -> tuple[StepMetrics, tuple[float, ...]]:
-        """Run this rank's micro-batches `specs` forward and, if `train`, backward; return metrics and votes of all ranks.
+    def run_micro_batches(self, specs: Sequence[MicroBatchSpec], next_specs: Sequence[MicroBatchSpec], train: bool) -> BatchSums:
+        """Run this rank's micro-batches `specs` forward and, if `train`, backward.
 
-        `following`: the next batch's micro-batches, to prefetch. Without `train` there are no votes.
+        Args:
+            specs: Micro-batches, 1 or more.
+            next_specs: Those that are likely to be run next, to be read in advance.
+            train: Whether to add the gradients.
+
+        Returns:
+            Sums on the device. Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once;
+            those of other ranks are zero.
         """
-        sums, local_votes = self._run_micro_batches(specs, following, train), ()
-        if train:
-            self.local_loss_sum = sums[0].clone()
-            local_votes = self.local_votes()
-            sums = torch.cat([sums, sums.new_zeros(len(local_votes))])
-            for number in np.flatnonzero(local_votes):
-                sums[number - len(local_votes)].fill_(local_votes[number])  # a copy from the host would synchronize
-        dist.all_reduce(sums)  # of all at once: each collective and each synchronization costs the device a wait
-        loss_sum, correct, predicted, loss_count, flops, *others = sums.tolist()
-        group_sums, votes = (others, ()) if not train else ((), tuple(others))
-        groups = np.reshape(group_sums, (2, -1)) if group_sums else 0.0
-        return StepMetrics(loss_sum, int(predicted), int(correct), flops, int(loss_count), groups), votes
-
-    def _run_micro_batches(
-        self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
-    ) -> torch.Tensor:
-        """Run the micro-batches `specs`; return float64[5 + 2 G] of this rank: loss, correct, predicted, divisor, FLOPs, groups.
-
-        G groups (0 in training) have a sum of losses each, then a number (sum of weights) of predicted tokens each.
-        """
-        counts = {"predicted": 0, "loss_count": 0, "flops": 0.0}  # on the host, without a device synchronization
-        batches = self._prefetcher.iterate(specs, following) if self._prefetcher else map(self._build_micro_batch, specs)
+        batches = self._prefetcher.iterate(specs, next_specs) if self._prefetcher else map(self._build_micro_batch, specs)
         batches = self.step_timers.measure_items(DATA, batches)
         iterators = repeat_iterator(batches, len(self.chunks))  # each chunk consumes all of them at its own pace
         with torch.set_grad_enabled(train):
-            outputs = get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, counts),
+            sums_of_micro_batches = get_forward_backward_func()(
+                forward_step_func=self.forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
                 num_microbatches=len(specs),
@@ -377,20 +393,18 @@ class Engine:
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )
-        # Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once.
-        groups = specs[0].groups
-        sums = torch.zeros(5 + 2 * len(groups or ()), dtype=torch.float64, device=self.device)
-        if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
-            totals = torch.stack(outputs).sum(0)
-            sums[:2] = totals[:2]
-            if groups:
-                sums[5:] = totals[2:]
-            for index, name in enumerate(counts, start=2):
-                sums[index].fill_(counts[name])  # a copy from the host would synchronize
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = BatchSums(zero, zero, group_sums=zero.new_zeros(2, len(specs[0].groups or ())))
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for micro_batch in sums_of_micro_batches:
+                sums += micro_batch
         return sums
 
-    def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """Return this stage's output and the last stage's loss function, which adds to `counts` (a `forward_step_func`)."""
+    def forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
+        """Return this stage's output for the next micro-batch, and the function of the last stage's loss.
+
+        It is a `forward_step_func` of megatron-core's schedules, which collect the third result of the loss function.
+        """
         batch = next(iterator)
         inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
         if batch.weights is not None:
@@ -401,19 +415,18 @@ class Engine:
             inputs["per_token"] = True
         output = model(batch.tokens, batch.positions, **inputs)
 
-        def compute_loss(sums: tuple[torch.Tensor, torch.Tensor]):
-            (loss, correct), predicted = sums, batch.labels.numel()
-            counts["predicted"] += predicted
-            counts["loss_count"] += batch.loss_count
-            shape, rows = self.plan.settings.shape, self.plan.vocab_size
-            selects_rows = self._encoders[-1].selects_rows
-            counts["flops"] += shape.training_flops(rows, predicted, batch.spans(), selects_rows=selects_rows)
-            group_sums = []
+        def compute_loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, BatchSums]:
+            loss, correct = output
+            predicted = batch.labels.numel()
+            flops = self.plan.settings.shape.training_flops(
+                self.plan.vocab_size, predicted, batch.spans(), selects_rows=self._encoders[-1].selects_rows
+            )
+            group_sums = 0.0
             if batch.groups is not None:  # the losses of single tokens
-                group_sums = list(sum_by_group(batch, loss.detach()))
+                group_sums = sum_by_group(batch, loss.detach())
                 loss = loss.sum()
-            sums = torch.stack([loss.detach().double(), correct.double()])
-            sums = torch.cat([sums, *group_sums])
+            loss_sum = loss.detach().double()
+            sums = BatchSums(loss_sum, correct.double(), predicted, batch.loss_count, flops, group_sums)
             # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads ignores.
             return loss, torch.zeros((), dtype=torch.int, device=self.device), sums
 

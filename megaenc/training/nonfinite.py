@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from megaenc.backend.reductions import gather_lowest, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
-from megaenc.training.engine import Engine, StepMetrics
+from megaenc.training.engine import BatchSums, Engine
 from megaenc.training.skip_ranges import SkippedPacks
 
 _NAMED_RANKS = 8
@@ -23,7 +23,7 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     """
     plan = engine.plan
     objectives, data = [objective for _, objective in plan.schedule.objectives(step)], plan.data_at(step)
-    loss_was_finite = bool(engine.local_loss_sum.isfinite())
+    loss_was_finite = math.isfinite(engine.local_sums.loss_sum)
     own_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
     with engine.no_grad_reduction():
         results = {
@@ -49,7 +49,7 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
 
 
-def report_skipped_step(engine: Engine, step: int, metrics: StepMetrics, skipped_count: int) -> None:
+def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
     """Print the cause of the skipped `step`; InputError on all ranks if `skipped_count` exceeds --max-skipped-updates."""
     (cause, remedy), limit = diagnose_nonfinite_step(engine, step), engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"

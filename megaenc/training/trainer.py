@@ -29,7 +29,7 @@ from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.signals import SignalHandler
 from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
 from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
-from megaenc.training.engine import Engine, StepMetrics
+from megaenc.training.engine import BatchSums, Engine
 from megaenc.training.logging.metrics_logger import MetricsLogger
 from megaenc.training.micro_batches import TokenGroups
 from megaenc.training.nonfinite import report_skipped_step
@@ -149,11 +149,11 @@ class _Trainer:
     ):
         """Build the engine and load the checkpoint with the JSON `saved_state`, or, without one, the plan's initial weights."""
         self.plan, self.start_step = plan, saved_state["step"] if saved_state else plan.start.step
-        self.metrics, self.votes = StepMetrics(), ()
+        self.metrics, self.votes = BatchSums(), ()
         self._run_dir, self._checkpoints, self._watchdog = run_dir, checkpoints, watchdog
         self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         self._engine = Engine(plan, backend, init_weights=not (saved_state or plan.start.run))
-        self._engine.local_votes = local_votes
+        self._local_votes = local_votes
         if plan.settings.has_auto_micro_batches:
             self.plan = fill_micro_batches(plan, self._engine)
             self._engine.use_plan(self.plan)
@@ -180,7 +180,7 @@ class _Trainer:
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
         with self.logger.measure_step(step):
-            result = self._engine.train_step(step)
+            result = self._engine.train_step(step, self._local_votes)
         self.metrics, self.votes = result.metrics, result.votes
         metrics = result.metrics
         deviations = self._losses.add(step, plan.schedule.text_at(step), metrics.loss)
@@ -338,7 +338,7 @@ class ValidationPart:
         self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
     ) -> dict[str, float | dict[str, float] | None]:
         """Return the scores of `engine` under the objective `text`, see `Validator`."""
-        metrics = StepMetrics()
+        metrics = BatchSums()
         for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
             if number:
                 before_pass()

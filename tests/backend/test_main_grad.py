@@ -23,7 +23,7 @@ def gradients(small_corpus, flags, prepare=lambda engine: None):
         engine = Engine(plan, device)
         prepare(engine)
         engine.zero_grad()
-        engine._run_micro_batches(engine._micro_batch_specs(1), (), train=True)
+        engine.run_micro_batches(engine.micro_batch_specs(1), (), train=True)
         [model] = engine.chunks
         weights = dict(model.named_parameters())
         return (

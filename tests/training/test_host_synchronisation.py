@@ -109,7 +109,7 @@ def forward_and_backward(engine, objective, watched):
     engine.zero_grad()
     batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(engine.device)
     with watched:
-        output, loss_of = engine._forward_step({"predicted": 0, "loss_count": 0, "flops": 0.0}, iter([batch]), model)
+        output, loss_of = engine.forward_step(iter([batch]), model)
         loss, _, _ = loss_of(output)
         loss.backward()
     return sum(float(buffer.grad_data.norm()) for buffer in model.buffers)

@@ -107,12 +107,12 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
             patch.setattr(layer, "compute_attention", lambda name, q, k, v, *_, **__: _Attention.apply(q, k, v))
             for module in (main_grad, linear_cross_entropy):
                 patch.setattr(module, "accumulate_matmul", accumulate)
-            specs = engine._micro_batch_specs(1)
+            specs = engine.micro_batch_specs(1)
             for module in (norm, rotary, glu):
                 for name in [name for name in vars(module) if name.endswith("_kernel")]:
                     patch.setattr(module, name, CountedKernel(getattr(module, name), launches))
             with launches:
-                engine._run_micro_batches(specs, (), train=True)
+                engine.run_micro_batches(specs, (), train=True)
     finally:
         backend.destroy_distributed()
     return launches
