@@ -245,11 +245,3 @@ def format_run_footer(step: int, total: int, loss: float | None, save: str, stop
     if stop_reason and step < total:
         stopped = f"; stopped by {stop_reason}" + (", the same command resumes it" if save else "")
     return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"
-
-
-def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
-    """Return the line that reports a loss spike, and, with --max-rewinds, the number of the rewind or that none is left."""
-    allowed, rewinds = plan.settings.health.max_rewinds, len(plan.rewinds)
-    action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
-    spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
-    return spike + (action if allowed else "")

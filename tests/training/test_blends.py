@@ -14,7 +14,7 @@ from workers.bad_packs import spoil
 
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
-from megaenc.training.trainer import Validator
+from megaenc.training.validation import Validator
 
 SIZES = {"deu": 80, "ell": 40, "isl": 10}
 TEMPERED = ["--blend-temperature", "0.5"]

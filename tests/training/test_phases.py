@@ -16,7 +16,7 @@ from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config import PretrainConfig, parse_config
 from megaenc.training.phases import build_learning_rate
-from megaenc.training.trainer import Validator
+from megaenc.training.validation import Validator
 
 SHAPE = [*runs.SHORT_RUN[:10], "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3"]
 SHAPE += ["--no-bf16", "--eval-iters", "1", "--eval-interval", "3", "--lr-warmup-iters", "1"]

@@ -94,7 +94,7 @@ def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_
 def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypatch, refusal):
     """It is there when the step is made and gone when its packs are run again."""
     spoil({37: "loss"}, monkeypatch.setattr)
-    from megaenc.training import nonfinite
+    from megaenc.training.distributed import nonfinite
 
     diagnose = nonfinite.diagnose_nonfinite_step
 

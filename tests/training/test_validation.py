@@ -20,7 +20,7 @@ from megaenc.training import micro_batches
 from megaenc.training.command import main
 from megaenc.training.micro_batches import TokenGroups, build_micro_batch
 from megaenc.training.plan import validation_objectives
-from megaenc.training.trainer import Validator
+from megaenc.training.validation import Validator
 
 FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)

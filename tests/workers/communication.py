@@ -46,8 +46,9 @@ def main(step: int, folder: Path, flags: list[str]) -> None:
     from megaenc.training import trainer
     from megaenc.training.command import main
 
-    train_step = trainer._Trainer.train_step
+    train_step = trainer.Trainer.train_step
     calls = []
+    predicted = []
 
     def record(kind, group, size):
         if group.size() > 1:
@@ -60,11 +61,13 @@ def main(step: int, folder: Path, flags: list[str]) -> None:
             recorder.__enter__()
         elif number == step + 1:
             recorder.__exit__(None, None, None)
-            record = {"calls": calls, "predicted": self.metrics.predicted}
+            record = {"calls": calls, "predicted": predicted[-1]}
             (folder / f"rank_{get_rank()}.json").write_text(json.dumps(record))
-        return train_step(self, number)
+        result, is_spike = train_step(self, number)
+        predicted.append(result.metrics.predicted)
+        return result, is_spike
 
-    trainer._Trainer.train_step = recorded
+    trainer.Trainer.train_step = recorded
     ParallelConfig.check_device = lambda self: None  # gloo can, though there is nothing to gain
     main(flags, prog="communication.py")
 

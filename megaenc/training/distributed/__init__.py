@@ -1,1 +1,1 @@
-"""Coordination of ranks: collective calls, signal handling and the watchdog."""
+"""Coordination of ranks: collective calls, signal handling, the watchdog and the diagnosis of skipped steps."""

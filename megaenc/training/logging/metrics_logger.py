@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -93,10 +93,8 @@ class MetricsLogger:
             self._log(STRAGGLERS_FILE, report)
         self._line.update(step, description=row["objective"], **_progress_fields(row, self._backend))
 
-    def log_validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
-        """Log a row of validation.jsonl with `step`, `progress` and the scores that `validate` returns for the engine."""
-        with self.measure_pause("evaluation"):
-            scores = validate(self._engine)
+    def log_validation(self, step: int, progress: dict[str, Any], scores: dict[str, Any]) -> None:
+        """Log a row of validation.jsonl with `step`, `progress` and the `scores` of a Validator."""
         self._log(VALIDATION_FILE, {"step": step, **progress, **scores})
 
     @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""Detection of loss spikes, by comparing each loss with the recent ones of its objective."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from megaenc.training.plan import Plan
+
+MAX_RECENT_LOSSES, MIN_RECENT_LOSSES = 128, 32
+"""Largest and smallest number of earlier losses that a new loss is compared with."""
+
+
+def compute_deviations(loss: float, recent: Sequence[float]) -> float:
+    """Return by how many robust standard deviations `loss` lies above the median of `recent`, negative below it.
+
+    The deviation is 1.4826 times the median absolute deviation (the standard deviation of normal noise), and at least a
+    thousandth of the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
+    """
+    center = median(recent)
+    spread = 1.4826 * median(abs(other - center) for other in recent)
+    return (loss - center) / max(spread, 1e-3 * abs(center), 1e-30)
+
+
+class RecentLosses:
+    """Up to 128 most recent losses of each objective, with its last step, to which new losses are compared for spikes."""
+
+    def __init__(self, state: dict[str, Any] | None = None):
+        """Restore the `state` attribute of an earlier instance, or start empty."""
+        self.state: dict[str, Any] = {text: dict(window) for text, window in (state or {}).items()}
+        """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
+
+    def add(self, step: int, objective: str, loss: float | None) -> float | None:
+        """Add a finite loss; return its deviations above recent ones of `objective`; None with under 32 or if not finite.
+
+        The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
+        has changed in the meantime.
+        """
+        if loss is None or not math.isfinite(loss):
+            return None
+        window = self.state.get(objective)
+        recent = window["losses"] if window and step - window["step"] <= MIN_RECENT_LOSSES else []
+        deviations = compute_deviations(loss, recent) if len(recent) >= MIN_RECENT_LOSSES else None
+        self.state[objective] = {"step": step, "losses": [*recent, loss][-MAX_RECENT_LOSSES:]}
+        return deviations
+
+
+def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
+    """Return the line that reports a loss spike, and, with --max-rewinds, the number of the rewind or that none is left."""
+    allowed, rewinds = plan.settings.health.max_rewinds, len(plan.rewinds)
+    action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
+    spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
+    return spike + (action if allowed else "")

@@ -1,0 +1,117 @@
+"""Validation of a run: the scores of its model on held-out packs."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.blended_dataset import BlendedDataset
+from megaenc.objectives import Objective, PseudoPerplexity, compute_perplexity
+from megaenc.training.engine import BatchSums, Engine
+from megaenc.training.micro_batches import TokenGroups
+from megaenc.training.plan import Plan
+
+
+class Validator:
+    """Callable that scores an engine in the phase of a step, always on the same packs and masks."""
+
+    def __init__(self, plan: Plan, step: int = 0):
+        self.plan = plan
+        self.step = step
+        self.phase = plan.settings.phase_at(step)
+        self.objectives = plan.validation_objectives
+        self.parts: list[ValidationPart] = []
+        for name, packs in plan.validation_packs(step).items():
+            samples = self._count_named_samples(packs) if name else self._count_own_samples(packs)
+            most_frequent = {
+                text: _compute_most_frequent_share(objective, packs, samples) for text, objective in self.objectives.items()
+            }
+            self.parts.append(ValidationPart(name, packs, samples, TokenGroups.from_packs(packs), most_frequent))
+        # What the tokens of the validation depend on.
+        data = self.phase.settings.data
+        texts = [held_out.identity for held_out in plan.validation_sets]
+        texts = texts or [plan.data_at(step).held_out_fingerprint, data.split]
+        text_identity = [*texts, data.seq_length, *(part.samples for part in self.parts)]
+        self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
+
+    def _count_own_samples(self, packs: BlendedDataset) -> int:
+        """Return the packs to read of the phase's own held-out text, in whole batches.
+
+        No token is read twice, unless the text is smaller than one batch.
+        """
+        batch_size = self.phase.settings.global_batch_size
+        samples = batch_size * max(1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size))
+        return samples if packs.samples is None else min(samples, packs.samples)
+
+    def _count_named_samples(self, packs: BlendedDataset) -> int:
+        """Return the packs to read of a named set: the same text in each phase, and no token twice.
+
+        There is at least one pack, which repeats the text of a set that is smaller.
+        """
+        first = self.plan.settings.phase_configs[0].settings
+        tokens = self.plan.settings.output.eval_iters * first.global_batch_size * first.data.seq_length
+        [dataset] = packs.datasets
+        return max(1, min(tokens, dataset.tokens_per_epoch) // packs.seq_length)
+
+    def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
+
+        An objective on a named set is `NAME/OBJECTIVE`. most_frequent is the accuracy of always predicting the most frequent
+        label. If the validation text has several ranges of positions or corpora, `by_position` and `by_corpus` are the losses of
+        each (`TokenGroups`). A pseudo-perplexity also has `perplexity`. `before_pass` is called before each set and each pass
+        of a pseudo-perplexity after the first.
+        """
+        engine.enter_phase(self.step)
+        scores = {}
+        for number, part in enumerate(self.parts):
+            if number:
+                before_pass()
+            for text, objective in self.objectives.items():
+                name = f"{part.name}/{text}" if part.name else text
+                scores[name] = part.score(engine, text, objective, before_pass)
+        return {"held_out": self.held_out, "objectives": scores}
+
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """Packs of one validation set, cut for a phase."""
+
+    name: str
+    """Name of the set, empty for the phase's own held-out text."""
+    packs: BlendedDataset
+    samples: int
+    """Number of packs that are read."""
+    groups: TokenGroups
+    most_frequent: dict[str, float | None]
+    """Share of the most frequent label by objective."""
+
+    def score(
+        self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
+    ) -> dict[str, float | dict[str, float] | None]:
+        """Return the scores of `engine` under the objective `text`, see `Validator`."""
+        metrics = BatchSums()
+        for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
+            if number:
+                before_pass()
+            metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
+        scores = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
+        if isinstance(objective, PseudoPerplexity):
+            scores["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
+        return scores | self.groups.mean_losses(metrics.group_sums)
+
+
+def _compute_most_frequent_share(objective: Objective, packs: BlendedDataset, samples: int) -> float | None:
+    """Return the share of the most frequent label among the labels of the first `samples` packs; None without labels."""
+    counts = np.zeros(objective.vocabulary.size, dtype=np.int64)
+    if isinstance(objective, PseudoPerplexity):
+        objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster
+    for sample in range(samples):
+        pack = packs[sample]
+        labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
+        counts += np.bincount(labels, minlength=len(counts))
+    return int(counts.max()) / int(counts.sum()) if counts.any() else None
