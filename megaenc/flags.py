@@ -188,30 +188,26 @@ def read_config_file(
     default: Settings,
     path: str | Path,
     *,
-    presets: Mapping[str, Callable[[Settings, Any], Settings]] | None = None,
-    check: Callable[[Mapping[str, Any]], None] = lambda fields: None,
+    prepare: Callable[[Settings, Mapping[str, Any]], Settings] = lambda default, fields: default,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields in YAML file `path` and its base `config`; `presets`: changers of defaults by key.
+    """Return `default` with the fields in YAML file `path` and its base `config`.
 
-    The key `config` names another file, relative to this one, whose values are read first. Each of `presets` is a key that
-    changes the defaults of other fields, and the function that does so. `check` raises InputError for fields that do not fit
-    into one file. `including_files`: the files that led to `path`.
+    The key `config` names another file, relative to this one, whose values are read first. `prepare` returns the defaults to
+    which the fields of a file are applied, and raises InputError if they do not fit into one file. `including_files`: the files
+    that led to `path`.
     """
     fields = _read_fields(path)
-    try:
-        check(fields)
-    except InputError as error:
-        raise InputError(f"--config {path}: {error}") from None
     if base := fields.pop("config", None):
         file = Path(path).resolve()
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
         files = (*including_files, file)
-        default = read_config_file(default, file.parent / str(base), presets=presets, check=check, including_files=files)
-    for key, change in (presets or {}).items():
-        if key in fields:
-            default = change(default, fields[key])
+        default = read_config_file(default, file.parent / str(base), prepare=prepare, including_files=files)
+    try:
+        default = prepare(default, fields)
+    except InputError as error:
+        raise InputError(f"--config {path}: {error}") from None
     return replace_fields(default, fields, source=str(path))
 
 

@@ -25,13 +25,12 @@ from megaenc.training.config_groups import (
     StartConfig,
 )
 from megaenc.training.phases import (
-    ALTERNATIVES,
+    REPLACES,
     BatchSizeSchedule,
     PhaseConfig,
     build_batch_sizes,
     build_learning_rate,
-    drop_alternatives,
-    drop_wsd_flags,
+    drop_replaced,
     parse_phase,
     resolve_phases,
 )
@@ -380,26 +379,19 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 
 
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
-    """Return `default` with --config and --model of `argv`; if `argv` has one of two alternative flags, both become None.
+    """Return `default` with --config and --model of `argv`, without the fields that flags of `argv` replace.
 
-    InputError for an invalid file or preset. Another --lr-decay-style than WSD removes the flags of WSD, and --phases those that
-    only a phase may have.
+    InputError for an invalid file or preset.
     """
-    config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
+    config = flags.find_flag_value(argv, "--config")
     if config:
         default = read_config_file(config, default)
-    schedule = flags.find_flag_value(argv, "--objective-schedule")
-    _check_schedule({"phases": flags.find_flag_value(argv, "--phases") or default.phases, "objective_schedule": schedule})
-    if model:
-        default = apply_preset(default, model)
-    names = (name for pair in ALTERNATIVES for part in pair for name in part)
-    given = {name for name in names if flags.find_flag_value(argv, f"--{name.replace('_', '-')}") is not None}
-    default = drop_alternatives(default, given, prog)
-    if flags.find_flag_value(argv, "--lr-decay-style") not in (None, "WSD"):  # without the file's flags of WSD
-        default = drop_wsd_flags(default, prog)
-    if flags.find_flag_value(argv, "--phases"):
-        default = drop_length(default, None)
-    if flags.find_flag_value(argv, "--micro-batch-size") is not None:
+    names = ("model", "objective_schedule", "lr_decay_style", "micro_batch_size", *REPLACES)
+    values = {name: flags.find_flag_value(argv, f"--{name.replace('_', '-')}") for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    _check_schedule(given.get("phases") or default.phases, given.get("objective_schedule"))
+    default = _prepare_defaults(default, given)
+    if "micro_batch_size" in given:
         phases = [parse_phase(text, config or prog) for text in default.phases]
         for phase in phases:
             phase.pop("micro_batch_size", None)  # as it only depends on the machine
@@ -409,29 +401,21 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return `default` (None: all defaults) with the YAML file at `path` applied, its preset first. InputError if bad."""
-    presets = {"model": apply_preset, "phases": drop_length}
-    return flags.read_config_file(default or PretrainConfig(), path, presets=presets, check=_check_schedule)
+    return flags.read_config_file(default or PretrainConfig(), path, prepare=_prepare_defaults)
 
 
-def _check_schedule(fields: Mapping[str, Any]) -> None:
-    """Raise InputError for both `phases` and `objective_schedule`.
+def _prepare_defaults(settings: PretrainConfig, fields: Mapping[str, Any]) -> PretrainConfig:
+    """Return `settings` with the preset that the given `fields` name, without what they replace. InputError if they conflict."""
+    _check_schedule(fields.get("phases"), fields.get("objective_schedule"))
+    if "model" in fields:
+        settings = apply_preset(settings, fields["model"])
+    return drop_replaced(settings, fields)
 
-    Whatever the value of the latter.
-    """
-    schedule = fields.get("objective_schedule")
-    if fields.get("phases") and schedule is not None:
+
+def _check_schedule(phases: Any, schedule: Any) -> None:
+    """Raise InputError for both `phases` and an objective schedule, whatever its value."""
+    if phases and schedule is not None:
         raise InputError(f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase")
-
-
-def drop_length(settings: PretrainConfig, phases: Any) -> PretrainConfig:
-    """Return a copy of `settings` without the flags that `phases` replace; a file with phases may have one without as base."""
-    return dataclasses.replace(
-        settings,
-        objective_schedule=PretrainConfig.objective_schedule,
-        train_iters=None,
-        train_tokens=None,
-        rampup_batch_size=None,
-    )
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from megaenc.console import truncate_text
 from megaenc.data.packing.blended_dataset import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
-from megaenc.training.lr_schedule import WSD_DECAY_STYLE, LearningRate, PhasedSchedule, WSDSchedule
+from megaenc.training.lr_schedule import LearningRate, PhasedSchedule, WSDSchedule
 
 if TYPE_CHECKING:
     from megaenc.training.config import PretrainConfig
@@ -29,13 +30,19 @@ _BLEND_FLAGS = ("data_path", "blend_temperature", "blend_max_epochs")
 PHASE_FLAGS = (*_LENGTHS, *_BLEND_FLAGS, *_FLAGS, *LEARNING_RATE_FLAGS)
 """Flags that a phase may have besides its `objective`."""
 
-# Alternative flags: a later one also overrides the other, and its companions, in the settings that it is applied to.
-ALTERNATIVES = (
-    (("train_iters",), ("train_tokens",)),
-    (("lr_warmup_iters",), ("lr_warmup_fraction",)),
-    (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
-    (("branch_from", "branch_at"), ("init_from", "init_at")),
-)
+REPLACES = {
+    "train_iters": ("train_tokens",),
+    "train_tokens": ("train_iters",),
+    "lr_warmup_iters": ("lr_warmup_fraction",),
+    "lr_warmup_fraction": ("lr_warmup_iters",),
+    "lr_wsd_decay_iters": ("lr_wsd_decay_fraction",),
+    "lr_wsd_decay_fraction": ("lr_wsd_decay_iters",),
+    "branch_from": ("branch_at", "init_from", "init_at"),
+    "init_from": ("init_at", "branch_from", "branch_at"),
+    "phases": ("objective_schedule", "train_iters", "train_tokens", "rampup_batch_size"),
+}
+"""Fields that a given field sets to their defaults in the settings that it is applied to, unless they are given too."""
+_WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
 
 
 @dataclass(frozen=True)
@@ -116,23 +123,16 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
     return PhasedSchedule(tuple(parts))
 
 
-def drop_alternatives(settings: Any, names: set[str], source: str) -> Any:
-    """Return `settings` with both of two alternative flags None if `names`, flags to be applied to it, hold one of them.
+def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
+    """Return `settings` without the fields that `values`, to be applied over them, replace: by REPLACES.
 
-    An lr_decay_style in `names` removes the flags of WSD's decay that are not in `names`.
+    Another lr_decay_style than WSD replaces the fields of WSD's decay.
     """
-    known = flags.flatten(settings)
-    for pair in ALTERNATIVES:
-        if sum(part[0] in names for part in pair) == 1:
-            cleared = {name: None for part in pair for name in part if name in known}
-            settings = flags.replace_fields(settings, cleared, source=source)
-    return settings
-
-
-def drop_wsd_flags(settings: Any, source: str) -> Any:
-    """Return `settings` without the flags of WSD's decay, for another --lr-decay-style applied over them."""
-    wsd = {"lr_wsd_decay_iters": None, "lr_wsd_decay_fraction": None, "lr_wsd_decay_style": WSD_DECAY_STYLE}
-    return flags.replace_fields(settings, wsd, source=source)
+    replaced = {name for given in values for name in REPLACES.get(given, ())}
+    if values.get("lr_decay_style") not in (None, "WSD"):
+        replaced.update(_WSD_FIELDS)
+    defaults = flags.flatten(type(settings)(bf16=settings.bf16))  # whose default imports torch
+    return flags.replace_fields(settings, {name: defaults[name] for name in replaced - values.keys()}, source="")
 
 
 def _check_top_level(config: "PretrainConfig") -> None:
@@ -179,10 +179,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     if len(given) != 1:
         raise InputError(f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them")
     settings = dataclasses.replace(config, phases=(), objective_schedule=objective)
-    settings = drop_alternatives(settings, set(values), source)
-    if values.get("lr_decay_style") not in (None, "WSD"):
-        settings = drop_wsd_flags(settings, source)
-    settings = flags.replace_fields(settings, values, source=source)
+    settings = flags.replace_fields(drop_replaced(settings, values), values, source=source)
     try:
         settings.check_limits()
         if settings.data.blend_temperature != 1 and "blend_temperature" in values and not has_group(settings.data.data_path):

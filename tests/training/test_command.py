@@ -13,6 +13,7 @@ import yaml
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
+from megaenc.training.config_groups import StartConfig
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
@@ -28,10 +29,23 @@ def test_last_of_a_repeated_flag_counts_for_the_preset_too():
     assert (settings.model, settings.shape.num_layers) == ("610m", 26)
 
 
-def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
-    (tmp_path / "run.yaml").write_text("lr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\n")
-    optimizer = parse_config(["--config", str(tmp_path / "run.yaml"), "--lr-warmup-fraction", "0.1"], "test").optimizer
-    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
+def test_a_given_field_replaces_its_alternative(tmp_path):
+    """On the command line, in a file over its base, and in a phase."""
+    base = tmp_path / "base.yaml"
+    base.write_text("train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nbranch_from: a\nbranch_at: 3\n")
+    over = tmp_path / "over.yaml"
+    over.write_text("config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\ninit_from: b\n")
+    words = ["--train-tokens", "2048", "--lr-warmup-fraction", "0.1", "--init-from", "b"]
+    for argv in (["--config", str(over)], ["--config", str(base), *words]):
+        settings = parse_config(argv, "test")
+        assert (settings.train_iters, settings.train_tokens) == (None, 2048)
+        optimizer = settings.optimizer
+        assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
+        assert settings.start == StartConfig(init_from="b")
+    phase = "{objective: clm, train_iters: 9, lr_warmup_fraction: 0.2, lr_decay_style: cosine}"
+    [phase] = parse_config(["--config", str(base), "--phases", phase], "test").phase_configs
+    optimizer = phase.settings.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.2, None)
 
 
 @pytest.mark.slow
