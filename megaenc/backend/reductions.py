@@ -47,27 +47,3 @@ def broadcast_object(value: Value, rank: int = 0) -> Value:
     values = [value if dist.get_rank() == rank else None]
     dist.broadcast_object_list(values, src=rank)
     return values[0]
-
-
-def median_low(values_M: Sequence[float | None]) -> list[float]:
-    """Return the lower median over the ranks of each of `values_M`, float32 numbers from 0 on; None for a rank without one.
-
-    Such numbers are ordered as their bits are. Of these each of eight rounds finds four, by the numbers of ranks with each of the
-    sixteen possible values. The result is 0 if no rank has a number.
-    """
-    known = torch.tensor([value is not None for value in values_M])
-    bits_M = torch.tensor([value or 0.0 for value in values_M], dtype=torch.float32).view(torch.int32).long()
-    place_M = prefix_M = torch.zeros_like(bits_M)
-    for shift in range(28, -1, -4):
-        is_candidate_M = known & (bits_M >> (shift + 4) == prefix_M)
-        digits_M16 = torch.nn.functional.one_hot(bits_M >> shift & 15, 16) * is_candidate_M[:, None]
-        counts = reduce_over_ranks(digits_M16.flatten().tolist(), ReduceOp.SUM)
-        counts_M16 = torch.tensor(counts).view(-1, 16)
-        if shift == 28:
-            place_M = (counts_M16.sum(1) - 1).clamp(min=0) // 2  # of the median among the sorted candidates
-        ends_M16 = counts_M16.cumsum(1)
-        digit_M = (ends_M16 <= place_M[:, None]).sum(1).clamp(max=15)
-        place_M = place_M - (ends_M16 - counts_M16).gather(1, digit_M[:, None])[:, 0]
-        prefix_M = prefix_M << 4 | digit_M
-    has_any_M = counts_M16.sum(1) > 0
-    return torch.where(has_any_M, prefix_M, 0).int().view(torch.float32).tolist()

@@ -1,7 +1,5 @@
 """Four ranks ask each other what `megaenc.backend.reductions` and `call_on_all` answer."""
 
-import statistics
-
 import torch
 
 from megaenc.backend import ParallelConfig, destroy_distributed, init_distributed, prepare_megatron
@@ -14,7 +12,7 @@ def main() -> None:
     init_distributed(ParallelConfig(), 0)
     from torch.distributed import ReduceOp
 
-    from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks, median_low, reduce_over_ranks
+    from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks, reduce_over_ranks
     from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 
     rank = get_rank()
@@ -28,12 +26,6 @@ def main() -> None:
     assert gather_lowest(f"of {rank}" if rank else None) == ({1: "of 1"}, 3)
     assert gather_lowest(rank * 10 if rank in (1, 3) else None, limit=4) == ({1: 10, 3: 30}, 2)
     assert gather_lowest(0 if rank == 2 else None) == ({2: 0}, 1), "what is false is a value"
-
-    seconds = [[0.25, 1e-9, 3.0, 7.5], [0.25, 0.0, 3.5, 7.5], [9.0, 1e4, 1.0, 7.5], [0.0, 3e-5, 2.0, 7.5]]  # by rank
-    expected = torch.tensor([statistics.median_low(column) for column in zip(*seconds, strict=True)])
-    assert median_low(seconds[rank]) == expected.tolist()
-    of_stages = [1.0 + rank if rank < 3 else None, 5.0 if rank == 3 else None, None]  # three ranks, one rank, no rank
-    assert median_low(of_stages) == [2.0, 5.0, 0.0]
 
     assert call_on_all(lambda: rank) == rank
     assert broadcast_call(lambda: rank) == 0

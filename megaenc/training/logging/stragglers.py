@@ -10,22 +10,34 @@ A step takes equally long on all ranks, because they wait for each other. The wo
 
 import socket
 import time
-from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import ReduceOp
 
 from megaenc.backend import Backend
-from megaenc.backend.reductions import gather_lowest, median_low, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.training.engine import Engine
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
 
 SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
 """Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and ranks in a report."""
+
+RANK_FIELDS = np.dtype(
+    [
+        ("rank", "i8"),
+        ("host", "S64"),
+        ("tensor", "i8"),
+        ("pipeline", "i8"),
+        ("data", "i8"),
+        ("data_seconds", "f8"),
+        ("compute_seconds", "f8"),
+        ("probe_seconds", "f8"),
+    ]
+)
+"""Place of a rank, and the seconds of its own work."""
 
 
 class StragglerDetector:
@@ -37,16 +49,17 @@ class StragglerDetector:
     def __init__(self, engine: Engine, backend: Backend, interval: int):
         self._engine, self._backend, self._interval = engine, backend, interval
         self._forward = None if backend.is_cpu else ForwardTimer(engine.chunks)
-        self._rank_info = {
-            "rank": dist.get_rank(),
-            "host": socket.gethostname(),
-            "tensor": parallel_state.get_tensor_model_parallel_rank(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
-            "data": parallel_state.get_data_parallel_rank(),
-        }
-        self._sums: Counter[str] = Counter()
+        self._place = (
+            dist.get_rank(),
+            socket.gethostname(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        self._data_seconds = 0.0
+        self._compute_seconds = 0.0
         self._steps = -1  # the first step, with its setup, is not measured
-        self._slow_reports = 0  # consecutive ones of this rank
+        self._slow_reports_R = np.zeros(dist.get_world_size(), dtype=np.int64)  # consecutive ones of each rank
 
     def record_step(self, step: int) -> dict[str, Any] | None:
         """Add this rank's times of `step`; every `interval` steps return a report of the 4 slowest ranks, else None.
@@ -59,60 +72,76 @@ class StragglerDetector:
         self._steps += 1
         if self._steps:
             share = self._engine.work_share(step)  # ranks may have a pack more than others
-            self._sums.update(data_seconds=timers.wall[DATA] / share, compute_seconds=compute / share)
+            self._data_seconds += timers.wall[DATA] / share
+            self._compute_seconds += compute / share
         if step % self._interval or not self._steps:
             return None
-        measures = {name: self._sums[name] / self._steps for name in ("data_seconds", "compute_seconds")}
-        measures["probe_seconds"] = time_matmul(self._backend.device)
-        own = self._rank_info | measures | compare_rank(measures, self._median_measures(measures))
-        ranks = _gather_slowest(own)
-        report = {"step": step, "steps": self._steps, "slowest_rank": ranks[0]["rank"], "slowest_ratio": ranks[0]["ratio"]}
-        self._steps, self._sums = 0, Counter()
-        self._print_stragglers(own)
-        return report | {"ranks": ranks}
-
-    def _median_measures(self, measures: dict[str, float]) -> dict[str, float]:
-        """Return the lower median of each of `measures` over all ranks, of the seconds of computing over those of this stage."""
-        stage, stages = self._rank_info["pipeline"], parallel_state.get_pipeline_model_parallel_world_size()
-        compute = [measures["compute_seconds"] if number == stage else None for number in range(stages)]
-        data, probe, *compute_by_stage = median_low([measures["data_seconds"], measures["probe_seconds"], *compute])
-        return {"data_seconds": data, "compute_seconds": compute_by_stage[stage], "probe_seconds": probe}
-
-    def _print_stragglers(self, own: dict[str, Any]) -> None:
-        """Print a line for each rank that has just become a straggler, again only after it has recovered; at most four."""
-        self._slow_reports = self._slow_reports + 1 if own["ratio"] > SLOW_RATIO else 0
-        rows, count = gather_lowest(own if self._slow_reports == CONSECUTIVE_REPORTS else None, REPORTED_RANKS)
-        for each in rows.values():
+        ranks = self._gather_ranks()
+        ratios_R, slow_in_R = compare_ranks(ranks)
+        rows = [
+            dict(zip(RANK_FIELDS.names, rank.tolist(), strict=True))
+            | {"host": rank["host"].decode(), "ratio": float(ratio), "slow_in": str(slow_in)}
+            for rank, ratio, slow_in in zip(ranks, ratios_R, slow_in_R, strict=True)
+        ]
+        slowest = [rows[rank] for rank in np.argsort(-ratios_R, kind="stable")[:REPORTED_RANKS]]
+        report = {"step": step, "steps": self._steps, "slowest_rank": slowest[0]["rank"], "slowest_ratio": slowest[0]["ratio"]}
+        self._steps = 0
+        self._data_seconds = 0.0
+        self._compute_seconds = 0.0
+        # Each straggler is named once, and again only after it has recovered.
+        self._slow_reports_R = np.where(ratios_R > SLOW_RATIO, self._slow_reports_R + 1, 0)
+        stragglers = np.flatnonzero(self._slow_reports_R == CONSECUTIVE_REPORTS)
+        for row in [rows[rank] for rank in stragglers[:REPORTED_RANKS]]:
             print_rank_0(
-                f"straggler: rank {each['rank']} on {each['host']} (tensor {each['tensor']}, pipeline {each['pipeline']}, "
-                f"data {each['data']}) took {each['ratio']:.2f} times the median of comparable ranks in "
-                f"{CONSECUTIVE_REPORTS} consecutive reports, mostly in {each['slow_in']}"
+                f"straggler: rank {row['rank']} on {row['host']} (tensor {row['tensor']}, pipeline {row['pipeline']}, "
+                f"data {row['data']}) took {row['ratio']:.2f} times the median of comparable ranks in "
+                f"{CONSECUTIVE_REPORTS} consecutive reports, mostly in {row['slow_in']}"
             )
-        if count > len(rows):
-            print_rank_0(f"straggler: {count - len(rows)} more ranks")
+        if len(stragglers) > REPORTED_RANKS:
+            print_rank_0(f"straggler: {len(stragglers) - REPORTED_RANKS} more ranks")
+        return report | {"ranks": slowest}
+
+    def _gather_ranks(self) -> np.ndarray:
+        """Return RANK_FIELDS[ranks], with the mean seconds of a step of each rank."""
+        device = self._backend.device
+        seconds = (self._data_seconds / self._steps, self._compute_seconds / self._steps, time_matmul(device))
+        own = np.array([(*self._place, *seconds)], dtype=RANK_FIELDS)
+        own_bytes = torch.from_numpy(own.view(np.uint8)).to(device)
+        all_bytes = own_bytes.new_zeros(dist.get_world_size() * len(own_bytes))
+        dist.all_gather_into_tensor(all_bytes, own_bytes)
+        return all_bytes.cpu().numpy().view(RANK_FIELDS)
 
 
-def compare_rank(measures: dict[str, float], medians: dict[str, float]) -> dict[str, Any]:
-    """Return `ratio`, of a rank's seconds to the median of comparable ranks, and `slow_in`, the part that takes it longest.
+def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ratios of the seconds of `ranks` to the median of comparable ones, and the part that takes each longest.
 
     Data and probe are the same work for all ranks; compute is compared among the ranks of a pipeline stage. The median of two
     is the faster one.
+
+    Args:
+        ranks: RANK_FIELDS[R].
+
+    Returns:
+        float64[R] and str[R].
     """
-    extra = {part: measures[f"{part}_seconds"] - medians[f"{part}_seconds"] for part in ("data", "compute")}
-    own, median = (each["data_seconds"] + each["compute_seconds"] for each in (measures, medians))
-    ratio, device = own / max(median, 1e-9), measures["probe_seconds"] / max(medians["probe_seconds"], 1e-9)
-    return {"ratio": max(ratio, device), "slow_in": "the probe" if device > ratio else max(extra, key=extra.__getitem__)}
+    data_R = ranks["data_seconds"]
+    compute_R = ranks["compute_seconds"]
+    probe_R = ranks["probe_seconds"]
+    median_compute_R = np.zeros_like(compute_R)
+    for stage in np.unique(ranks["pipeline"]):
+        in_stage_R = ranks["pipeline"] == stage
+        median_compute_R[in_stage_R] = _lower_median(compute_R[in_stage_R])
+    median_data = _lower_median(data_R)
+    work_ratio_R = (data_R + compute_R) / np.maximum(median_data + median_compute_R, 1e-9)
+    probe_ratio_R = probe_R / max(_lower_median(probe_R), 1e-9)
+    is_mostly_data_R = data_R - median_data >= compute_R - median_compute_R
+    slow_in_R = np.where(probe_ratio_R > work_ratio_R, "the probe", np.where(is_mostly_data_R, "data", "compute"))
+    return np.maximum(work_ratio_R, probe_ratio_R), slow_in_R
 
 
-def _gather_slowest(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the REPORTED_RANKS ranks with the highest `ratio`, the slowest first; all ranks call it together."""
-    slowest: list[dict[str, Any]] = []
-    while len(slowest) < min(REPORTED_RANKS, dist.get_world_size()):
-        ratio = -1.0 if own in slowest else own["ratio"]
-        [highest] = reduce_over_ranks([ratio], ReduceOp.MAX, torch.float64)
-        row, _ = gather_lowest(own if ratio == highest else None)
-        slowest += row.values()
-    return slowest
+def _lower_median(values: np.ndarray) -> float:
+    """Return the median of `values`, of an even number the lower of the two in the middle."""
+    return float(np.quantile(values, 0.5, method="lower"))
 
 
 class ForwardTimer:
