@@ -1,7 +1,7 @@
 """Configuration of kernels and parallelism, which change time, memory and, except for rounding, nothing else."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megaenc.errors import InputError
@@ -25,7 +25,8 @@ class KernelConfig:
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, if
     installed"""
-    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    # FP8 rounds too coarsely to be exchangeable within a run, as other kernels are.
+    fp8_format: Literal["hybrid", "e4m3"] | None = field(default=None, metadata={"identity": True})
     """compute the matrix products of the layers, not of embedding and head, in 8-bit floating point (needs H100, L40S, MI300X or
     later; slow on a CPU). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3; e4m3: all with 4
     and 3"""

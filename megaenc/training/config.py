@@ -17,6 +17,7 @@ from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, get_preset
 from megaenc.training.config_groups import (
+    FREE,
     DataConfig,
     FaultConfig,
     MonitoringConfig,
@@ -47,20 +48,20 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run (also keys of --config): schedule, length, batch sizes, groups such as data, optimizer."""
 
-    config: str = ""
+    config: str = field(default="", metadata=FREE)
     """YAML file of flags; flags on the command line override it"""
-    objective_schedule: str = "clm:0.25,mlm:0.75"
+    objective_schedule: str = field(default="clm:0.25,mlm:0.75", metadata=FREE)
     """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
     5x(clm:0.05,mlm:0.15)"""
-    phases: tuple[flags.YamlMapping, ...] = ()
+    phases: tuple[flags.YamlMapping, ...] = field(default=(), metadata=FREE)
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
     train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
     each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
     train_iters: int | None = None
     """number of training steps; 200 without this flag and --train-tokens"""
-    train_tokens: int | None = None
+    train_tokens: int | None = field(default=None, metadata=FREE)
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
-    micro_batch_size: int | Literal["auto"] = 8
+    micro_batch_size: int | Literal["auto"] = field(default=8, metadata=FREE)
     """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
     global_batch_size: int = 16
     """packs of a step, summed over all processes"""
@@ -71,18 +72,18 @@ class PretrainConfig:
     """random seed of initial weights, data order and masks"""
     bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
-    model: str = "tiny"
+    model: str = field(default="tiny", metadata=FREE)
     """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
-    shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
+    shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"), metadata=FREE)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    start: StartConfig = field(default_factory=StartConfig)
-    layout: ParallelConfig = field(default_factory=ParallelConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
-    health: FaultConfig = field(default_factory=FaultConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    start: StartConfig = field(default_factory=StartConfig, metadata=FREE)
+    layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=FREE)
+    kernels: KernelConfig = field(default_factory=KernelConfig, metadata=FREE)
+    health: FaultConfig = field(default_factory=FaultConfig, metadata=FREE)
+    output: OutputConfig = field(default_factory=OutputConfig, metadata=FREE)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=FREE)
 
     def check(self, world_size: int) -> None:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""

@@ -1,25 +1,33 @@
 """The flags of a pretraining run in groups; each field is a flag, and its docstring the help text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megaenc.errors import InputError
+
+# Metadata of a field, or of a group of fields, about a run's identity (`Plan.identity`), whose part it is without.
+FREE = {"identity": False}
+"""May differ within a run, or is replaced by a value that follows from it."""
+FIXED = {"identity": True}
+"""Is part of the identity, unlike the others of its group."""
+ADDED = {"identity": "unless default"}
+"""Is left out at its default, as in runs of versions that had no such field."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: tuple[str, ...] = field(default=(), metadata=FREE)
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
     'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
     and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
-    blend_temperature: float = 1.0
+    blend_temperature: float = field(default=1.0, metadata=FREE)
     """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
     shares are proportional to tokens ** T"""
-    blend_max_epochs: int | None = None
+    blend_max_epochs: int | None = field(default=None, metadata=FREE)
     """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=FREE)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
@@ -29,12 +37,12 @@ class DataConfig:
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
     length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
     --split-sentences)"""
-    data_order: Literal["blocks", "documents"] | None = None
+    data_order: Literal["blocks", "documents"] | None = field(default=None, metadata=FREE)
     """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in blocks of consecutive documents,
     and in groups of blocks by document, so that start-up and memory do not grow with the corpus; documents: all documents at
     once. Without the flag: as in the run of --save, --branch-from or --init-from (documents before there was a choice), else
     blocks"""
-    skip_packs: tuple[str, ...] = ()
+    skip_packs: tuple[str, ...] = field(default=(), metadata=FREE)
     """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
     keeps its list without the flag"""
 
@@ -43,29 +51,29 @@ class DataConfig:
 class OptimizerConfig:
     """Flags of optimizer, learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
 
-    optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "stable_adamw", "muon"] = field(default="adamw", metadata=ADDED)
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
     lr: float = 2e-3
     """peak learning rate"""
-    lr_warmup_iters: int | None = None
+    lr_warmup_iters: int | None = field(default=None, metadata=FREE)
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = field(default=None, metadata=FREE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
-    lr_decay_style: Literal["WSD", "linear", "cosine", "constant"] = "WSD"
+    lr_decay_style: Literal["WSD", "linear", "cosine", "constant"] = field(default="WSD", metadata=FREE)
     """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; linear, cosine: decay from the warm-up
     on; constant: no decay"""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE)
     """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = None
+    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
-    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "linear"
+    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = field(default="linear", metadata=FREE)
     """shape of WSD's decay; minus_sqrt: 1 - sqrt(elapsed share)"""
-    min_lr: float = 0.0
+    min_lr: float = field(default=0.0, metadata=FREE)
     """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
-    no_weight_decay_norm_bias: bool = False
+    no_weight_decay_norm_bias: bool = field(default=False, metadata=ADDED)
     """leave norms and biases, all parameters of one dimension, out of the weight decay"""
     adam_beta1: float = 0.9
     """decay rate of Adam's first moment"""
@@ -75,9 +83,9 @@ class OptimizerConfig:
     """term added to the denominator of Adam for numerical stability"""
     clip_grad: float = 1.0
     """gradient norm above which the gradient is scaled down; 0 never clips"""
-    muon_momentum: float = 0.95
+    muon_momentum: float = field(default=0.95, metadata=FREE)
     """decay rate of Muon's momentum"""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: int = field(default=5, metadata=FREE)
     """Newton-Schulz iterations of Muon's orthogonalization"""
 
     def check(self) -> None:
@@ -167,7 +175,7 @@ class OutputConfig:
     validation, save and load may take three times as long, at least 10 minutes"""
     eval_interval: int | None = None
     """steps between validations, 0 for none; default: a tenth of the run"""
-    eval_iters: int = 4
+    eval_iters: int = field(default=4, metadata=FIXED)
     """global batches of a validation, which has the same packs and masks throughout a phase"""
     valid_data_path: tuple[str, ...] = ()
     """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out text; a validation reads as much

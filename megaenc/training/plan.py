@@ -19,6 +19,7 @@ from megaenc.errors import InputError
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
+from megaenc.training.config_groups import ADDED
 from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
@@ -193,43 +194,23 @@ class Plan:
         Layout, kernels, intervals, micro-batch and paths may differ in the same run, and weights by rounding. Skipped packs are
         compared separately, by what has been read (`saw_same_data`).
         """
-        phases = self.settings.phase_configs
-        settings = phases[-1].settings
-        free = {
-            "phases",
-            "train_tokens",
-            "config",
-            "model",
-            "data_path",
-            "blend_temperature",  # the fingerprint of the data follows from it, as from the next
-            "blend_max_epochs",
-            "data_order",
-            "skip_packs",
-            "tokenizer",
-            "micro_batch_size",
-        }
-        free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
-        free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
-        optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
-        free |= {"optimizer"} if optimizer == "adamw" else set()
-        free |= set() if settings.optimizer.no_weight_decay_norm_bias else {"no_weight_decay_norm_bias"}
-        free |= {"muon_momentum", "muon_num_ns_steps"} if optimizer != "muon" else set()
-        for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
-            free |= set(flags.flatten(group))
-        free -= {"eval_iters", "fp8_format"}  # FP8 rounds too coarsely to be exchangeable
-        free |= vars(settings.shape).keys() - settings.shape.identity.keys()
-        values = {
-            name: list(value) if isinstance(value, tuple) else value  # like JSON
-            for name, value in flags.flatten(settings).items()
-            if name not in free
-        }
+        settings = self.settings.phase_configs[-1].settings
+        optimizer = settings.optimizer
+        values = _identity_fields(settings) | settings.shape.identity
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # like JSON
+        if optimizer.optimizer == "muon":
+            values["muon_momentum"] = optimizer.muon_momentum
+            values["muon_num_ns_steps"] = optimizer.muon_num_ns_steps
         rows = self._phase_rows()
-        values |= {"phases": rows} if len(rows) > 1 else {}
+        if len(rows) > 1:
+            values["phases"] = rows
         # Absent with at most an EOS after each document, as in runs of earlier versions.
         special = self.data.special_tokens
-        values |= {"special_tokens": special.to_json()} if special.mode == "template" else {}
+        if special.mode == "template":
+            values["special_tokens"] = special.to_json()
         # Absent if all documents are shuffled, as in runs of earlier versions.
-        values |= {"data_order": "blocks"} if any(data.has_blocks for data in (*self.earlier_data, self.data)) else {}
+        if any(data.has_blocks for data in (*self.earlier_data, self.data)):
+            values["data_order"] = "blocks"
         return values | {
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
@@ -237,9 +218,8 @@ class Plan:
             **self.learning_rate.identity,
             "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
-            "vocab_size": None
-            if self.vocab_size == self.vocabulary.size
-            else self.vocab_size,  # the same with and without the flag
+            # None with and without the flag if it is the tokenizer's number of ids.
+            "vocab_size": None if self.vocab_size == self.vocabulary.size else self.vocab_size,
             **self.start.identity,
         }
 
@@ -272,6 +252,19 @@ class Plan:
             "rewinds": list(self.rewinds),
             "identity": self.identity,
         }
+
+
+def _identity_fields(settings: Any, is_part: bool = True) -> dict[str, Any]:
+    """Return the values of the fields of `settings` and its groups that are part of a run's identity, by their metadata."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        rule = field.metadata.get("identity", is_part)
+        if dataclasses.is_dataclass(value):
+            values |= _identity_fields(value, rule)
+        elif rule and not (rule == ADDED["identity"] and value == field.default):
+            values[field.name] = value
+    return values
 
 
 def validation_objectives(
