@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -54,16 +55,16 @@ def linear_cross_entropy(
     """
     if soft_labels is not None:
         fused = dataclasses.replace(fused, loss=False)
-    ids_NK, probabilities_NK = soft_labels or (None, None)
-    row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
-        row_size, limit = row_size * hidden_NH.element_size(), chunk_size or FUSED_CHUNK_BYTES
-    rows = rows_per_chunk(len(labels_N), row_size, limit)
+        row_size = weight_VH.size(0) * hidden_NH.element_size()
+        rows = rows_per_chunk(len(labels_N), row_size, chunk_size or FUSED_CHUNK_BYTES)
+    else:
+        rows = rows_per_chunk(len(labels_N), weight_VH.size(0), chunk_size or CHUNK_LOGITS)
     train = torch.is_grad_enabled()
     if per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
-    options = (columns, group, fused, rows, train, per_token, main_grad_VH)
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, weights_N, ids_NK, probabilities_NK, *options)
+    options = _LossOptions(labels_N, weights_N, soft_labels, main_grad_VH, columns, group, fused, rows, train, per_token)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, options)
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
@@ -76,66 +77,75 @@ def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
     return max(1, min(max_rows, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
+@dataclass(frozen=True)
+class _LossOptions:
+    """Arguments of `linear_cross_entropy` without a gradient."""
+
+    labels_N: Tensor
+    weights_N: Tensor | None
+    soft_labels: tuple[Tensor, Tensor] | None
+    main_grad_VH: Tensor | None
+    columns: int
+    group: dist.ProcessGroup
+    fused: FusedKernels
+    rows: int
+    """Predictions per chunk."""
+    train: bool
+    """Whether gradients are enabled, which they never are inside an autograd function."""
+    per_token: bool
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden_NH,
-        weight_VH,
-        bias_V,
-        labels_N,
-        weights_N,
-        ids_NK,
-        probabilities_NK,
-        columns,
-        group,
-        fused,
-        rows,
-        train,
-        per_token,
-        main_grad_VH,
-    ):
-        softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
-        if fused.loss:
+    def forward(ctx, hidden_NH, weight_VH, bias_V, options):
+        if options.fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
-        first = weight_VH.size(0) * group.rank()
+        else:
+            softmax_statistics = _softmax_statistics
+            logits_to_gradient_ = _logits_to_gradient_
+        labels_N = options.labels_N
+        columns = options.columns
+        first = weight_VH.size(0) * options.group.rank()
         losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
-        train = train and any(ctx.needs_input_grad[:3])
+        train = options.train and any(ctx.needs_input_grad[:3])
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
-        to_weight_VH = main_grad_VH  # float32: in bfloat16 the sum would be rounded after each chunk
+        to_weight_VH = options.main_grad_VH  # float32: in bfloat16 the sum would be rounded after each chunk
         to_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        for start in range(0, len(labels_N), rows):
-            part = slice(start, start + rows)
-            hidden_nH, labels_n = hidden_NH[part], labels_N[part]
+        for start in range(0, len(labels_N), options.rows):
+            part = slice(start, start + options.rows)
+            hidden_nH = hidden_NH[part]
+            labels_n = labels_N[part]
             # Label distributions are further arguments of the torch functions.
-            soft = () if ids_NK is None else (ids_NK[part], probabilities_NK[part])
+            soft_labels = [tensor_NK[part] for tensor_NK in options.soft_labels or ()]
             product = (hidden_nH, weight_VH.t())
             logits_nV = torch.mm(*product) if bias_V is None else torch.addmm(bias_V, *product)
-            own_4n = softmax_statistics(logits_nV, labels_n, first, columns, *soft)
-            top_n, sum_n, target_n, token_n = _gather_statistics(own_4n, group)
+            own_4n = softmax_statistics(logits_nV, labels_n, first, columns, *soft_labels)
+            top_n, sum_n, target_n, token_n = _gather_statistics(own_4n, options.group)
             losses_N[part] = sum_n.log() + top_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
-                error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns, *soft)
-                if weights_N is not None:
-                    error_nV *= weights_N[part, None]
+                error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns, *soft_labels)
+                if options.weights_N is not None:
+                    error_nV *= options.weights_N[part, None]
                 torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
-                to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=fused.sum)
+                to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=options.fused.sum)
                 if bias_V is not None:
                     to_bias_V += error_nV.sum(dim=0, dtype=torch.float32)
         if train and to_weight_VH is None:
             to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        if train and main_grad_VH is not None:
+        if train and options.main_grad_VH is not None:
             weight_VH.grad_added_to_main_grad = True  # read by megatron-core, which then ignores the empty gradient
             to_weight_VH = None
-        ctx.gradients, ctx.group, ctx.weight = (to_hidden_NH, to_weight_VH, to_bias_V), group, (weight_VH.shape, weight_VH.dtype)
+        ctx.gradients = (to_hidden_NH, to_weight_VH, to_bias_V)
+        ctx.group = options.group
+        ctx.weight = (weight_VH.shape, weight_VH.dtype)
         ctx.mark_non_differentiable(correct)
-        if weights_N is not None:
-            losses_N *= weights_N
-        return losses_N if per_token else losses_N.sum(), correct
+        if options.weights_N is not None:
+            losses_N *= options.weights_N
+        return losses_N if options.per_token else losses_N.sum(), correct
 
     @staticmethod
     @once_differentiable
@@ -154,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scaled_VH = to_weight_VH if dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=dtype)
             torch.mul(to_weight_VH, scale, out=scaled_VH)
         to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(dtype)
-        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 11
+        return to_hidden_NH, scaled_VH, to_bias_V, None
 
 
 def _softmax_statistics(
