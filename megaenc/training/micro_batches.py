@@ -15,7 +15,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
-from megaenc.objectives import Attention, Objective, SoftLabels
+from megaenc.objectives import Attention, Objective
 
 DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
 FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later ranges double
@@ -117,70 +117,72 @@ def build_micro_batch(
         length: Tokens of the row, which documents of zeros fill if the packs have fewer.
         dropout: Whether the row is given random numbers for dropout, drawn under `seed` too.
     """
-    edges, tokens, predict_at, labels, prefixes, weights, loss_count = [0], [], [], [], [], [], 0
-    in_range = [] if groups is None else [np.zeros((0, len(groups.starts)), dtype=bool)]
-    corpus_spans = []
-    soft_labels: list[SoftLabels] = []
-    dropout_keys = []
-    for sample in samples:
-        pack = packs[sample]
-        randomness = SampleRandomness(seed, pack.sample, pack.epoch)
-        targets = objective.targets(pack, randomness)
-        if dropout:
-            dropout_keys.append(randomness.words("dropout", len(targets.inputs)))
+    read = [packs[sample] for sample in samples]
+    randomness = [SampleRandomness(seed, pack.sample, pack.epoch) for pack in read]
+    targets = list(map(objective.targets, read, randomness))
+    edges = [0]
+    predict_at = [_NOTHING]
+    for pack, target in zip(read, targets, strict=True):
         start = edges[-1]
         edges += (pack.edges[1:] + start).tolist()
-        tokens.append(targets.inputs)
-        predict_at.append(targets.predict_at + start)
-        labels.append(targets.labels)
-        if targets.prefixes is not None:
-            prefixes.append(targets.prefixes)
-        if targets.weights is not None:
-            weights.append(weight * targets.weights)
-        elif weight != 1:
-            weights.append(np.full(len(targets.labels), weight, dtype=np.float32))
-        if targets.soft_labels is not None:
-            soft_labels.append(targets.soft_labels)
-        loss_count += weight * targets.loss_count
-        if groups is not None:
-            predicted_positions = pack.positions[targets.predict_at + objective.shift]
-            in_range.append(groups.find_ranges(predicted_positions))
-            source = packs.sources[packs.corpus_of_sample(sample)]
-            corpus_spans.append((groups.find_corpus(source), len(predicted_positions)))
-    pack_tokens, fill_documents = edges[-1], 0
+        predict_at.append(target.predict_at + start)
+
+    # Documents of zeros fill the row.
+    fill = np.zeros(max(0, length - edges[-1]), dtype=np.int64)
+    fill_documents = 0
     while edges[-1] < length:
         edges.append(min(edges[-1] + packs.seq_length, length))
         fill_documents += 1
-    nothing = np.zeros(0, dtype=np.int64)
-    tokens.append(np.zeros(edges[-1] - pack_tokens, dtype=np.int64))
+
+    prefixes = [target.prefixes for target in targets if target.prefixes is not None]
     if objective.attention == Attention.PREFIX:
         prefixes.append(np.zeros(fill_documents, dtype=np.int64))
-    arrays = [np.concatenate(tokens), position_ids(np.array(edges))]
-    arrays += [np.concatenate([nothing, *predict_at]), np.concatenate([nothing, *labels])]
-    row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     if dropout:
-        dropout_keys.append(np.zeros(edges[-1] - pack_tokens, dtype=np.uint64))
-        packing.dropout_keys = copy_to_device(torch.from_numpy(np.concatenate(dropout_keys).view(np.int64)), device)
-    ranges = copy_to_device(torch.from_numpy(np.concatenate(in_range)), device) if in_range else None
-    loss_weights = copy_to_device(torch.from_numpy(np.concatenate(weights)), device) if weights else None
-    soft = None
-    if soft_labels:
-        soft = tuple(copy_to_device(torch.from_numpy(np.concatenate(part)), device) for part in zip(*soft_labels, strict=True))
+        keys = []
+        for source, target in zip(randomness, targets, strict=True):
+            keys.append(source.words("dropout", len(target.inputs)).view(np.int64))
+        packing.dropout_keys = _join([*keys, fill], device)
+
+    weights = []
+    for target in targets:
+        if target.weights is not None:
+            weights.append(weight * target.weights)
+        elif weight != 1:
+            weights.append(np.full(len(target.labels), weight, dtype=np.float32))
+    soft_labels = [target.soft_labels for target in targets if target.soft_labels is not None]
+
+    in_range = []
+    corpus_spans = []
+    if groups is not None:
+        in_range.append(np.zeros((0, len(groups.starts)), dtype=bool))
+        for sample, pack, target in zip(samples, read, targets, strict=True):
+            predicted_positions = pack.positions[target.predict_at + objective.shift]
+            in_range.append(groups.find_ranges(predicted_positions))
+            source = packs.sources[packs.corpus_of_sample(sample)]
+            corpus_spans.append((groups.find_corpus(source), len(predicted_positions)))
     return MicroBatch(
-        row[None],
-        positions,
-        packing,
-        predicted,
-        predicted_labels,
-        loss_count,
-        loss_weights,
-        soft,
-        groups,
-        ranges,
-        tuple(corpus_spans),
-        fill_documents,
+        tokens=_join([*(target.inputs for target in targets), fill], device)[None],
+        positions=_join([position_ids(np.array(edges))], device),
+        packing=packing,
+        predict_at=_join(predict_at, device),
+        labels=_join([_NOTHING, *(target.labels for target in targets)], device),
+        loss_count=sum(weight * target.loss_count for target in targets),
+        weights=_join(weights, device),
+        soft_labels=tuple(_join(part, device) for part in zip(*soft_labels, strict=True)) or None,
+        groups=groups,
+        in_range=_join(in_range, device),
+        corpus_spans=tuple(corpus_spans),
+        fill_documents=fill_documents,
     )
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def _join(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor | None:
+    """Return `arrays` one after another as a tensor on `device`; None without any."""
+    return copy_to_device(torch.from_numpy(np.concatenate(arrays)), device) if arrays else None
 
 
 class MicroBatchSpec(NamedTuple):
@@ -197,8 +199,8 @@ class MicroBatchSpec(NamedTuple):
 
     def build(self, device: torch.device) -> MicroBatch:
         """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
-        options = (self.groups, self.weight, self.length, self.dropout)
-        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, *options)
+        packs, samples, objective, seed, *options = self
+        return build_micro_batch(packs, samples, objective, seed, device, *options)
 
 
 @dataclass(frozen=True)
