@@ -160,7 +160,8 @@ def _replace_embedding() -> None:
 
 def _replace_tensor_methods() -> None:
     """Patch Tensor.type and Tensor.cuda so that calls by megatron-core treat the CPU as a CUDA device."""
-    type_of, to_cuda = torch.Tensor.type, torch.Tensor.cuda
+    type_of = torch.Tensor.type
+    to_cuda = torch.Tensor.cuda
 
     @functools.wraps(type_of)
     def tensor_type(self, *args, **kwargs):
@@ -173,4 +174,5 @@ def _replace_tensor_methods() -> None:
     def tensor_cuda(self, *args, **kwargs):
         return self if _is_called_by_megatron() else to_cuda(self, *args, **kwargs)
 
-    torch.Tensor.type, torch.Tensor.cuda = tensor_type, tensor_cuda
+    torch.Tensor.type = tensor_type
+    torch.Tensor.cuda = tensor_cuda

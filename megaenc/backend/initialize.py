@@ -16,7 +16,9 @@ from megaenc.dist_env import LAUNCHER_VARIABLES, get_local_world_size, get_rank,
 from megaenc.errors import InputError
 from megaenc.machine import usable_core_count
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
+# Of glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 
 
 def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
@@ -108,7 +110,8 @@ def retain_freed_memory() -> bool:
     return bool(mallopt and mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
 
 
-_POLL_SECONDS, _FAN_OUT = 0.05, 16
+_POLL_SECONDS = 0.05
+_FAN_OUT = 16
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -66,7 +66,8 @@ class ParallelConfig:
 
     def check(self, world_size: int) -> None:
         """Raise InputError unless `world_size` processes fit the layout, and its flags each other."""
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        tensor = self.tensor_model_parallel_size
+        pipeline = self.pipeline_model_parallel_size
         for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
             if size < 1:
                 raise InputError(f"{flag}: found {size}, expected 1 or more")
@@ -96,7 +97,8 @@ class ParallelConfig:
 
         There are as many chunks as stages, or a multiple (interleaved). Raises InputError if `num_layers` cannot be split.
         """
-        stages, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        stages = self.pipeline_model_parallel_size
+        each = self.num_layers_per_virtual_pipeline_stage
         for flag, value in (
             ("--pipeline-model-parallel-layout", self.pipeline_model_parallel_layout),
             ("--num-layers-per-virtual-pipeline-stage", each),
@@ -126,7 +128,8 @@ class ParallelConfig:
 
     def describe(self, num_layers: int, world_size: int) -> str:
         """Return the parallel layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`."""
-        tensor, stages = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        tensor = self.tensor_model_parallel_size
+        stages = self.pipeline_model_parallel_size
         split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
         turns = [" + ".join(split[stage::stages]) for stage in range(stages)]
         cut = f" (layers {' | '.join(turns)})" if stages > 1 else ""

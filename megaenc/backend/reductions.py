@@ -33,7 +33,9 @@ def is_same_on_all_ranks(content: bytes) -> bool:
 
 def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value], int]:
     """Return the values of the `limit` lowest ranks whose `value` is not None, by rank, and the number of such ranks."""
-    rank, size, values = dist.get_rank(), dist.get_world_size(), {}
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    values = {}
     [count] = reduce_over_ranks([value is not None], ReduceOp.SUM)
     lowest = -1
     while len(values) < min(count, limit):

@@ -26,7 +26,8 @@ def select_plan_attention(plan: Plan, backend: Backend) -> str:
     if plan.has_validation:
         objectives |= plan.validation_objectives
     masks = {objective.attention for objective in objectives.values()}
-    settings, requested = plan.settings, plan.settings.kernels.attention_backend
+    settings = plan.settings
+    requested = settings.kernels.attention_backend
     phases = [phase.settings for phase in settings.phase_configs]
     batch_shape = {"seq_length": max(each.data.seq_length for each in phases)}
     batch_shape["packs"] = max(each.packs_at_once for each in phases)
@@ -47,7 +48,8 @@ def select_attention(
     All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
     tested. With "auto", backends whose test fails are reported on the console, as are versions of flash-attn.
     """
-    tensor, failures = layout.tensor_model_parallel_size, []
+    tensor = layout.tensor_model_parallel_size
+    failures = []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
     sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))

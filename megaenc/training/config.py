@@ -155,7 +155,8 @@ class PretrainConfig:
 
     def _check_window(self) -> None:
         """Raise InputError if the window of local layers is as long as a pack, so that they would attend globally."""
-        window, length = self.shape.window_size, self.data.seq_length
+        window = self.shape.window_size
+        length = self.data.seq_length
         if window is not None and window >= length:
             raise InputError(
                 f"--window-size: found {window}, expected less than --seq-length {length}; local layers would attend globally"
@@ -202,7 +203,8 @@ class PretrainConfig:
         """Raise InputError if `--fp8-format` is given with a matrix whose size FP8 products do not support, or without effect."""
         if not self.kernels.fp8_format:
             return
-        flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
+        flag = f"--fp8-format {self.kernels.fp8_format}"
+        tensor = self.layout.tensor_model_parallel_size
         if "activation" in self.layout.recompute_modules:
             raise InputError(
                 f"--recompute-modules activation: has no effect with {flag}, which saves the activation's output in 8 bits; "

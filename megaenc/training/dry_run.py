@@ -22,8 +22,10 @@ from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
 
-_TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
-_TABLE_CORPORA, _HEADER_CORPORA = 30, 6
+_TABLE_PHASES = 12  # in the table
+_HEADER_PHASES = 6  # in the line at the start
+_TABLE_CORPORA = 30
+_HEADER_CORPORA = 6
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
 _SAMPLED_STEPS = 100_000  # of a mixture
 _MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is worth a line
@@ -163,7 +165,9 @@ def _objective_table(plan: Plan) -> Table:
             tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
     table = _new_table("objective", "steps", "tokens", "predicted, about")
     for text, parts in parts_of.items():
-        steps, tokens, share = steps_of[text], tokens_of[text], _predicted_share(plan, parts)
+        steps = steps_of[text]
+        tokens = tokens_of[text]
+        share = _predicted_share(plan, parts)
         about = "about " if text in estimated else ""
         table.add_row(text, f"{about}{steps:,}", f"{about}{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
     return table
@@ -171,7 +175,9 @@ def _objective_table(plan: Plan) -> Table:
 
 def _predicted_share(plan: Plan, parts: list[range]) -> float:
     """Return the estimated share of predicted tokens over the steps in `parts`, sampled evenly."""
-    predicted, tokens, ends = 0, 0, list(accumulate(map(len, parts)))
+    predicted = 0
+    tokens = 0
+    ends = list(accumulate(map(len, parts)))
     for sample in range(_SAMPLED_PACKS):
         position = sample * ends[-1] // _SAMPLED_PACKS
         part = bisect_right(ends, position)
@@ -204,7 +210,9 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
     `kernels`: `Engine.kernel_metadata`.
     """
-    settings, phases, rows = plan.settings, plan.schedule.phases, plan.corpus_usage
+    settings = plan.settings
+    phases = plan.schedule.phases
+    rows = plan.corpus_usage
     computed = f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by {kernels['attention']}"
     if not backend.is_cpu:
         computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
@@ -226,7 +234,8 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
 def _describe_uneven_shares(settings: PretrainConfig) -> list[str]:
     """Return a line for each batch whose largest share is far above the mean."""
-    ranks, lines = settings.data_parallel_size(get_world_size()), []
+    ranks = settings.data_parallel_size(get_world_size())
+    lines = []
     for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
         excess = math.ceil(batch / ranks) / (batch / ranks) - 1
         if excess > _MAX_EXCESS:

@@ -69,13 +69,15 @@ class WSDSchedule:
 
         The decay styles linear and cosine are a decay of all steps after the warm-up; constant is none.
         """
-        style, decay_style = optimizer.lr_decay_style, optimizer.lr_wsd_decay_style
+        style = optimizer.lr_decay_style
+        decay_style = optimizer.lr_wsd_decay_style
         decay_flags = {name: getattr(optimizer, name) for name in ("lr_wsd_decay_iters", "lr_wsd_decay_fraction")}
         decay_flags["lr_wsd_decay_style"] = None if decay_style == WSD_DECAY_STYLE else decay_style
         decay_flags |= {"min_lr": optimizer.min_lr or None} if style == "constant" else {}
         for name, value in decay_flags.items() if style != "WSD" else ():
             if value is not None:
-                flag, expected = f"--{name.replace('_', '-')}", "another style" if name == "min_lr" else "WSD"
+                flag = f"--{name.replace('_', '-')}"
+                expected = "another style" if name == "min_lr" else "WSD"
                 raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")
         if optimizer.min_lr > optimizer.lr:
             raise InputError(f"--min-lr: found {optimizer.min_lr:g}, expected at most --lr {optimizer.lr:g}")
@@ -97,7 +99,8 @@ class WSDSchedule:
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
         """Return the schedule of a run by its `identity`; ValueError if that holds none."""
         values = [identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-        style, min_lr = identity.get("lr_wsd_decay_style", WSD_DECAY_STYLE), identity.get("min_lr", 0.0)
+        style = identity.get("lr_wsd_decay_style", WSD_DECAY_STYLE)
+        min_lr = identity.get("min_lr", 0.0)
         if any(type(value) not in (int, float) for value in (values[0], min_lr)) or any(type(v) is not int for v in values[1:]):
             raise ValueError("no learning rate")
         if style not in DECAY_COEFFICIENTS:

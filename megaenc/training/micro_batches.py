@@ -37,7 +37,8 @@ class TokenGroups:
     @classmethod
     def from_packs(cls, packs: BlendedDataset) -> "TokenGroups":
         """Return the groups that occur in `packs`: the ranges up to the length of a pack, and the corpora of the blend."""
-        starts, start = [0], FIRST_RANGE
+        starts = [0]
+        start = FIRST_RANGE
         while start < packs.seq_length:
             starts.append(start)
             start *= 2
@@ -230,7 +231,8 @@ class DataParallelSampler:
         `start`: first sample of the global batch. There is at least one row. Rows are empty if there are fewer packs than rows.
         """
         least, larger = divmod(self.global_batch_size, self.size)  # the first `larger` ranks have one pack more
-        most_rows, least_rows = self._cut(least + 1), self._cut(least)
+        most_rows = self._cut(least + 1)
+        least_rows = self._cut(least)
         own = most_rows if self.rank < larger else least_rows
         rows = []
         for most, fewest in zip_longest(most_rows if larger else (), least_rows, fillvalue=0):

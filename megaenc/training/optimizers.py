@@ -93,7 +93,8 @@ class StableAdamW(_ShardAwareOptimizer):
 
         `group`: any parameter group, as all have the same decay rates and steps.
         """
-        beta2, eps = group["betas"][1], group["eps"]
+        beta2 = group["betas"][1]
+        eps = group["eps"]
         is_first = self.tensor_group is None or self.tensor_group.rank() == 0
         sums = []
         for shard in self.shards:
@@ -176,7 +177,8 @@ class Muon(_ShardAwareOptimizer):
         """Update the momentum of this rank's part of `shard`; return its Nesterov momentum, None without a part."""
         if shard.param is None:
             return None
-        momentum, grad = self.state[shard.param]["exp_avg"], shard.param.grad
+        momentum = self.state[shard.param]["exp_avg"]
+        grad = shard.param.grad
         momentum.lerp_(grad, 1 - self.momentum)
         return grad.lerp(momentum, self.momentum).to(self.dtype)
 
@@ -204,7 +206,8 @@ class Muon(_ShardAwareOptimizer):
 
         They are scaled to the root mean square of AdamW's updates.
         """
-        split_group, columns = self._split_group(shard), shard.shape[1]
+        split_group = self._split_group(shard)
+        columns = shard.shape[1]
         blocks = update.view(-1, sum(shard.parts), columns)
         results = []
         for part in blocks.split(shard.parts, dim=1):
@@ -228,7 +231,8 @@ class _RangeExchange:
     """
 
     def __init__(self, ranges: Sequence[Sequence[int]], numbers: Sequence[int], group: dist.ProcessGroup):
-        rank, idle = group.rank(), group.size() - len(numbers)
+        rank = group.rank()
+        idle = group.size() - len(numbers)
         self._group = group
         self._updated = [ranges[rank][number] for number in numbers] + [0] * idle  # by owner
         self._owned = [sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges]  # by rank that updates them
@@ -267,7 +271,8 @@ _CLASSES = {"adamw": GroupStepAdamW, "stable_adamw": StableAdamW, "muon": Muon}
 
 def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model `chunks`, which compute in `dtype`, around that of --optimizer."""
-    flags, layout = settings.optimizer, settings.layout
+    flags = settings.optimizer
+    layout = settings.layout
     config = OptimizerConfig(
         optimizer="adam",
         lr=flags.lr,
@@ -289,13 +294,16 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
     optimizer = part.optimizer
     if not isinstance(optimizer, _ShardAwareOptimizer):
         return result
-    optimizer.shards, optimizer.device = list_shards(chunks, part), next(chunks[0].parameters()).device
-    replicas, tensor = parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+    optimizer.shards = list_shards(chunks, part)
+    optimizer.device = next(chunks[0].parameters()).device
+    replicas = parallel_state.get_data_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
     optimizer.range_group = replicas if layout.use_distributed_optimizer and replicas.size() > 1 else None
     optimizer.tensor_group = tensor if tensor.size() > 1 else None
     if isinstance(optimizer, Muon):
         optimizer.replica_group = replicas if replicas.size() > 1 else None
-        optimizer.momentum, optimizer.newton_schulz_steps = flags.muon_momentum, flags.muon_num_ns_steps
+        optimizer.momentum = flags.muon_momentum
+        optimizer.newton_schulz_steps = flags.muon_num_ns_steps
         optimizer.dtype = dtype
     return result
 
@@ -308,7 +316,8 @@ def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOp
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
-            param, start = getattr(weight, "main_param", weight), 0
+            param = getattr(weight, "main_param", weight)
+            start = 0
             if isinstance(optimizer, DistributedOptimizer):
                 param = None
                 if weight in optimizer.model_param_group_index_map:

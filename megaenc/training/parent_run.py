@@ -39,7 +39,8 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
     InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`; the rotary positions among the fields
     `given` (None: all) may differ from those of --init-from.
     """
-    config, save = plan.settings.start, plan.settings.output.save
+    config = plan.settings.start
+    save = plan.settings.output.save
     recorded = _read_recorded_init(plan.settings)
     if recorded and _checkpoint_dir(save).steps():
         start = recorded
@@ -57,7 +58,8 @@ def resolve_data_order(settings: PretrainConfig) -> PretrainConfig:
 
     Runs of versions that recorded none shuffled documents. An unreadable run.json is reported later, on opening the run.
     """
-    order, start = settings.data.data_order, settings.start
+    order = settings.data.data_order
+    start = settings.start
     runs = [run for run in (settings.output.save, start.branch_from, start.init_from) if run]
     for run in runs if order is None else ():
         metadata = read_json_or_empty(Path(run) / RUN_FILE)
@@ -79,13 +81,16 @@ class ParentRun:
 
     def __init__(self, flag: str, run: str, save: str):
         """Read the run directory `run` given as `flag`; InputError if it is invalid or equal to `save` of the new run."""
-        self.run, self.flag, self.path = run, f"{flag} {run}", Path(run)
+        self.run = run
+        self.flag = f"{flag} {run}"
+        self.path = Path(run)
         self.checkpoints = _checkpoint_dir(run)
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
         try:
             metadata = parse_json(read_regular_file(self.path / RUN_FILE))
-            self.identity, self.start = metadata["identity"], RunInit.from_run_metadata(metadata)
+            self.identity = metadata["identity"]
+            self.start = RunInit.from_run_metadata(metadata)
             if not isinstance(self.identity.get("objective_packages", {}), dict):
                 raise TypeError("objective_packages is not an object")
             if any(type(row["last_step"]) is not int for row in self.identity.get("phases", ())):
@@ -147,7 +152,8 @@ def _checkpoint_dir(run: str) -> CheckpointDir:
 
 def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     """Return the starting point recorded in `--save`; None without a run there or if the flags name another start."""
-    config, run_file = settings.start, Path(settings.output.save) / RUN_FILE
+    config = settings.start
+    run_file = Path(settings.output.save) / RUN_FILE
     run, at = (config.branch_from, config.branch_at) if config.branch_from else (config.init_from, config.init_at)
     if not run or not settings.output.save:
         return None
@@ -164,7 +170,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     """Return the starting point of a new branch of `parent`; InputError if `plan` does not match the parent up to its step."""
     if parent.is_converted:
         raise InputError(f"{parent.flag}: holds converted weights without optimizer state; expected --init-from {parent.run}")
-    settings, at = plan.settings, parent.check_has_checkpoint("--branch-at", plan.settings.start.branch_at)
+    settings = plan.settings
+    at = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
     if at >= settings.total_iters:
         raise InputError(f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}")
     shared_fields = [name for name in dict.fromkeys((*plan.identity, *parent.identity)) if name not in _FREE_IN_BRANCH]
@@ -221,7 +228,8 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
             f"{parent_schedule.describe_step(step)} in {parent.run}; expected an --objective-schedule equal to it up to "
             f"step {at}"
         )
-    packages, parent_packages = plan.schedule.packages(), parent.identity.get("objective_packages", {})
+    packages = plan.schedule.packages()
+    parent_packages = parent.identity.get("objective_packages", {})
     for name in {choice.start.name for phase in parent_schedule.phases if phase.first_step <= at for choice in phase.choices}:
         if packages.get(name) != parent_packages.get(name):
             raise InputError(
@@ -260,7 +268,8 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
     """Return the first of steps 1 to `last` in which two schedules train different objectives; None if there is none."""
     step = 1
     while step <= last:
-        phase, other_phase = one.phase_at(step), other.phase_at(step)
+        phase = one.phase_at(step)
+        other_phase = other.phase_at(step)
         end = min(phase.last_step, other_phase.last_step, last)
         # Phases with equal choices are equal if their options are constant or their ranges of steps are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)
@@ -295,14 +304,16 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, 
         given = {*given, *parse_phase(plan.settings.phases[0], "phases")} if plan.settings.phases else given
     for name in _ROTARY_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
-            flag, value = name.replace("_", "-"), identity_at(parent.identity, at).get(name)
+            flag = name.replace("_", "-")
+            value = identity_at(parent.identity, at).get(name)
             text = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
             parent.check_same_fields(plan, [name], f"expected {text}, or the new value given with --{flag}", at)
     skip = 0
     if config.skip_samples == "parent":
         parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")
         skip = parent.read_progress(at)["skip_packs"].end_sample(parent.start.skip_samples, parent.samples_read(at))
-    tokens, schedule = parent.settings.tokens_after(at), parent.settings.schedule_text
+    tokens = parent.settings.tokens_after(at)
+    schedule = parent.settings.schedule_text
     stages = () if parent.is_converted else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
     return RunInit("weights", parent.run, at, identity_digest(parent.identity), skip, before=(*parent.start.before, *stages))
 

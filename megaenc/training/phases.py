@@ -150,7 +150,8 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
-    values, problem = None, ""
+    values = None
+    problem = ""
     try:
         values = yaml.load(text, flags.YamlLoader)
     except yaml.MarkedYAMLError as error:

@@ -57,7 +57,8 @@ class Plan:
     @cached_property
     def _data_by_phase(self) -> tuple[RunData, ...]:
         """Return the data of each phase, with its training packs by sample number."""
-        phases, parts = self.settings.phase_configs, (*self.earlier_data, self.data)
+        phases = self.settings.phase_configs
+        parts = (*self.earlier_data, self.data)
         if len(parts) == 1:
             return parts * len(phases)
         # The next phase's samples begin after this one's, unless both have the same packs.
@@ -142,7 +143,8 @@ class Plan:
     @property
     def log_interval(self) -> int:
         """Return --log-interval; without it 10 if the run has over 1,000 steps and no phase below 10 steps, else 1."""
-        interval, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
+        interval = self.settings.output.log_interval
+        shortest = min(len(phase) for phase in self.schedule.phases)
         return interval or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
 
     @property

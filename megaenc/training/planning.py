@@ -101,7 +101,8 @@ def _check_named_device(output: OutputConfig) -> None:
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
     """Raise InputError for settings that need an accelerator if this machine has none, or that the one in --gpu lacks."""
-    gpu, fp8_format = settings.output.gpu, settings.kernels.fp8_format
+    gpu = settings.output.gpu
+    fp8_format = settings.kernels.fp8_format
     if gpu:
         if fp8_format and not has_float8(gpu):
             raise InputError(f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag out")
@@ -170,7 +171,8 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     parts = find_demo_parts([word for data_path in given for _, word in parse_data_path(data_path)], folder)
     if parts is None and len(given) == len(data_configs):
         return data_configs, ""
-    demo, parts = DemoPaths.in_folder(folder), parts or ()
+    demo = DemoPaths.in_folder(folder)
+    parts = parts or ()
     if settings.output.dry_run:
         for prefix in (demo.data_prefix, *map(demo.part_prefix, parts)):
             if not Path(f"{prefix}.idx").exists():

@@ -18,7 +18,8 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 
     InputError if `--skip-packs` differs from the recorded ones in what has been read already.
     """
-    texts, start = plan.settings.data.skip_packs, plan.start
+    texts = plan.settings.data.skip_packs
+    start = plan.start
     recorded, rewinds = _read_recorded_skips(Path(plan.settings.output.save)) if plan.settings.output.save else (None, ())
     parents = SkippedPacks.parse(start.skip_packs)
     inherited = parents if recorded is None else recorded

@@ -15,7 +15,9 @@ from megaenc.backend.reductions import reduce_over_ranks
 
 Item = TypeVar("Item")
 
-DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
+DATA = "data"
+FORWARD_BACKWARD = "forward_backward"
+OPTIMIZER = "optimizer"
 
 
 class StepTimers:
@@ -31,7 +33,8 @@ class StepTimers:
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add the wall-clock and CPU seconds inside the context to the sums of `part`."""
-        wall, processor = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        processor = time.thread_time()
         yield
         self.wall[part] += time.perf_counter() - wall
         self.processor[part] += time.thread_time() - processor

@@ -12,7 +12,7 @@ import torch
 
 from megaenc.backend import Backend
 from megaenc.training.command import main
-from megaenc.training.logging import metrics_logger
+from megaenc.training.logging.metrics_logger import progress_fields
 from megaenc.training.timers import StepTimers, memory_usage
 
 
@@ -58,7 +58,7 @@ def test_rates_are_flops_over_seconds(timed_run):
 @pytest.mark.parametrize(("is_cpu", "shown"), [(True, {}), (False, {"MFU": "51.2 %"})])
 def test_the_progress_line_shows_the_share_of_a_peak_from_a_data_sheet(is_cpu, shown):
     row = {"loss": 2.5, "tokens_per_second": 1200.4, "model_flops_utilization": 0.512}
-    fields = metrics_logger._progress_fields(row, SimpleNamespace(is_cpu=is_cpu))
+    fields = progress_fields(row, SimpleNamespace(is_cpu=is_cpu))
     assert fields == {"loss": "2.500", "tokens/s": "1,200"} | shown
 
 

@@ -23,7 +23,9 @@ from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
 _NODE_LOCAL_FIELDS = ("config", "data_path", "valid_data_path", "tokenizer")  # paths, whose content is compared instead
-_INPUT_ERROR_KEY, _FAILED_KEY, _REPORTED_KEY = "megaenc/wrong", "megaenc/failed", "megaenc/told"
+_INPUT_ERROR_KEY = "megaenc/wrong"
+_FAILED_KEY = "megaenc/failed"
+_REPORTED_KEY = "megaenc/told"
 
 
 def call_on_all(function: Callable[[], Result]) -> Result:
@@ -77,7 +79,9 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
             clean_up()
             raise
         return
-    store, has_ended, poll_seconds = _get_default_store(), threading.Event(), store_poll_interval(poll_seconds)
+    store = _get_default_store()
+    has_ended = threading.Event()
+    poll_seconds = store_poll_interval(poll_seconds)
 
     def watch() -> None:
         with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail too

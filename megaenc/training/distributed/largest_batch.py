@@ -31,7 +31,8 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     state_size = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
     room = measure_room() - _STATE_BYTES * state_size
     objectives = plan.schedule.final_objectives().values()
-    settings, sizes = plan.settings, []
+    settings = plan.settings
+    sizes = []
     for phase in settings.phase_configs:
         if phase.settings.micro_batch_size != "auto":
             sizes.append(phase.settings.packs_at_once)

@@ -22,7 +22,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
     plan = engine.plan
-    objectives, data = [objective for _, objective in plan.schedule.objectives(step)], plan.data_at(step)
+    objectives = [objective for _, objective in plan.schedule.objectives(step)]
+    data = plan.data_at(step)
     loss_was_finite = math.isfinite(engine.local_sums.loss_sum)
     own_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
     with engine.no_grad_reduction():
@@ -33,7 +34,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     faulty_here = {sample for sample, pairs in results.items() if not np.isfinite(pairs).all()}
     samples = [plan.sample_at(position) for position in range(plan.samples_read(step - 1), plan.samples_read(step))]
     is_finite = reduce_over_ranks([sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8)
-    packs, pack_count = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}, len(samples)
+    packs = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}
+    pack_count = len(samples)
     if not packs:
         places = _format_ranks_with_hosts(not loss_was_finite)
         where = f"; in the step itself the loss of {places} was not finite" if places else ""
@@ -51,7 +53,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
     """Print the cause of the skipped `step`; InputError on all ranks if `skipped_count` exceeds --max-skipped-updates."""
-    (cause, remedy), limit = diagnose_nonfinite_step(engine, step), engine.plan.settings.health.max_skipped_updates
+    cause, remedy = diagnose_nonfinite_step(engine, step)
+    limit = engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"
     line = f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped_count} so far"
     if skipped_count > limit:

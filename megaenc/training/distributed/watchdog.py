@@ -55,7 +55,8 @@ class Watchdog:
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
-        self._limit, self._folder = 60 * minutes, folder
+        self._limit = 60 * minutes
+        self._folder = folder
         self._margin = fallback_delay(self._limit)
         self._poll = store_poll_interval(min(1.0, self._limit / 10))
         self._earlier_kinds: set[str] = set()

@@ -35,7 +35,8 @@ TENSORBOARD_RUN = "megaenc_run"
 
 def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
     """Return the started TensorBoard and Weights & Biases loggers that flags of `plan` request; [] on ranks except 0."""
-    monitoring, save = plan.settings.monitoring, plan.settings.output.save
+    monitoring = plan.settings.monitoring
+    save = plan.settings.output.save
     if get_rank():
         return []
     config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.run_metadata))
@@ -57,7 +58,8 @@ class TensorBoardLogger:
             raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a separate directory")
         marker.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(marker, run + "\n")
-        self._folder, self._config = folder, config
+        self._folder = folder
+        self._config = config
         self._writer = None
         self._texts: dict[str, str] = {}
 
@@ -149,7 +151,9 @@ class BackgroundLogger:
     """Background thread that builds a logger and makes queued calls of its methods; errors end the logger, not the run."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
-        self._name, self._build, self._calls = name, build, queue.SimpleQueue()
+        self._name = name
+        self._build = build
+        self._calls = queue.SimpleQueue()
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -174,7 +178,8 @@ class BackgroundLogger:
 
     def _work(self) -> None:
         """Build the logger and make the queued calls until it is closed; drop it after an error."""
-        logger, method = None, ""
+        logger = None
+        method = ""
         try:
             logger = self._build()
             self._is_open.set()

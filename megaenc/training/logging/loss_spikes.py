@@ -7,7 +7,8 @@ from typing import Any
 
 from megaenc.training.plan import Plan
 
-MAX_RECENT_LOSSES, MIN_RECENT_LOSSES = 128, 32
+MAX_RECENT_LOSSES = 128
+MIN_RECENT_LOSSES = 32
 """Largest and smallest number of earlier losses that a new loss is compared with."""
 
 
@@ -47,7 +48,8 @@ class RecentLosses:
 
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
     """Return the line that reports a loss spike, and, with --max-rewinds, the number of the rewind or that none is left."""
-    allowed, rewinds = plan.settings.health.max_rewinds, len(plan.rewinds)
+    allowed = plan.settings.health.max_rewinds
+    rewinds = len(plan.rewinds)
     action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
     spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
     return spike + (action if allowed else "")

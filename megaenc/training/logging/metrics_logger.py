@@ -1,9 +1,7 @@
-"""Logging of metrics, validations, straggler reports and profiles to files, loggers and the console."""
+"""Logging of metrics, validations and straggler reports to files, loggers and the console."""
 
 import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,14 +9,13 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.profiler import ProfilerActivity, profile
 
 from megaenc.backend import Backend
 from megaenc.backend.reductions import reduce_over_ranks
-from megaenc.console import ProgressLine, print_rank_0
-from megaenc.training.config_groups import MonitoringConfig
+from megaenc.console import ProgressLine
 from megaenc.training.engine import Engine, TrainStepResult
 from megaenc.training.logging.backends import open_loggers
+from megaenc.training.logging.profiler import Profiler
 from megaenc.training.logging.stragglers import StragglerDetector
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import METRICS_FILE, STRAGGLERS_FILE, VALIDATION_FILE, RunDir
@@ -35,14 +32,20 @@ class MetricsLogger:
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, run_dir: RunDir | None, start_step: int):
         """Open the loggers for steps after `start_step`; `run_dir` is set on rank 0 of a run with `--save`."""
-        self._plan, self._backend, self._engine = plan, backend, engine
-        self._run_dir, self._loggers = run_dir, open_loggers(plan, run_dir)
-        monitoring, save = plan.settings.monitoring, plan.settings.output.save
+        self._plan = plan
+        self._backend = backend
+        self._engine = engine
+        self._run_dir = run_dir
+        self._loggers = open_loggers(plan, run_dir)
+        monitoring = plan.settings.monitoring
+        save = plan.settings.output.save
         self._has_outputs = bool(save or monitoring.tensorboard_dir or monitoring.wandb_project)  # the same on all ranks
         self._profiler = Profiler(monitoring, backend, save, start_step) if monitoring.profile else None
         self._stragglers = StragglerDetector(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._pause_seconds = {"evaluation": 0.0, "save": 0.0}
-        self._peak = _total_peak_flops(backend, plan.dtype)
+        peak = backend.peak_flops(plan.dtype)
+        total_peak, unknown_count = reduce_over_ranks([peak, not peak], ReduceOp.SUM, torch.float64)
+        self._peak = 0.0 if unknown_count else total_peak  # FLOP/s of the devices of all ranks; 0 if one is unknown
         self._line = ProgressLine(plan.schedule.text_at(start_step + 1), total=plan.settings.total_iters)
 
     def __enter__(self) -> Self:
@@ -69,7 +72,9 @@ class MetricsLogger:
 
         `progress`: PROGRESS_FIELDS of the run so far; `deviations`: result of `RecentLosses.add`.
         """
-        plan, metrics, seconds = self._plan, result.metrics, self._step_seconds
+        plan = self._plan
+        metrics = result.metrics
+        seconds = self._step_seconds
         row = {
             "step": step,
             "objective": plan.schedule.text_at(step),
@@ -91,7 +96,7 @@ class MetricsLogger:
             self._log(METRICS_FILE, row | self._reduce_over_ranks())
         if self._stragglers and (report := self._stragglers.record_step(step)):
             self._log(STRAGGLERS_FILE, report)
-        self._line.update(step, description=row["objective"], **_progress_fields(row, self._backend))
+        self._line.update(step, description=row["objective"], **progress_fields(row, self._backend))
 
     def log_validation(self, step: int, progress: dict[str, Any], scores: dict[str, Any]) -> None:
         """Log a row of validation.jsonl with `step`, `progress` and the `scores` of a Validator."""
@@ -133,72 +138,12 @@ class MetricsLogger:
         return max_over_ranks(local_values)
 
 
-def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
-    """Return the summed peak FLOP/s of the devices of all ranks; 0 if one is unknown."""
-    peak = backend.peak_flops(dtype)
-    total, unknown_count = reduce_over_ranks([peak, not peak], ReduceOp.SUM, torch.float64)
-    return 0.0 if unknown_count else total
-
-
-def _progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
+def progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
     """Return the values of the progress line: loss, tokens/s and, if known, MFU."""
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     utilization = row["model_flops_utilization"]
     fields = {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
     # A CPU's peak is measured as the run begins, beside whatever else runs then.
-    if utilization is None or backend.is_cpu:
-        return fields
-    return fields | {"MFU": f"{100 * utilization:.1f} %"}
-
-
-PROFILE_DIR, TABLE_ROWS = "profile", 20
-"""Directory of the traces in the run directory, and number of operations in the table."""
-
-
-class Profiler:
-    """torch's profiler for chosen steps and ranks; writes a trace (.json.gz) and a table (.txt) to SAVE/profile."""
-
-    def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_dir: str, start_step: int):
-        """Prepare profiling of a run that starts after `start_step`; print a line if the chosen steps are over."""
-        self._first, self._last = max(monitoring.profile_step_start, start_step + 1), monitoring.profile_step_end
-        self._is_profiled = dist.get_rank() in monitoring.profile_ranks and start_step < self._last
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages at start and stop
-        self._host, self._folder = backend.is_cpu, Path(run_dir) / PROFILE_DIR
-        self._running: profile | None = None
-        self._step = start_step
-        if start_step >= self._last:
-            print_rank_0(f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled")
-
-    @contextlib.contextmanager
-    def profile_step(self, step: int) -> Iterator[None]:
-        """Profile `step` inside the context if it is a chosen one; after the last chosen step write trace and table."""
-        if self._is_profiled and step == self._first and not self._running:
-            self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
-            self._running.start()
-        self._step = step
-        yield
-        if step == self._last:
-            self.close()
-
-    def close(self) -> None:
-        """Stop a running profiler and write trace and table of its steps to SAVE/profile; do nothing if none is running."""
-        if not self._running:
-            return
-        finished, self._running = self._running, None
-        if not self._host:
-            torch.cuda.synchronize()
-        finished.stop()
-        name = f"rank_{dist.get_rank()}_steps_{self._first}-{self._step}"
-        by = "self_cpu_time_total" if self._host else "self_device_time_total"
-        table = finished.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            trace = self._folder / f".{name}.json.gz"
-            finished.export_chrome_trace(str(trace))
-            trace.rename(self._folder / f"{name}.json.gz")
-            print_rank_0(
-                f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt next to it the table"
-            )
-        except OSError as error:
-            print_rank_0(f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run continues without it")
+    if utilization is not None and not backend.is_cpu:
+        fields["MFU"] = f"{100 * utilization:.1f} %"
+    return fields

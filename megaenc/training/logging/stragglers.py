@@ -47,7 +47,9 @@ class StragglerDetector:
     """
 
     def __init__(self, engine: Engine, backend: Backend, interval: int):
-        self._engine, self._backend, self._interval = engine, backend, interval
+        self._engine = engine
+        self._backend = backend
+        self._interval = interval
         self._forward = None if backend.is_cpu else ForwardTimer(engine.chunks)
         self._place = (
             dist.get_rank(),
@@ -161,7 +163,8 @@ class ForwardTimer:
 
     def pop_seconds(self) -> float:
         """Return the accelerator's seconds in forward passes since the last call; the device must be synchronized."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
 
 

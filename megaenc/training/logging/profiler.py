@@ -1,0 +1,71 @@
+"""Profiles of chosen steps and ranks by torch's profiler."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megaenc.backend import Backend
+from megaenc.console import print_rank_0
+from megaenc.training.config_groups import MonitoringConfig
+
+PROFILE_DIR = "profile"
+"""Directory of the traces in the run directory."""
+TABLE_ROWS = 20
+"""Operations in the table."""
+
+
+class Profiler:
+    """torch's profiler for chosen steps and ranks; writes a trace (.json.gz) and a table (.txt) to SAVE/profile."""
+
+    def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_dir: str, start_step: int):
+        """Prepare profiling of a run that starts after `start_step`; print a line if the chosen steps are over."""
+        self._first = max(monitoring.profile_step_start, start_step + 1)
+        self._last = monitoring.profile_step_end
+        self._is_profiled = dist.get_rank() in monitoring.profile_ranks and start_step < self._last
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages at start and stop
+        self._host = backend.is_cpu
+        self._folder = Path(run_dir) / PROFILE_DIR
+        self._running: profile | None = None
+        self._step = start_step
+        if start_step >= self._last:
+            print_rank_0(f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled")
+
+    @contextlib.contextmanager
+    def profile_step(self, step: int) -> Iterator[None]:
+        """Profile `step` inside the context if it is a chosen one; after the last chosen step write trace and table."""
+        if self._is_profiled and step == self._first and not self._running:
+            self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
+            self._running.start()
+        self._step = step
+        yield
+        if step == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Stop a running profiler and write trace and table of its steps to SAVE/profile; do nothing if none is running."""
+        if not self._running:
+            return
+        finished = self._running
+        self._running = None
+        if not self._host:
+            torch.cuda.synchronize()
+        finished.stop()
+        name = f"rank_{dist.get_rank()}_steps_{self._first}-{self._step}"
+        by = "self_cpu_time_total" if self._host else "self_device_time_total"
+        table = finished.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
+            trace = self._folder / f".{name}.json.gz"
+            finished.export_chrome_trace(str(trace))
+            trace.rename(self._folder / f"{name}.json.gz")
+            print_rank_0(
+                f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt next to it the table"
+            )
+        except OSError as error:
+            print_rank_0(f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run continues without it")
