@@ -9,8 +9,9 @@ _MODULES = {
     "KernelConfig": "parallel_config",
     "ParallelConfig": "parallel_config",
     "prepare_megatron": "megatron",
+    "init_distributed": "initialize",
+    "destroy_distributed": "initialize",
 }
-_MODULES |= {"init_distributed": "initialize", "destroy_distributed": "initialize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,17 +19,50 @@ from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, Ru
 from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; schedules and phases are compared separately, step by step up to its first step.
-_FREE_IN_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr", "lr_warmup_iters", "lr_wsd_decay_iters"}
-_FREE_IN_BRANCH |= {"lr_wsd_decay_style", "min_lr", "lr_phases", "eval_iters", "start", "skip_samples"}
-_FREE_IN_BRANCH |= {"phases", *PHASE_IDENTITY}
+_FREE_IN_BRANCH = {
+    "train_iters",
+    "objective_schedule",
+    "objective_packages",
+    "lr",
+    "lr_warmup_iters",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_style",
+    "min_lr",
+    "lr_phases",
+    "eval_iters",
+    "start",
+    "skip_samples",
+    "phases",
+    *PHASE_IDENTITY,
+}
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
-WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
-WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
-WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size")
-WEIGHT_FIELDS += tuple(name for name in ADDED_OPTIONS if name not in TRAINING_OPTIONS)
+WEIGHT_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "rotary_base",
+    "norm_epsilon",
+    "kv_channels",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "untie_embeddings_and_output_weights",
+    "tokenizer",
+    "vocab_size",
+    *(name for name in ADDED_OPTIONS if name not in TRAINING_OPTIONS),
+)
 # Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
-_ROTARY_FIELDS = ("rotary_base", "local_rotary_base", "use_rope_scaling", "rope_scaling_factor")
-_ROTARY_FIELDS += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+_ROTARY_FIELDS = (
+    "rotary_base",
+    "local_rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+)
 _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed", "phases")
 
 
@@ -106,10 +139,6 @@ class ParentRun:
             raise InputError(f"{self.path / RUN_FILE}: {error!r}; expected a file written by a run") from None
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
-    def samples_read(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
-        return self.settings.samples_after(step)
-
     def read_progress(self, step: int) -> dict[str, Any]:
         """Return the counters (`tokens`, `flops`, ...) and `skip_packs` of checkpoint `step`, by name; or InputError.
 
@@ -185,7 +214,7 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     _check_schedule(plan, parent, at)
     _check_learning_rate(plan.learning_rate, parent, at, settings.total_iters)
     progress = parent.read_progress(at)
-    if not progress["skip_packs"].reads_same(parent.skipped, parent.start.skip_samples, parent.samples_read(at)):
+    if not progress["skip_packs"].reads_same(parent.skipped, parent.start.skip_samples, parent.settings.samples_after(at)):
         raise InputError(
             f"--branch-at {at}: {parent.run} has since rewound and skipped packs that this step read; choose another step"
         )
@@ -311,7 +340,8 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, 
     skip = 0
     if config.skip_samples == "parent":
         parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")
-        skip = parent.read_progress(at)["skip_packs"].end_sample(parent.start.skip_samples, parent.samples_read(at))
+        skipped = parent.read_progress(at)["skip_packs"]
+        skip = skipped.end_sample(parent.start.skip_samples, parent.settings.samples_after(at))
     tokens = parent.settings.tokens_after(at)
     schedule = parent.settings.schedule_text
     stages = () if parent.is_converted else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)

@@ -20,8 +20,8 @@ from megaenc.training.lr_schedule import LearningRate, PhasedSchedule, WSDSchedu
 if TYPE_CHECKING:
     from megaenc.training.config import PretrainConfig
 
-LEARNING_RATE_FLAGS = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style", "min_lr")
-LEARNING_RATE_FLAGS += ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
+_WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
+LEARNING_RATE_FLAGS = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style", "min_lr", *_WSD_FLAGS)
 """Flags of a phase that give each phase a learning-rate schedule of its own."""
 
 _LENGTHS = ("train_iters", "train_tokens")
@@ -42,7 +42,6 @@ REPLACES = {
     "phases": ("objective_schedule", "train_iters", "train_tokens", "rampup_batch_size"),
 }
 """Fields that a given field sets to their defaults in the settings that it is applied to, unless they are given too."""
-_WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "Pre
     """
     replaced = {name for given in values for name in REPLACES.get(given, ())}
     if values.get("lr_decay_style") not in (None, "WSD"):
-        replaced.update(_WSD_FIELDS)
+        replaced.update(_WSD_FLAGS)
     defaults = flags.flatten(type(settings)(bf16=settings.bf16))  # whose default imports torch
     return flags.replace_fields(settings, {name: defaults[name] for name in replaced - values.keys()}, source="")
 

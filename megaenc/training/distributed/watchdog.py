@@ -203,8 +203,14 @@ def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
     return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {directories}"
 
 
-_ACTIVITY_PREFIXES = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
-_ACTIVITY_PREFIXES["validation"] = "validation after "
+_ACTIVITY_PREFIXES = {
+    "step": "",
+    "save": "save of ",
+    "load": "load of ",
+    "diagnosis": "diagnosis of ",
+    "rewind": "rewind at ",
+    "validation": "validation after ",
+}
 
 
 def format_activity(kind: str, step: int) -> str:
