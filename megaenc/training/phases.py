@@ -41,7 +41,7 @@ REPLACES = {
     "init_from": ("init_at", "branch_from", "branch_at"),
     "phases": ("objective_schedule", "train_iters", "train_tokens", "rampup_batch_size"),
 }
-"""Fields that a given field sets to their defaults in the settings that it is applied to, unless they are given too."""
+"""Fields that a given field sets to their defaults in the settings that it is applied to."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "Pre
     if values.get("lr_decay_style") not in (None, "WSD"):
         replaced.update(_WSD_FLAGS)
     defaults = flags.flatten(type(settings)(bf16=settings.bf16))  # whose default imports torch
-    return flags.replace_fields(settings, {name: defaults[name] for name in replaced - values.keys()}, source="")
+    return flags.replace_fields(settings, {name: defaults[name] for name in replaced}, source="")
 
 
 def _check_top_level(config: "PretrainConfig") -> None:
