@@ -1,17 +1,15 @@
-"""Console text of a run: the output of `--dry-run`, header and footer of a run, and loss spikes."""
+"""The output of `--dry-run`."""
 
-import math
 import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from megaenc.backend import Backend, detect_backend
+from megaenc.backend import detect_backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import list_prefixes
@@ -19,16 +17,14 @@ from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase
 from megaenc.training.config import PretrainConfig
+from megaenc.training.logging.run_messages import describe_uneven_shares, format_model
 from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
 
-_TABLE_PHASES = 12  # in the table
-_HEADER_PHASES = 6  # in the line at the start
+_TABLE_PHASES = 12
 _TABLE_CORPORA = 30
-_HEADER_CORPORA = 6
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
 _SAMPLED_STEPS = 100_000  # of a mixture
-_MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is worth a line
 
 
 def print_dry_run(plan: Plan) -> None:
@@ -41,13 +37,13 @@ def print_dry_run(plan: Plan) -> None:
     processes = f"{get_world_size()} process{'es' if get_world_size() > 1 else ''}"
     if settings.output.gpu:
         processes += f" on {settings.output.gpu}"
-    console.print(f"{_format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
+    console.print(f"{format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
-    for line in _describe_uneven_shares(settings):
+    for line in describe_uneven_shares(settings):
         console.print(line, soft_wrap=True)
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_corpus_table(plan))
@@ -197,60 +193,3 @@ def _new_table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _format_model(plan: Plan) -> str:
-    """Return name, number of parameters and precision of the model as text."""
-    millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
-    return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
-
-
-def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
-    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora.
-
-    `kernels`: `Engine.kernel_metadata`.
-    """
-    settings = plan.settings
-    phases = plan.schedule.phases
-    rows = plan.corpus_usage
-    computed = f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by {kernels['attention']}"
-    if not backend.is_cpu:
-        computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
-    start = f"resuming after step {resumed}" if resumed else plan.start.describe()
-    phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
-    more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
-    save = settings.output.save or "nowhere (give --save DIR to keep the run)"
-    largest = rows if len(rows) <= _HEADER_CORPORA else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
-    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest]
-    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(largest, shares, strict=True))
-    data_text += f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
-    uneven = "".join(f"\n  {line}" for line in _describe_uneven_shares(settings))
-    return (
-        f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
-        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} tokens a step; saved to {save}\n"
-        f"  {data_text}{plan.skipped.describe()}{uneven}"
-    )
-
-
-def _describe_uneven_shares(settings: PretrainConfig) -> list[str]:
-    """Return a line for each batch whose largest share is far above the mean."""
-    ranks = settings.data_parallel_size(get_world_size())
-    lines = []
-    for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
-        excess = math.ceil(batch / ranks) / (batch / ranks) - 1
-        if excess > _MAX_EXCESS:
-            even = max(1, round(batch / ranks)) * ranks
-            lines.append(
-                f"--global-batch-size {batch}: the ranks with most packs have {100 * excess:.0f} % more than the mean, which all "
-                f"others wait for; {even} packs are equal shares"
-            )
-    return lines
-
-
-def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
-    """Return the last line of a run: step, loss ("no target" for None), `save`, `stop_reason` if before `total`."""
-    saved = f", saved in {save}" if save else ""
-    stopped = ""
-    if stop_reason and step < total:
-        stopped = f"; stopped by {stop_reason}" + (", the same command resumes it" if save else "")
-    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"

@@ -18,10 +18,10 @@ from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.nonfinite import report_skipped_step
 from megaenc.training.distributed.signals import SignalHandler
 from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
-from megaenc.training.dry_run import format_run_footer, format_run_header
 from megaenc.training.engine import Engine, TrainStepResult
 from megaenc.training.logging.loss_spikes import RecentLosses, format_spike
 from megaenc.training.logging.metrics_logger import MetricsLogger
+from megaenc.training.logging.run_messages import format_run_footer, format_run_header
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import RunDir
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest

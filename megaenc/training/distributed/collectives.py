@@ -83,20 +83,7 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     has_ended = threading.Event()
     poll_seconds = store_poll_interval(poll_seconds)
 
-    def watch() -> None:
-        with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail too
-            while not has_ended.wait(poll_seconds):
-                if store.check([_FAILED_KEY]):
-                    try:
-                        if store.check([_INPUT_ERROR_KEY]):
-                            exit_without_restart(2)
-                        deadline = time.monotonic() + 20  # a launcher kills all ranks when the first exits
-                        while time.monotonic() < deadline and not store.check([_REPORTED_KEY]):
-                            time.sleep(poll_seconds)
-                    finally:
-                        os._exit(2)
-
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=_exit_after_error, args=(store, has_ended, poll_seconds), daemon=True)
     watcher.start()
     try:
         yield
@@ -115,3 +102,22 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     finally:
         has_ended.set()
         watcher.join()
+
+
+def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_seconds: float) -> None:
+    """Exit with code 2 after an error of another rank, once that has reported it; return when `has_ended` is set.
+
+    Also returns if the store's process is gone, as collectives then fail too.
+    """
+    with contextlib.suppress(RuntimeError):
+        while not has_ended.wait(poll_seconds):
+            if not store.check([_FAILED_KEY]):
+                continue
+            try:
+                if store.check([_INPUT_ERROR_KEY]):
+                    exit_without_restart(2)
+                deadline = time.monotonic() + 20  # a launcher kills all ranks when the first exits
+                while time.monotonic() < deadline and not store.check([_REPORTED_KEY]):
+                    time.sleep(poll_seconds)
+            finally:
+                os._exit(2)

@@ -1,1 +1,1 @@
-"""Metrics of a run: the logger, its backends, and the detection of stragglers."""
+"""Messages and metrics of a run: the logger, its backends, profiles, and the detection of loss spikes and stragglers."""

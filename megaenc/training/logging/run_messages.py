@@ -1,0 +1,70 @@
+"""Header and footer of a run on the console."""
+
+import math
+from typing import Any
+
+from megaenc.backend import Backend
+from megaenc.dist_env import get_world_size
+from megaenc.training.config import PretrainConfig
+from megaenc.training.plan import Plan
+
+_HEADER_PHASES = 6
+_HEADER_CORPORA = 6
+_MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is worth a line
+
+
+def format_model(plan: Plan) -> str:
+    """Return name, number of parameters and precision of the model as text."""
+    millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
+    return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
+
+
+def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
+    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora.
+
+    `kernels`: `Engine.kernel_metadata`.
+    """
+    settings = plan.settings
+    phases = plan.schedule.phases
+    rows = plan.corpus_usage
+    computed = f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by {kernels['attention']}"
+    if not backend.is_cpu:
+        computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
+    start = f"resuming after step {resumed}" if resumed else plan.start.describe()
+    phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
+    more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
+    save = settings.output.save or "nowhere (give --save DIR to keep the run)"
+    largest = rows if len(rows) <= _HEADER_CORPORA else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
+    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest]
+    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(largest, shares, strict=True))
+    data_text += f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
+    uneven = "".join(f"\n  {line}" for line in describe_uneven_shares(settings))
+    return (
+        f"{format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
+        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} tokens a step; saved to {save}\n"
+        f"  {data_text}{plan.skipped.describe()}{uneven}"
+    )
+
+
+def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
+    """Return a line for each batch whose largest share is far above the mean."""
+    ranks = settings.data_parallel_size(get_world_size())
+    lines = []
+    for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
+        excess = math.ceil(batch / ranks) / (batch / ranks) - 1
+        if excess > _MAX_EXCESS:
+            even = max(1, round(batch / ranks)) * ranks
+            lines.append(
+                f"--global-batch-size {batch}: the ranks with most packs have {100 * excess:.0f} % more than the mean, which all "
+                f"others wait for; {even} packs are equal shares"
+            )
+    return lines
+
+
+def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
+    """Return the last line of a run: step, loss ("no target" for None), `save`, `stop_reason` if before `total`."""
+    saved = f", saved in {save}" if save else ""
+    stopped = ""
+    if stop_reason and step < total:
+        stopped = f"; stopped by {stop_reason}" + (", the same command resumes it" if save else "")
+    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"
