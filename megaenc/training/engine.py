@@ -1,4 +1,4 @@
-"""The model and optimizer of one rank under megatron-core: training steps and evaluation."""
+"""Model and optimizer of one rank: training steps and evaluation."""
 
 import contextlib
 import dataclasses
@@ -55,12 +55,12 @@ class BatchSums:
 
     @property
     def loss(self) -> float | None:
-        """Return the loss, a mean over the predicted tokens or those that the objective counts; None without them."""
+        """Return the mean loss over what the objective counts; None without it."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of predicted tokens whose most likely token is the label; None without predicted tokens."""
+        """Return the share of correct predictions; None without predictions."""
         return self.correct / self.predicted if self.predicted else None
 
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
@@ -96,7 +96,10 @@ class TrainStepResult:
 
 
 class Engine:
-    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate."""
+    """Model chunks and optimizer shard of one rank under megatron-core.
+
+    It trains the steps of `plan` and evaluates.
+    """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
         """Build model and optimizer.
@@ -162,7 +165,10 @@ class Engine:
         self.optimizer = build_optimizer(settings, plan.dtype, self.chunks)
 
     def _chunk_methods(self, method: str):
-        """Return the bound `method` of the model chunk, or a list of one per chunk, as megatron-core's schedules expect."""
+        """Return the bound `method` of the model chunk, or a list of several.
+
+        megatron-core's schedules expect either.
+        """
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
@@ -192,7 +198,7 @@ class Engine:
                 chunk.start_param_sync(force_sync=True)
 
     def train_step(self, step: int, votes: Callable[[], Sequence[int]] = tuple) -> TrainStepResult:
-        """Train on the global batch of `step` (1, 2, ...); skip an update that is not finite.
+        """Train on the batch of `step` (1, 2, ...); skip a non-finite update.
 
         `votes` returns numbers, as many on each rank. It is called when the work of the step is given to the device, so that a
         signal during the step counts in it.
@@ -245,7 +251,7 @@ class Engine:
         weight: int = 1,
         train: bool = True,
     ) -> list[MicroBatchSpec]:
-        """Return the specs of micro-batches of the samples `rows`, with dropout if `train`.
+        """Return the specs of micro-batches of `rows`, with dropout if `train`.
 
         Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all have the same.
         """
@@ -267,7 +273,7 @@ class Engine:
         return ranks * (FLOAT8_ALIGNMENT if aligned else 1)
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
-        """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""
+        """Return the sample numbers of each micro-batch of this rank in `step`."""
         sizes = {"global_batch_size": self.plan.batch_size(step)}
         sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once
         sampler = dataclasses.replace(self.sampler, **sizes)
@@ -281,7 +287,9 @@ class Engine:
         self.optimizer.zero_grad()
 
     def _optimizer_step(self, sums: BatchSums) -> tuple[float, bool]:
-        """Clip the gradient and, if it is finite, update the weights; return its norm and whether they were updated.
+        """Clip the gradient and, if it is finite, update the weights.
+
+        Return the norm of the gradient, and whether the weights were updated.
 
         Gradients are sums over the global batch: the optimizer divides them, while it reads them, by the number of tokens and by
         what clipping asks for.
@@ -304,7 +312,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _gathered_parameters(self) -> Iterator[None]:
-        """Hold all weights inside the context, without the hooks that gather them on use during training."""
+        """Hold all weights inside the context, without hooks that gather them."""
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks if self.layout.overlap_param_gather else ():
                 chunk.disable_forward_pre_hook()  # waits for running gathers
@@ -313,7 +321,10 @@ class Engine:
 
     @contextlib.contextmanager
     def no_grad_reduction(self) -> Iterator[None]:
-        """Disable gradient reduction between model replicas inside the context; afterwards set all gradients to zero."""
+        """Disable gradient reduction between model replicas inside the context.
+
+        Afterwards set all gradients to zero.
+        """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._gathered_parameters():
@@ -327,7 +338,9 @@ class Engine:
     def local_loss_and_grad_norm(
         self, row: Sequence[int], objective: Objective, packs: PackedDataset | None = None
     ) -> tuple[float, float]:
-        """Return this rank's summed loss (0 if it computes none) and gradient norm of the samples `row`, without an update.
+        """Return this rank's summed loss and gradient norm of the samples `row`.
+
+        There is no update. The loss is 0 if this rank computes none.
 
         Within `no_grad_reduction`. Ranks of a replica pass the same row. `packs`: the data set, by default that of the first
         phase.
@@ -342,9 +355,9 @@ class Engine:
         return float(sums.loss_sum), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(self, packs: PackedDataset, samples: int, objective: Objective, groups: TokenGroups | None = None) -> BatchSums:
-        """Return the sums of `objective`, of all ranks, over the first `samples` of `packs`.
+        """Return the sums of all ranks under `objective` over `samples` of `packs`.
 
-        They are read in global batches of the phase entered last, and masks never change.
+        The first ones are read, in global batches of the phase entered last, and masks never change.
 
         Args:
             packs: Data set.
@@ -401,7 +414,7 @@ class Engine:
         return sums
 
     def forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """Return this stage's output for the next micro-batch, and the function of the last stage's loss.
+        """Return this stage's output of a micro-batch and the loss function.
 
         It is a `forward_step_func` of megatron-core's schedules, which collect the third result of the loss function.
         """
@@ -434,7 +447,9 @@ class Engine:
 
 
 def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
-    """Return float64[2, G], the losses and the numbers (sums of weights) of predicted tokens of each of the batch's groups.
+    """Return the sums of losses and of predicted tokens of each group.
+
+    float64[2, G] of the batch's groups; with weights, the sums of weights.
 
     A corpus has all tokens of a pack, which are summed as a slice: thousands of corpora take no memory for each token, and the
     sum has a fixed order, unlike those of index_add_.
@@ -452,7 +467,7 @@ def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
 
 
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
-    """Reduce all gradients over the ranks that share weights, as megatron-core does, but leave them undivided sums.
+    """Reduce gradients as megatron-core does, but leave them undivided sums.
 
     The number of tokens is known to all ranks without a reduction of its own (see Engine._optimizer_step).
     """
@@ -460,5 +475,8 @@ def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor
 
 
 def repeat_iterator(items: Iterator, count: int) -> list[Iterator]:
-    """Return `count` independent iterators over `items`; a single one keeps no item alive, as `tee` does in blocks of 57."""
+    """Return `count` independent iterators over `items`.
+
+    A single one keeps no item alive, as `tee` does in blocks of 57.
+    """
     return [items] if count == 1 else list(tee(items, count))

@@ -123,7 +123,9 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 
 
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
-    """Return `settings` without the fields that `values`, to be applied over them, replace: by REPLACES.
+    """Return `settings` without what `values`, applied over them, replace.
+
+    These are the fields that REPLACES names.
 
     Another lr_decay_style than WSD replaces the fields of WSD's decay.
     """

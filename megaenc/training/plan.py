@@ -257,7 +257,10 @@ class Plan:
 
 
 def _identity_fields(settings: Any, is_part: bool = True) -> dict[str, Any]:
-    """Return the values of the fields of `settings` and its groups that are part of a run's identity, by their metadata."""
+    """Return the fields of `settings` that are part of a run's identity.
+
+    Their metadata decides it; `is_part` is for fields without such metadata.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -1,4 +1,4 @@
-"""Timers of the parts of a step and memory usage, with their maxima over all ranks."""
+"""Timers of the parts of a step, and memory usage."""
 
 import contextlib
 import time
@@ -21,7 +21,9 @@ OPTIMIZER = "optimizer"
 
 
 class StepTimers:
-    """Seconds spent in each part of a step on this rank: wall-clock time in `wall`, CPU time of this thread in `processor`.
+    """Seconds spent in each part of a step on this rank.
+
+    `wall` has wall-clock time, `processor` the CPU time of this thread.
 
     Parts end where a step synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
     """
@@ -40,7 +42,7 @@ class StepTimers:
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items` up to the first None, and add the wall-clock and CPU seconds to produce each to `part`."""
+        """Yield `items` up to the first None, and add their seconds to `part`."""
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -50,13 +52,15 @@ class StepTimers:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return the wall-clock seconds by part: `data`, `forward_backward` (without data) and `optimizer`."""
+        """Return wall-clock seconds by part; forward_backward is without data."""
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
 
 
 def memory_usage(backend: Backend) -> dict[str, float]:
-    """Return this process's memory in GiB by metric name: GPU peaks allocated and reserved, and host; on a CPU only host.
+    """Return this process's memory in GiB by metric name.
+
+    With a GPU: its peaks, allocated and reserved, and the host's.
 
     On a CPU only `memory_gib`, the resident host memory.
     """
@@ -71,5 +75,8 @@ def memory_usage(backend: Backend) -> dict[str, float]:
 
 
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Return the maximum over all ranks of each of `values`, by name; all ranks call this together with the same names."""
+    """Return the maximum over all ranks of each of `values`, by name.
+
+    All ranks call this together with the same names.
+    """
     return dict(zip(values, reduce_over_ranks([*values.values()], ReduceOp.MAX, torch.float64), strict=True))

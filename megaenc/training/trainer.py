@@ -1,4 +1,4 @@
-"""The training loop: start or resume, then train, validate and save until the last step."""
+"""The training loop: start or resume, then train, validate and save."""
 
 import contextlib
 import gc
@@ -44,7 +44,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of the training loop: by the last step or --exit-interval, by a request to stop, or for a rewind."""
+    """End of the training loop: completion, --exit-interval, a stop or a rewind."""
 
     is_stopped: bool = False
     """Whether a signal or the time limit ended it before the last step."""
@@ -53,7 +53,9 @@ class Outcome:
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train or resume `plan` to its last step or --exit-interval; return False only if a signal or time limit stopped it.
+    """Train or resume `plan`; return whether no signal or time limit stopped it.
+
+    It ends with the last step or by --exit-interval.
 
     The newest checkpoint in --save is resumed, and a stopped run saved first if --save is given.
     """
@@ -131,13 +133,17 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 class Trainer:
-    """Model, counters, logging and checkpoints of a run between two steps; all ranks call its methods together.
+    """Model, counters, logging and checkpoints of a run between two steps.
+
+    All ranks call its methods together.
 
     `start_step`: the last step before the first one to train.
     """
 
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
-        """Build the engine and load the checkpoint with the JSON `saved_state`, or, without one, the plan's initial weights.
+        """Build the engine; load a checkpoint or the initial weights.
+
+        `saved_state`: state.json of the checkpoint to resume; None for a new run.
 
         A run without a checkpoint is validated before its first step.
         """
@@ -191,7 +197,9 @@ class Trainer:
         return result, is_spike
 
     def plan_rewind(self, step: int) -> Plan | None:
-        """Return the plan that skips the packs leading to the spike at `step`, after writing it to the run directory.
+        """Plan a rewind that skips the packs leading to the spike at `step`.
+
+        Return the plan, after writing it to the run directory.
 
         None if --max-rewinds is used up, or if the run would then have too few packs.
         """
@@ -227,7 +235,10 @@ class Trainer:
         self.logger.log_validation(step, self._progress, scores)
 
     def save(self, step: int, block: bool) -> None:
-        """Save a checkpoint after `step`, after any running save, without waiting unless `block`; nothing without --save."""
+        """Save a checkpoint after `step`; do nothing without --save.
+
+        A running save is finished first; the new one only if `block`.
+        """
         checkpoints = self._run.checkpoints
         if not checkpoints:
             return
@@ -241,7 +252,10 @@ class Trainer:
 
 
 def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
-    """Load the checkpoint or weights that `start` names into `engine`; return a branch's checkpoint JSON, otherwise {}."""
+    """Load the checkpoint or weights that `start` names into `engine`.
+
+    Return the state.json of a branch's checkpoint, otherwise {}.
+    """
     if not start.run:
         return {}
     parent = CheckpointLoader(Path(start.run) / "checkpoints")

@@ -18,7 +18,10 @@ from megaenc.training.plan import Plan
 
 
 class Validator:
-    """Callable that scores an engine in the phase of a step, always on the same packs and masks."""
+    """Callable that scores an engine, always on the same packs and masks.
+
+    They are those of the phase of a step.
+    """
 
     def __init__(self, plan: Plan, step: int = 0):
         self.plan = plan
@@ -49,7 +52,9 @@ class Validator:
         return samples if packs.samples is None else min(samples, packs.samples)
 
     def _count_named_samples(self, packs: BlendedDataset) -> int:
-        """Return the packs to read of a named set: the same text in each phase, and no token twice.
+        """Return the packs to read of a named set.
+
+        It is the same text in each phase, and no token is read twice.
 
         There is at least one pack, which repeats the text of a set that is smaller.
         """
@@ -59,7 +64,9 @@ class Validator:
         return max(1, min(tokens, dataset.tokens_per_epoch) // packs.seq_length)
 
     def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
+        """Return `held_out`, a digest of the text, and scores by `objectives`.
+
+        The scores are loss, accuracy and most_frequent.
 
         An objective on a named set is `NAME/OBJECTIVE`. most_frequent is the accuracy of always predicting the most frequent
         label. If the validation text has several ranges of positions or corpora, `by_position` and `by_corpus` are the losses of
@@ -106,7 +113,10 @@ class ValidationPart:
 
 
 def _compute_most_frequent_share(objective: Objective, packs: BlendedDataset, samples: int) -> float | None:
-    """Return the share of the most frequent label among the labels of the first `samples` packs; None without labels."""
+    """Return the share of the most frequent label; None without labels.
+
+    It is counted over the first `samples` packs.
+    """
     counts = np.zeros(objective.vocabulary.size, dtype=np.int64)
     if isinstance(objective, PseudoPerplexity):
         objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster

@@ -105,7 +105,9 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
 
 
 def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_seconds: float) -> None:
-    """Exit with code 2 after an error of another rank, once that has reported it; return when `has_ended` is set.
+    """Exit with code 2 after an error of another rank is reported.
+
+    Return when `has_ended` is set.
 
     Also returns if the store's process is gone, as collectives then fail too.
     """

@@ -1,4 +1,4 @@
-"""Diagnosis of steps whose loss or gradient is NaN or infinite: the packs and ranks that cause it."""
+"""Diagnosis of steps whose loss or gradient is NaN or infinite."""
 
 import math
 import socket
@@ -17,7 +17,9 @@ _NAMED_RANKS = 8
 
 
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
-    """Rerun packs of `step` separately on all ranks to find non-finite ones; return two texts, the cause and a remedy.
+    """Rerun each pack of `step` to find non-finite ones.
+
+    Return two texts, the cause and a remedy.
 
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
@@ -52,7 +54,10 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 
 
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
-    """Print the cause of the skipped `step`; InputError on all ranks if `skipped_count` exceeds --max-skipped-updates."""
+    """Print the cause of the skipped `step`.
+
+    Raises InputError on all ranks if `skipped_count` exceeds --max-skipped-updates.
+    """
     cause, remedy = diagnose_nonfinite_step(engine, step)
     limit = engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"
@@ -63,7 +68,9 @@ def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_c
 
 
 def _format_ranks_with_hosts(is_named: bool) -> str:
-    """Return text such as `rank 3 (node-1)` for the ranks that pass True, the lowest if they are many; empty if there are none.
+    """Return text such as `rank 3 (node-1)` for the ranks that pass True.
+
+    It has the lowest if they are many, and is empty if there are none.
 
     All ranks call this together.
     """

@@ -1,4 +1,4 @@
-"""Detection of loss spikes, by comparing each loss with the recent ones of its objective."""
+"""Detection of loss spikes, by comparison with recent losses."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ MIN_RECENT_LOSSES = 32
 
 
 def compute_deviations(loss: float, recent: Sequence[float]) -> float:
-    """Return by how many robust standard deviations `loss` lies above the median of `recent`, negative below it.
+    """Return the robust standard deviations of `loss` above `recent` losses.
+
+    They are counted from the median, and negative below it.
 
     The deviation is 1.4826 times the median absolute deviation (the standard deviation of normal noise), and at least a
     thousandth of the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
@@ -24,7 +26,7 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
 
 
 class RecentLosses:
-    """Up to 128 most recent losses of each objective, with its last step, to which new losses are compared for spikes."""
+    """Recent losses of each objective, to which new ones are compared."""
 
     def __init__(self, state: dict[str, Any] | None = None):
         """Restore the `state` attribute of an earlier instance, or start empty."""
@@ -32,7 +34,9 @@ class RecentLosses:
         """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add a finite loss; return its deviations above recent ones of `objective`; None with under 32 or if not finite.
+        """Add a finite loss; return its deviations above recent ones.
+
+        They are those of `objective`. Return None with fewer than MIN_RECENT_LOSSES of them, or if the loss is not finite.
 
         The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
         has changed in the meantime.
@@ -47,7 +51,10 @@ class RecentLosses:
 
 
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
-    """Return the line that reports a loss spike, and, with --max-rewinds, the number of the rewind or that none is left."""
+    """Return the line that reports a loss spike.
+
+    With --max-rewinds it has the number of the rewind, or says that none is left.
+    """
     allowed = plan.settings.health.max_rewinds
     rewinds = len(plan.rewinds)
     action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"

@@ -1,4 +1,4 @@
-"""Logging of metrics, validations and straggler reports to files, loggers and the console."""
+"""Logging of metrics, validations and straggler reports."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,13 +25,18 @@ _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE
 
 
 class MetricsLogger:
-    """Context that logs steps, validations and stragglers to the run directory, logging backends and a progress line.
+    """Context that logs steps, validations and stragglers.
+
+    They go to the run directory, logging backends and a progress line.
 
     All ranks call its methods together.
     """
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, run_dir: RunDir | None, start_step: int):
-        """Open the loggers for steps after `start_step`; `run_dir` is set on rank 0 of a run with `--save`."""
+        """Open the loggers for steps after `start_step`.
+
+        `run_dir` is set on rank 0 of a run with `--save`.
+        """
         self._plan = plan
         self._backend = backend
         self._engine = engine
@@ -61,14 +66,19 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def measure_step(self, step: int) -> Iterator[None]:
-        """Measure the seconds of `step` inside the context, for `log_step`, and profile it if --profile selects it."""
+        """Measure the seconds of `step` inside the context, for `log_step`.
+
+        It is profiled if --profile selects it.
+        """
         with self._profiler.profile_step(step) if self._profiler else contextlib.nullcontext():
             start = perf_counter()
             yield
             self._step_seconds = perf_counter() - start
 
     def log_step(self, step: int, result: TrainStepResult, progress: dict[str, Any], deviations: float | None) -> None:
-        """Log a row of `step` if it is due, last, a spike or skipped, and a due straggler report; update the progress line.
+        """Log `step` and a due straggler report; update the progress line.
+
+        There is a row if one is due, or if the step is the last, a spike or skipped.
 
         `progress`: PROGRESS_FIELDS of the run so far; `deviations`: result of `RecentLosses.add`.
         """
@@ -99,12 +109,15 @@ class MetricsLogger:
         self._line.update(step, description=row["objective"], **progress_fields(row, self._backend))
 
     def log_validation(self, step: int, progress: dict[str, Any], scores: dict[str, Any]) -> None:
-        """Log a row of validation.jsonl with `step`, `progress` and the `scores` of a Validator."""
+        """Log the `scores` of a Validator after `step`, with `progress`."""
         self._log(VALIDATION_FILE, {"step": step, **progress, **scores})
 
     @contextlib.contextmanager
     def measure_pause(self, kind: Literal["evaluation", "save"]) -> Iterator[None]:
-        """Add the seconds inside the context, between steps, to `evaluation_seconds` or `save_seconds` of the next row."""
+        """Add the seconds inside the context to those of the next row.
+
+        They are its `evaluation_seconds` or `save_seconds`.
+        """
         start = perf_counter()
         yield
         self._pause_seconds[kind] += perf_counter() - start
@@ -117,21 +130,24 @@ class MetricsLogger:
             logger.submit("log", _GROUPS[file], row)
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows of steps after `step` from metrics files and logging backends, before those steps are repeated."""
+        """Delete rows of steps after `step`, before those are repeated.
+
+        They are deleted from metrics files and logging backends.
+        """
         if self._run_dir:
             self._run_dir.drop_rows_after(step)
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
 
     def sync(self) -> None:
-        """Flush the metrics files, and the rows queued for logging backends, to the disk, before a checkpoint is saved."""
+        """Flush all rows to the disk, before a checkpoint is saved."""
         if self._run_dir:
             self._run_dir.sync()
         for logger in self._loggers:
             logger.flush()
 
     def _reduce_over_ranks(self) -> dict[str, Any]:
-        """Return timings and memory usage as maxima over all ranks, which call this together."""
+        """Return timings and memory usage, as maxima over all ranks."""
         seconds = self._engine.step_timers.seconds() | self._pause_seconds
         self._pause_seconds = dict.fromkeys(self._pause_seconds, 0.0)
         local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(self._backend)

@@ -20,10 +20,16 @@ TABLE_ROWS = 20
 
 
 class Profiler:
-    """torch's profiler for chosen steps and ranks; writes a trace (.json.gz) and a table (.txt) to SAVE/profile."""
+    """torch's profiler for chosen steps and ranks.
+
+    It writes a trace (.json.gz) and a table (.txt) to SAVE/profile.
+    """
 
     def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_dir: str, start_step: int):
-        """Prepare profiling of a run that starts after `start_step`; print a line if the chosen steps are over."""
+        """Prepare the profiling of a run that starts after `start_step`.
+
+        Print a line if the chosen steps are over.
+        """
         self._first = max(monitoring.profile_step_start, start_step + 1)
         self._last = monitoring.profile_step_end
         self._is_profiled = dist.get_rank() in monitoring.profile_ranks and start_step < self._last
@@ -37,7 +43,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
-        """Profile `step` inside the context if it is a chosen one; after the last chosen step write trace and table."""
+        """Profile `step` inside the context if it is a chosen one.
+
+        After the last chosen step write trace and table.
+        """
         if self._is_profiled and step == self._first and not self._running:
             self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
             self._running.start()
@@ -47,7 +56,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Stop a running profiler and write trace and table of its steps to SAVE/profile; do nothing if none is running."""
+        """Stop a running profiler and write trace and table of its steps."""
         if not self._running:
             return
         finished = self._running

@@ -20,7 +20,9 @@ def format_model(plan: Plan) -> str:
 
 
 def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
-    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora.
+    """Return the three lines of text at the start of a run.
+
+    They name model, devices, kernels, the step after which it is resumed (`resumed`; 0: none), phases, --save and corpora.
 
     `kernels`: `Engine.kernel_metadata`.
     """
@@ -62,7 +64,10 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
 
 
 def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
-    """Return the last line of a run: step, loss ("no target" for None), `save`, `stop_reason` if before `total`."""
+    """Return the last line of a run.
+
+    It has step, loss ("no target" for None), `save`, and `stop_reason` if the run ends before `total`.
+    """
     saved = f", saved in {save}" if save else ""
     stopped = ""
     if stop_reason and step < total:

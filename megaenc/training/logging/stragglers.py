@@ -1,4 +1,4 @@
-"""Detection of ranks that slow down the others, by comparing each rank's own work without waiting times.
+"""Detection of ranks that slow down the others, without waiting times.
 
 A step takes equally long on all ranks, because they wait for each other. The work of a rank is measured by:
 
@@ -41,7 +41,7 @@ RANK_FIELDS = np.dtype(
 
 
 class StragglerDetector:
-    """Detector of slow ranks: sums each rank's own work times and compares the ranks every `interval` steps.
+    """Detector of slow ranks, which it compares every `interval` steps.
 
     All ranks construct and call it together.
     """
@@ -64,7 +64,9 @@ class StragglerDetector:
         self._slow_reports_R = np.zeros(dist.get_world_size(), dtype=np.int64)  # consecutive ones of each rank
 
     def record_step(self, step: int) -> dict[str, Any] | None:
-        """Add this rank's times of `step`; every `interval` steps return a report of the 4 slowest ranks, else None.
+        """Add this rank's times of `step`; return a report if one is due.
+
+        The report of the slowest ranks is due every `interval` steps.
 
         It also prints a line for each rank that was slow in CONSECUTIVE_REPORTS reports. The first step is not measured.
         """
@@ -115,7 +117,7 @@ class StragglerDetector:
 
 
 def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ratios of the seconds of `ranks` to the median of comparable ones, and the part that takes each longest.
+    """Compare the seconds of `ranks` with the median of comparable ones.
 
     Data and probe are the same work for all ranks; compute is compared among the ranks of a pipeline stage. The median of two
     is the faster one.
@@ -142,12 +144,15 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lower_median(values: np.ndarray) -> float:
-    """Return the median of `values`, of an even number the lower of the two in the middle."""
+    """Return the median of `values`, the lower one of two in the middle."""
     return float(np.quantile(values, 0.5, method="lower"))
 
 
 class ForwardTimer:
-    """Timer of the accelerator's seconds in forward passes during training, by events that hooks on model chunks record."""
+    """Timer of the accelerator's seconds in forward passes during training.
+
+    Hooks on model chunks record events.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module]):
         self._events: list[torch.cuda.Event] = []  # begin, end, begin, end, ...
@@ -162,14 +167,20 @@ class ForwardTimer:
             self._events[-1].record()
 
     def pop_seconds(self) -> float:
-        """Return the accelerator's seconds in forward passes since the last call; the device must be synchronized."""
+        """Return the accelerator's seconds in forward passes since the last call.
+
+        The device must be synchronized.
+        """
         events = self._events
         self._events = []
         return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
 
 
 def time_matmul(device: torch.device, repeats: int = 5) -> float:
-    """Return the seconds of a fixed number of matrix products on `device`, the minimum of `repeats` measurements."""
+    """Return the seconds of a fixed number of matrix products on `device`.
+
+    They are the minimum of `repeats` measurements.
+    """
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)
     matrix = torch.ones(size, size, device=device, dtype=torch.float32 if host else torch.bfloat16)
