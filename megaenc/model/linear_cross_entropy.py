@@ -91,7 +91,7 @@ class _LossOptions:
     rows: int
     """Predictions per chunk."""
     train: bool
-    """Whether gradients are enabled, which they never are inside an autograd function."""
+    """True if gradients are enabled, which they never are inside an autograd function."""
     per_token: bool
 
 

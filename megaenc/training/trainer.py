@@ -37,7 +37,7 @@ class RunContext:
     watchdog: Watchdog
     signals: SignalHandler
     checkpoints: CheckpointManager | None
-    """Those of --save, on all ranks."""
+    """Checkpoints of --save, on all ranks."""
     run_dir: RunDir | None
     """Directory of --save, on rank 0."""
 
@@ -47,9 +47,9 @@ class Outcome:
     """End of the training loop: completion, --exit-interval, a stop or a rewind."""
 
     is_stopped: bool = False
-    """Whether a signal or the time limit ended it before the last step."""
+    """True if a signal or the time limit ended it before the last step."""
     rewound_plan: Plan | None = None
-    """After a loss spike, the plan by which the last checkpoint that it allows is to be resumed."""
+    """Plan of a rewind after a loss spike, by which the last checkpoint that it allows is to be resumed."""
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
