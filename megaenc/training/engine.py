@@ -172,11 +172,6 @@ class Engine:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
-    def use_plan(self, plan: Plan) -> None:
-        """Train by `plan` from now on, which differs in its micro-batches alone."""
-        self.plan = plan
-        self.enter_phase(1)
-
     def enter_phase(self, step: int) -> None:
         """Take rotary base and batch sizes of the phase of `step`.
 

@@ -8,10 +8,8 @@ from typing import TypeVar
 
 import psutil
 import torch
-from torch.distributed import ReduceOp
 
 from megaenc.backend import Backend
-from megaenc.backend.reductions import reduce_over_ranks
 
 Item = TypeVar("Item")
 
@@ -72,11 +70,3 @@ def memory_usage(backend: Backend) -> dict[str, float]:
         "memory_reserved_gib": torch.cuda.max_memory_reserved(backend.device) / 2**30,
         "host_memory_gib": resident,
     }
-
-
-def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Return the maximum over all ranks of each of `values`, by name.
-
-    All ranks call this together with the same names.
-    """
-    return dict(zip(values, reduce_over_ranks([*values.values()], ReduceOp.MAX, torch.float64), strict=True))

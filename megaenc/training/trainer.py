@@ -154,7 +154,6 @@ class Trainer:
         self._engine = Engine(plan, run.backend, init_weights=not (saved_state or plan.start.run))
         if plan.settings.has_auto_micro_batches:
             self.plan = fill_micro_batches(plan, self._engine)
-            self._engine.use_plan(self.plan)
         kernels = self._engine.kernel_metadata
         if run.checkpoints:
             broadcast_call(lambda: run.run_dir.write_plan(plan, kernels))

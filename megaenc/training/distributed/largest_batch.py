@@ -26,7 +26,7 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     """Return `plan` with the most packs that fit in place of each `auto`.
 
-    All ranks call it together, before the first step. The weights stay as they are.
+    `engine` has it afterwards. All ranks call it together, before the first step. The weights stay as they are.
     """
     state_size = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
     room = measure_room() - _STATE_BYTES * state_size
@@ -41,10 +41,12 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
         candidates = _list_candidates(phase.settings, engine.sampler.size)
         data = plan.data_at(phase.first_step).train, plan.first_sample(phase.first_step)
         sizes.append(find_largest_batch(engine, objectives, candidates, room, *data))
+    plan = dataclasses.replace(plan, settings=settings.with_micro_batch_sizes(sizes))
+    engine.plan = plan
     engine.enter_phase(1)
     text = " and ".join(f"{packs:,}" for packs in dict.fromkeys(sizes))
     print_rank_0(f"--micro-batch-size auto: {text} packs at once, the most that fit")
-    return dataclasses.replace(plan, settings=settings.with_micro_batch_sizes(sizes))
+    return plan
 
 
 def find_largest_batch(

@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
     if get_rank():
         return []
     config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.run_metadata))
-    builders = {}
+    loggers = []
     if monitoring.tensorboard_dir:
-        builders["TensorBoard"] = lambda: TensorBoardLogger(monitoring.tensorboard_dir, identity_digest(plan.identity), config)
+        build = partial(TensorBoardLogger, monitoring.tensorboard_dir, identity_digest(plan.identity), config)
+        loggers.append(BackgroundLogger("TensorBoard", build))
     if monitoring.wandb_project:
-        builders["Weights & Biases"] = lambda: WandbLogger(monitoring, save, _read_wandb_id(run_dir), config)
-    return [BackgroundLogger(name, build) for name, build in builders.items()]
+        loggers.append(
+            BackgroundLogger("Weights & Biases", lambda: WandbLogger(monitoring, save, _read_wandb_id(run_dir), config))
+        )
+    return loggers
 
 
 class TensorBoardLogger:

@@ -19,7 +19,7 @@ from megaenc.training.logging.profiler import Profiler
 from megaenc.training.logging.stragglers import StragglerDetector
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import METRICS_FILE, STRAGGLERS_FILE, VALIDATION_FILE, RunDir
-from megaenc.training.timers import max_over_ranks, memory_usage
+from megaenc.training.timers import memory_usage
 
 _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE: "stragglers"}
 
@@ -151,7 +151,8 @@ class MetricsLogger:
         seconds = self._engine.step_timers.seconds() | self._pause_seconds
         self._pause_seconds = dict.fromkeys(self._pause_seconds, 0.0)
         local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(self._backend)
-        return max_over_ranks(local_values)
+        maxima = reduce_over_ranks([*local_values.values()], ReduceOp.MAX, torch.float64)
+        return dict(zip(local_values, maxima, strict=True))
 
 
 def progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
