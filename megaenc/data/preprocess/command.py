@@ -1,6 +1,5 @@
 """Command `megaenc preprocess`: tokenization of text into the .bin, .idx and .json files that training reads."""
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,8 @@ from megaenc.data.indexed.indexed_dataset import token_dtype
 from megaenc.data.indexed.metadata import CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.config import PreprocessConfig
 from megaenc.data.preprocess.job import PreprocessJob
-from megaenc.data.preprocess.outputs import (
-    output_files,
-    output_prefixes,
-    refuse_existing_outputs,
-    refuse_finished_outputs,
-)
+from megaenc.data.preprocess.outputs import output_files, output_prefixes, refuse_outputs
 from megaenc.data.preprocess.partitions import write_in_partitions
-from megaenc.data.preprocess.resumable import read_merge_record
 from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
 from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
@@ -49,8 +42,8 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     if (deduplication := settings.deduplication()) is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
-    report_stale_files(*output_files(prefixes), _work_folder(settings))
-    _refuse_outputs(settings, prefixes)
+    report_stale_files(*output_files(prefixes), settings.work_folder)
+    refuse_outputs(prefixes, settings.work_folder if settings.uses_work_folder else None)
     inputs = resolve.resolve_inputs(settings, settings.json_keys)
     for message in inputs.messages:
         print_rank_0(message)
@@ -58,36 +51,12 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     return _build_job(settings, prefixes, inputs)
 
 
-def _work_folder(settings: PreprocessConfig) -> Path:
-    """Return the path of the work folder of --partitions."""
-    return Path(f"{settings.output_prefix}_parts")
-
-
-def _uses_work_folder(settings: PreprocessConfig) -> bool:
-    """Return whether partitions are written and merged; duplicates are known only when all documents have been read."""
-    return settings.partitions > 1 or settings.deduplicate is not None
-
-
-def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path]) -> None:
-    """Raise InputError for existing output, except files that a merge of the work folder has begun to rename."""
-    existing = [path for path in output_files(prefixes) if os.path.lexists(path)]
-    recorded = (
-        read_merge_record(_work_folder(settings)) if existing and _uses_work_folder(settings) else {}
-    )  # hashes are checked later
-    if settings.partitions > 1 and not recorded:
-        refuse_finished_outputs(prefixes)
-    refuse_existing_outputs(prefixes, allowed=[prefixes[0].with_name(name) for name in recorded])
-
-
 def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes."""
-    started, folder = time.monotonic(), _work_folder(job.settings)
-    with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
-        if _uses_work_folder(job.settings):
-            corpora = write_in_partitions(job, folder)
-        else:
-            with job.start_workers(job.settings.workers) as tokenize:
-                corpora = job.write_whole(tokenize, lambda hashes: refuse_existing_outputs(job.prefixes))
+    started = time.monotonic()
+    partition = job.settings.work_folder / "part"
+    with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(partition):
+        corpora = write_in_partitions(job) if job.settings.uses_work_folder else job.write_whole()
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):
         print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")

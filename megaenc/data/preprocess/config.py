@@ -1,6 +1,7 @@
 """Flags of `megaenc preprocess` and their checks."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -55,6 +56,16 @@ class PreprocessConfig(resolve.InputConfig):
         if self.append_eod:
             return "eod"
         return self.special_tokens or "none"
+
+    @property
+    def uses_work_folder(self) -> bool:
+        """Return whether partitions are written and merged; duplicates are known only when all documents have been read."""
+        return self.partitions > 1 or self.deduplicate is not None
+
+    @property
+    def work_folder(self) -> Path:
+        """Return the path of the folder of the partitions."""
+        return Path(f"{self.output_prefix}_parts")
 
     def deduplication(self) -> Deduplication | None:
         """Return the method and parameters of --deduplicate; None without it."""

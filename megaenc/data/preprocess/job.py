@@ -1,13 +1,15 @@
 """Inputs, outputs and tokenizer of one preprocessing run, and the writing of its corpora."""
 
+import contextlib
 import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 import megaenc
 from megaenc.atomic_io import atomic_files
@@ -15,8 +17,7 @@ from megaenc.console import ProgressLine
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers
 from megaenc.data.indexed.metadata import FORMAT, CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.config import PreprocessConfig
-from megaenc.data.preprocess.outputs import compute_sha256, output_files
-from megaenc.data.preprocess.resumable import BandKeys
+from megaenc.data.preprocess.outputs import compute_sha256, output_files, refuse_outputs
 from megaenc.data.preprocess.worker import BlockTokenizer, TokenizedBlock
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
@@ -33,6 +34,16 @@ Counts = dict[str, int]
 _MAX_THREADS = 4
 
 
+@dataclass
+class CorpusOutputs:
+    """Corpora that are being written: by JSON key a writer, the number of duplicates removed, and at the end the metadata."""
+
+    writers: list[IndexedWriter]
+    removed: list[int]
+    counts: Counts = field(default_factory=dict)
+    metadata: list[CorpusMetadata] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class PreprocessJob:
     """Inputs, outputs and tokenizer of one preprocessing run."""
@@ -46,28 +57,24 @@ class PreprocessJob:
 
     def build_plan(self) -> dict[str, object]:
         """Return plan.json's contents, all that decides the partitions: flags, input file stats, models and version."""
-        files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
+        files = hashlib.sha256()
         for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
-        replaced = ("output_prefix", "workers", "split_sentences", "punkt_language", "deduplicate")
-        # Absent by default, as in folders of earlier versions.
-        defaults = resolve.InputConfig(())
-        replaced += tuple(name for name in ("encoding", "delimiter") if plan[name] == getattr(defaults, name))
-        plan = {name: value for name, value in plan.items() if name not in replaced and not name.startswith("minhash_")}
-        sentences = None if self.block_tokenizer.punkt is None else self.block_tokenizer.punkt.describe()
-        method = self.block_tokenizer.deduplication
-        special = self.block_tokenizer.special_tokens
-        plan["append_eod"] = special.mode == "eod"
-        del plan["special_tokens"]
-        if special.mode == "template":  # absent otherwise, as in folders of earlier versions
-            plan["special_tokens"] = special.to_json()
+        replaced = ("output_prefix", "workers", "append_eod", "split_sentences", "punkt_language")
+        flags = {
+            name: value
+            for name, value in dataclasses.asdict(self.settings).items()
+            if name not in replaced and not name.startswith("minhash_")
+        }
+        tokenizer = self.block_tokenizer
         return {
             "input": self.settings.input,
             "files": files.hexdigest(),
-            **plan,
+            **flags,
             "tokenizer": self.identity.fingerprint,
-            "sentences": sentences,
-            "deduplicate": None if method is None else method.describe(),
+            "special_tokens": tokenizer.special_tokens.to_json(),
+            "sentences": None if tokenizer.punkt is None else tokenizer.punkt.describe(),
+            "deduplicate": None if tokenizer.deduplication is None else tokenizer.deduplication.describe(),
             "megaenc": megaenc.__version__,
         }
 
@@ -83,89 +90,79 @@ class PreprocessJob:
         self,
         tokenize: Tokenize,
         writers: list[IndexedWriter],
-        band_keys: BandKeys,
+        band_keys: list[list[np.ndarray]],
         ranges: Sequence[resolve.DocumentRange] | None,
-        report: Callable[[TokenizedBlock, Counts, float], None],
+        report: Callable[[float, Counts, float], None],
     ) -> Counts:
         """Tokenize `ranges` of the input (None: all of it), pass the documents to the writers and return their counts.
 
-        `report` is called after each block with it, the counts until then and the MB/s.
+        `report` is called after each block with the bytes of `ranges` read until then, the counts and the MB/s.
         """
         counts = dict.fromkeys(("documents", "skipped", "size"), 0)
+        first = 0.0 if ranges is None else resolve.measure_ranges(self.inputs, ranges)[0]
         started = time.monotonic()
         try:
             for block in tokenize(resolve.read_blocks(self.inputs, ranges)):
-                for writer, *columns in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
-                    writer.add_documents(*columns)
+                for place, writer in enumerate(writers):
+                    writer.add_documents(block.tokens[place], block.lengths[place], block.counts[place])
                 for collected, keys in zip(band_keys, block.band_keys, strict=True):
                     collected.append(keys)
                 for name in counts:
                     counts[name] += getattr(block, name)
-                report(block, counts, counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9))
+                speed = counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9)
+                report(max(0.0, block.position - first), counts, speed)
         except InputError as error:
             # A file that changes may look damaged or kill the worker that maps it: report the change instead.
             self.inputs.check_unchanged(ranges)
             if isinstance(error, WorkerProcessDied) and "memory" in str(error):
                 raise InputError(f"{error}; try fewer --workers, which need less memory") from None
             raise
+        self.inputs.check_unchanged(ranges)
         return counts
 
-    def write_whole(
-        self, tokenize: Tokenize, before_rename: Callable[[dict[str, str]], None] = lambda hashes: None
-    ) -> list[CorpusMetadata]:
-        """Tokenize the input in one go, write all corpora and return their metadata; see `write_corpora`."""
-        with ProgressLine("tokenizing", self.inputs.known_size) as progress:
+    def write_whole(self) -> list[CorpusMetadata]:
+        """Tokenize the input in one go, write all corpora and return their metadata."""
+        with (
+            self.start_workers(self.settings.workers) as tokenize,
+            ProgressLine("tokenizing", self.inputs.known_size) as progress,
+            self.open_outputs(lambda hashes: refuse_outputs(self.prefixes)) as outputs,
+        ):
 
-            def fill(writers: list[IndexedWriter]) -> tuple[Counts, list[int]]:
-                def report(block: TokenizedBlock, counts: Counts, speed: float) -> None:
-                    tokens = sum(writer.tokens for writer in writers)
-                    progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
+            def report(position: float, counts: Counts, speed: float) -> None:
+                tokens = sum(writer.tokens for writer in outputs.writers)
+                progress.update(position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
 
-                return self.tokenize_ranges(tokenize, writers, [], None, report), [0] * len(writers)
+            outputs.counts = self.tokenize_ranges(tokenize, outputs.writers, [], None, report)
+        return outputs.metadata
 
-            return self.write_corpora(fill, before_rename)
+    @contextlib.contextmanager
+    def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
+        """Yield all corpora to fill; after the block write their metadata and rename the files.
 
-    def write_corpora(
-        self,
-        fill: Callable[[list[IndexedWriter]], tuple[Counts, list[int]]],
-        before_rename: Callable[[dict[str, str]], None],
-    ) -> list[CorpusMetadata]:
-        """Write all corpora with `fill` to temporary files, rename these and return the metadata.
-
-        `fill` returns the counts and the number of duplicates removed by key. `before_rename` is called with the sha256 of each
-        final file name; it may refuse by raising InputError.
+        `check` is called before with the sha256 of each file by name; it may refuse by raising InputError.
         """
-        finals, count = output_files(self.prefixes), len(self.prefixes)
+        count = len(self.prefixes)
         hashes: dict[str, str] = {}
-
-        def check_before_rename() -> None:
-            self.inputs.check_unchanged()
-            before_rename(hashes)
-
-        with atomic_files(*finals, before_rename=check_before_rename) as temporary:
+        with atomic_files(*output_files(self.prefixes), before_rename=lambda: check(hashes)) as temporary:
             bins, jsons, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
             with open_writers([*bins, *indices], self.block_tokenizer.dtype) as writers:
-                counts, removed = fill(writers)
+                outputs = CorpusOutputs(writers, [0] * count)
+                yield outputs
                 for key, writer in zip(self.settings.json_keys, writers, strict=True):
                     if not writer.documents:
                         raise InputError(f"{self.settings.input[0]}: no document holds any text under `{key}`")
-                corpora = [
-                    self._build_metadata(writer, counts, number, files)
-                    for writer, number, *files in zip(writers, removed, bins, indices, strict=True)
-                ]
-            for metadata, path in zip(corpora, jsons, strict=True):
+                for place in range(count):
+                    outputs.metadata.append(self._build_metadata(outputs, place, bins[place], indices[place]))
+            for prefix, metadata, path in zip(self.prefixes, outputs.metadata, jsons, strict=True):
                 metadata.write(path)
-            sha256 = (
-                [corpus.sha256["bin"] for corpus in corpora],
-                map(compute_sha256, jsons),
-                [corpus.sha256["idx"] for corpus in corpora],
-            )
-            hashes.update(zip([path.name for path in finals], chain(*sha256), strict=True))
-        return corpora
+                for suffix, sha256 in {**metadata.sha256, "json": compute_sha256(path)}.items():
+                    hashes[f"{prefix.name}.{suffix}"] = sha256
 
-    def _build_metadata(self, writer: IndexedWriter, counts: Counts, removed: int, files: Sequence[Path]) -> CorpusMetadata:
-        """Finish `writer`, which writes the .idx, and return its corpus's metadata; `files` are its .bin and .idx."""
+    def _build_metadata(self, outputs: CorpusOutputs, place: int, bin_path: Path, idx_path: Path) -> CorpusMetadata:
+        """Finish the writer number `place`, which writes the .idx, and return its corpus's metadata."""
+        writer = outputs.writers[place]
         hashes = writer.finish()
+        removed = outputs.removed[place]
         tokenizer = self.block_tokenizer
         special = tokenizer.special_tokens
         return CorpusMetadata(
@@ -177,11 +174,11 @@ class PreprocessJob:
             documents=writer.documents,
             sequences=writer.sequences,
             tokens=writer.tokens,
-            empty_documents=counts["documents"] - writer.documents - removed,
-            skipped_lines=counts["skipped"],
+            empty_documents=outputs.counts["documents"] - writer.documents - removed,
+            skipped_lines=outputs.counts["skipped"],
             dtype=tokenizer.dtype,
-            bin_bytes=files[0].stat().st_size,
-            idx_bytes=files[1].stat().st_size,
+            bin_bytes=bin_path.stat().st_size,
+            idx_bytes=idx_path.stat().st_size,
             sha256=hashes,
             sources=self.inputs.origins,
             megaenc=megaenc.__version__,

@@ -2,13 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaenc.atomic_io import longest_file_name
 from megaenc.errors import InputError
+from megaenc.json_files import read_json_or_empty
 from megaenc.output_paths import refuse_existing
 
+MERGE_RECORD = "merged"
+"""File of a work folder with the sha256, by file name, of the outputs that a merge renames."""
 _SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: a corpus without .idx cannot be opened
 
 
@@ -36,27 +39,23 @@ def output_files(prefixes: Sequence[Path]) -> list[Path]:
     return [Path(f"{prefix}{suffix}") for suffix in _SUFFIXES for prefix in prefixes]
 
 
-def refuse_existing_outputs(prefixes: Sequence[Path], allowed: Collection[Path] = ()) -> None:
-    """Raise InputError if a .bin, .json or .idx of one of the corpora exists that is not in `allowed`."""
-    for path in reversed(output_files(prefixes)):
-        if path not in allowed:
-            refuse_existing(path, "--output-prefix")
+def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) -> None:
+    """Raise InputError if a .bin, .json or .idx of one of the corpora exists.
 
-
-def refuse_finished_outputs(prefixes: Sequence[Path]) -> None:
-    """Raise InputError if all files of the corpora exist, which another process of the same command may have written."""
+    Files with the sha256 that the record of a merge in `work_folder` lists may be overwritten: an interrupted merge wrote them.
+    """
     paths = output_files(prefixes)
-    if all(os.path.lexists(path) for path in paths):
-        raise InputError(
-            f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is left "
-            "to do, else remove it or choose another name"
-        )
-
-
-def refuse_foreign_outputs(prefixes: Sequence[Path], hashes: dict[str, str]) -> None:
-    """Raise InputError if a .bin, .json or .idx of the corpora exists, unless `hashes` lists its sha256 under its file name."""
-    for path in reversed(output_files(prefixes)):
-        if not (path.name in hashes and path.is_file() and compute_sha256(path) == hashes[path.name]):
+    existing = [path for path in paths if os.path.lexists(path)]
+    recorded: dict[str, str] = {}
+    if work_folder is not None and existing:
+        recorded = read_json_or_empty(work_folder / MERGE_RECORD)  # a merge writes it before the first output appears
+        if not recorded and existing == paths:
+            raise InputError(
+                f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is "
+                "left to do, else remove it or choose another name"
+            )
+    for path in reversed(paths):
+        if not (path.name in recorded and path.is_file() and compute_sha256(path) == recorded[path.name]):
             refuse_existing(path, "--output-prefix")
 
 

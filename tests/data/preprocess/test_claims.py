@@ -1,6 +1,5 @@
 """Claims: one live owner at a time, taken over from owners that have died or fallen silent."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -36,38 +35,41 @@ def owner(tmp_path):
         process.join()
 
 
-def test_a_killed_owner_of_this_machine_is_replaced_at_once_and_its_files_removed(tmp_path, owner):
+def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path, owner):
     process, queue = owner(1)
     assert queue.get(timeout=30) == ["0"]
-    rest, other = tmp_path / f".0-text.bin.{process.pid}-0123abcd.tmp", tmp_path / f".1-text.bin.{process.pid}-0123abcd.tmp"
-    rest.touch(), other.touch()
     shared = ClaimFolder(tmp_path)
-    assert shared.acquire("0") is None and rest.exists()
+    assert shared.acquire("0") is None
     process.kill()
     process.join()
-    assert shared.acquire("0") is not None
-    assert sorted(path.name for path in tmp_path.glob("0.claim-*")) == ["0.claim-1", "0.claim-2"]
-    assert not rest.exists() and other.exists()
+    with shared.acquire("0"):
+        assert ClaimFolder(tmp_path).acquire("0") is None
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_silent_owner_on_another_machine_is_replaced_after_a_while(tmp_path, monkeypatch):
+def test_an_owner_that_gives_no_sign_of_life_is_replaced_after_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "DEAD_SECONDS", 0.4)
-    foreign = {"machine": "elsewhere", "pid": 1, "start": "1", "done": 3}
-    path = tmp_path / "work.claim-1"
-    for content in (json.dumps(foreign), "", "[" * 200):
-        path.write_text(content)
+    own = claims._identify_machine()
+    path = tmp_path / "work.claim"
+    for content in ("elsewhere 1", f"{own} 1", f"{own} {1 << 80}", own, "", "[" * 200, "\udcff"):
+        path.write_text(content, errors="surrogateescape")
         os.utime(path, (0, 0))  # the clock of another machine does not count
         shared = ClaimFolder(tmp_path)
         started = time.monotonic()
         while (claim := shared.acquire("work")) is None:
             time.sleep(0.02)
         assert 0.4 <= time.monotonic() - started < 5
-        claim.path.unlink()
+        with claim:
+            pass
 
 
-def test_files_of_a_process_are_kept_if_another_has_its_id_now(tmp_path):
-    owner = claims._identify_process() | {"start": "1"}
-    (tmp_path / "part.claim-1").write_text(json.dumps(owner))
-    (temporary := tmp_path / f".part-text.bin.{os.getpid()}-x.tmp").touch()
-    assert ClaimFolder(tmp_path).acquire("part").generation == 2
-    assert temporary.exists()
+def test_an_owner_stays_while_it_renews_its_claim(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "_has_ended", lambda owner: False)
+    others = ClaimFolder(tmp_path)
+    with ClaimFolder(tmp_path).acquire("work"):
+        for _ in range(20):
+            assert others.acquire("work") is None
+            time.sleep(0.05)
+    assert others.acquire("work") is not None

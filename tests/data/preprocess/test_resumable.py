@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from text_helpers import TEXTS, contents, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
-from megaenc.data.preprocess.resumable import PartitionStore
+from megaenc.data.preprocess.work_folder import WorkFolder
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
@@ -121,12 +122,10 @@ def interrupted(settings, monkeypatch, after):
 def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monkeypatch):
     interrupted(settings, monkeypatch, after=1)
     folder = tmp_path / "out_parts"
-    plan = json.loads((folder / "plan.json").read_text())
-    assert not {"encoding", "delimiter", "special_tokens"} & plan.keys()  # as in earlier versions
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "other")
     before = names(folder)
     changes = {
-        "append_eod": {"append_eod": False},
+        "special_tokens": {"append_eod": False},
         "partitions": {"partitions": 3},
         "encoding": {"encoding": "latin1"},
         "sentences": {"split_sentences": True},
@@ -159,7 +158,7 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     [
         ({"thesis.tex": "years"}, "holds `thesis.tex`, expected only partitions of a corpus"),
         ({"part-00001-text.bin": "years"}, "holds no plan.json of a corpus"),
-        ({"plan.json": '{"steps": 3}', "merged": "{}"}, "holds no plan.json of a corpus"),
+        ({"plan.json": '{"steps": 3}', "merged": "{}"}, "plan.json: field `input`: found null, expected"),
     ],
 )
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, message):
@@ -168,7 +167,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, mess
         (tmp_path / "out_parts" / name).write_text(content)
     with pytest.raises(InputError) as error:
         preprocess(settings)
-    assert f"out_parts: {message}" in str(error.value)
+    assert re.search(rf"out_parts[:/] ?{message}", str(error.value))
     assert {name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")} == files
 
 
@@ -185,10 +184,12 @@ def write_damage(path, text):
 
 
 def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
-    parts = PartitionStore(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
+    parts = WorkFolder(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
     parts.open()
     ones = np.array([1], np.int32)
-    parts.write(0, lambda writers, band_keys: writers[0].add_documents(ones.astype(np.uint16), ones, ones) or {"documents": 1})
+    with parts.new_partition(0) as partition:
+        partition.writers[0].add_documents(ones.astype(np.uint16), ones, ones)
+        partition.counts = {"documents": 1}
     assert parts.missing_partitions() == []
     path = tmp_path / "part-00001.json"
     note = path.read_text()
@@ -205,14 +206,13 @@ def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
 
 def test_a_damaged_plan_is_one_line(tmp_path):
     (tmp_path / "part-00001.json").touch()
-    store = PartitionStore(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1)
+    store = WorkFolder(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1)
     for plan in NOTES:
         write_damage(tmp_path / "plan.json", plan)
         with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):
             store.open()
     write_damage(tmp_path / "plan.json", '{"keys": ["text"]}')
-    with pytest.raises(InputError, match=r"plan\.json: field `folder`: missing, as in those of earlier versions; remove"):
-        store.open()
+    store.open()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

@@ -11,18 +11,19 @@ import time
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
-from megaenc.data.preprocess import command
+from megaenc.data.preprocess import command, partitions
 from megaenc.data.preprocess.claims import ClaimFolder
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
-from megaenc.data.preprocess.resumable import PartitionStore
+from megaenc.data.preprocess.work_folder import WorkFolder
+from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
 # Forks of a process that run the same preprocessing command with slow input; it prints their process ids, then the exit codes.
 # Each takes itself to be alone on its machine, so that only silence tells the others of its death.
 NODES = """
-import os, sys, time
+import contextlib, os, sys, time
 from megaenc.data.preprocess import claims, command, partitions
-from megaenc.data.preprocess.resumable import PartitionStore
+from megaenc.data.preprocess.work_folder import WorkFolder
 from megaenc.data.sources import resolve, text_files
 from transformers import AutoTokenizer
 count, pids = int(sys.argv.pop()), []
@@ -34,11 +35,13 @@ def read_blocks(inputs, ranges, real=resolve.read_blocks):
         time.sleep(0.1)
         yield block
 resolve.read_blocks = read_blocks
-def write(store, number, *more, real=PartitionStore.write):
+@contextlib.contextmanager
+def new_partition(folder, number, real=WorkFolder.new_partition):
     print("writing", number, flush=True)
-    real(store, number, *more)
+    with real(folder, number) as partition:
+        yield partition
     print("wrote", number, flush=True)
-PartitionStore.write = write
+WorkFolder.new_partition = new_partition
 for number in range(count):
     pids.append(os.fork())
     if not pids[-1]:
@@ -117,7 +120,7 @@ def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp
     assert sorted("merging the partitions  100 %" in log for log in logs) == [False, False, True]
     assert sum("out_parts: another process has merged the partitions" in log for log in logs[:2]) == 1
     assert all("out_text_document: 35 documents, " in log and "65 duplicates removed" in log for log in logs[:2])
-    assert re.search(r"tokenizing  \d+ %  partitions 12/12  processes \d", logs[0] + logs[1])
+    assert re.search(r"tokenizing  100 %  partitions 12/12  MB/s \d", logs[0] + logs[1])
     assert contents(tmp_path / "out_text_document") == expected_contents
     assert not [path for path in tmp_path.iterdir() if "_parts" in path.name or path.name.endswith(".tmp")]
 
@@ -136,50 +139,86 @@ def test_a_process_that_was_paused_too_long_corrupts_nothing(tmp_path, settings,
     assert not (tmp_path / "out_parts").exists()
 
 
-def test_other_flags_are_refused_while_a_process_works_before_its_first_partition(tmp_path, settings):
-    other = command.prepare_job(settings)
-    store = PartitionStore(tmp_path / "out_parts", other.build_plan(), ["text"], "uint16", 12)
-    store.open()
-    with store.acquire(0):
+def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
+    job = command.prepare_job(settings)
+    folder = WorkFolder(job.settings.work_folder, job.build_plan(), ["text"], "uint16", 12)
+    folder.open()
+    with folder.acquire(0):
         with pytest.raises(
-            InputError, match=r"plan\.json: field `append_eod`: found true, expected false; give the first command's"
+            InputError, match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; give the first"
         ):
             preprocess(dataclasses.replace(settings, append_eod=False))
-        assert not store.is_gone()
-    preprocess(dataclasses.replace(settings, append_eod=False))  # nobody works there any more
-    assert store.is_gone() and not store.folder.exists()
+        folder.leave()
+        assert not folder.is_gone()
+    folder.leave()  # nobody works there any more
+    assert folder.is_gone() and not folder.path.exists()
 
 
-def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, monkeypatch, capsys):
+@pytest.mark.parametrize("step", ["merge", "record_merge"])
+def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, monkeypatch, capsys, step):
     (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
-    real, overtaking = PartitionStore.record_merge, []
+    real, overtaking = getattr(WorkFolder, step), []
 
-    def record_merge(store, hashes):
+    def pause(folder, *more):
         if not overtaking:
             overtaking.append(True)
             with monkeypatch.context() as patch:
-                patch.setattr(ClaimFolder, "_is_live", lambda *_: False)
-                patch.setattr(ClaimFolder, "_remove_temporary_files", lambda *_: None)
+                patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
                 preprocess(settings)
-        real(store, hashes)
+        return real(folder, *more)
 
-    monkeypatch.setattr(PartitionStore, "record_merge", record_merge)
+    monkeypatch.setattr(WorkFolder, step, pause)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == contents(whole)
     assert "another process has merged the partitions" in capsys.readouterr().out
     assert not [path for path in tmp_path.iterdir() if "parts" in path.name or path.name.endswith(".tmp")]
 
 
+def test_two_processes_with_the_same_partition_write_the_same(tmp_path, settings, monkeypatch):
+    (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
+    real, stolen = resolve.read_blocks, []
+
+    def read_blocks(inputs, ranges):
+        yield from real(inputs, ranges)
+        if not stolen:  # another process takes all work over and stops when it has written some partitions
+            stolen.append(True)
+            with monkeypatch.context() as patch:
+                patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
+                patch.setattr(partitions, "merge_partitions", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    preprocess(settings)
+
+    monkeypatch.setattr(resolve, "read_blocks", read_blocks)
+    (prefix,) = preprocess(settings)
+    assert contents(prefix) == contents(whole) and stolen
+
+
 def test_a_folder_that_another_process_removes_is_made_again(tmp_path, settings, monkeypatch):
     (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
-    real, removed = PartitionStore.write, []
+    real, removed = WorkFolder.new_partition, []
 
-    def write(store, number, *more):
+    def new_partition(folder, number):
         if number == 3 and not removed:
             removed.append(True)
-            store.remove()
-        real(store, number, *more)
+            folder.remove()
+        return real(folder, number)
 
-    monkeypatch.setattr(PartitionStore, "write", write)
+    monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == contents(whole) and removed
+
+
+def test_a_folder_that_another_command_takes_over_is_its_own(tmp_path, settings, monkeypatch):
+    real, theirs = WorkFolder.new_partition, []
+
+    def new_partition(folder, number):
+        if number == 3:
+            folder.remove()
+            theirs.append(WorkFolder(folder.path, {"input": "theirs"}, ["text"], "uint16", 1))
+            theirs[0].open()
+        return real(folder, number)
+
+    monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
+    with pytest.raises(InputError, match=r'plan\.json: field `input`: found "theirs", expected'):
+        preprocess(settings)
+    assert not theirs[0].is_gone() and [path.name for path in theirs[0].path.iterdir()] == ["plan.json"]

@@ -1,0 +1,286 @@
+"""Work folder of `--partitions`: partitions of a corpus, each written atomically, shared by processes on any number of nodes.
+
+Files: plan.json, with which the folder appears; part-00001-KEY.bin, .idx and, for deduplication, .keys for each key, then
+part-00001.json, written last; `merged`, hashes of the outputs about to be renamed; claims.
+
+The bytes of a partition and of the merged outputs depend only on the plan. Two processes that write the same ones, which claims
+make rare, replace files by equal files.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaenc.atomic_io import atomic_files, atomic_write, fsync_path, remove_path, temporary_path
+from megaenc.console import ProgressLine, print_rank_0
+from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers
+from megaenc.data.preprocess.claims import Claim, ClaimFolder
+from megaenc.data.preprocess.deduplicate import Deduplication, find_duplicates
+from megaenc.data.preprocess.outputs import MERGE_RECORD, compute_sha256
+from megaenc.errors import InputError
+from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.output_paths import create_parent_dir
+
+_PLAN = "plan.json"
+_OWN_FILES = re.compile(r"plan\.json|merged|(part-\d{5,}|merge)\.claim|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp")
+
+
+@dataclass
+class Partition:
+    """Partition that is being written: by JSON key a writer and, for deduplication, the band keys of successive documents."""
+
+    writers: list[IndexedWriter]
+    band_keys: list[list[np.ndarray]]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class WorkFolder:
+    """Partitions 0..count-1 in a folder of `plan`, on which their content depends, with a field per flag.
+
+    Each has a .bin and .idx per key and a JSON record of plan, counts and hashes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: dict[str, Any],
+        keys: Sequence[str],
+        dtype: str,
+        count: int,
+        deduplication: Deduplication | None = None,
+    ) -> None:
+        self.path = Path(os.path.realpath(path))  # a link is not renamed
+        self.count = count
+        self._plan = json.loads(json.dumps(plan))
+        self._digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        self._keys = keys
+        self._dtype = dtype
+        self._deduplication = deduplication
+        self._suffixes = ("bin", "idx") if deduplication is None else ("bin", "idx", "keys")
+        self._claims = ClaimFolder(self.path)
+
+    def open(self) -> None:
+        """Join the processes that work in the folder, or create it; InputError for foreign files or another plan.
+
+        The folder appears with its plan by one rename.
+        """
+        plan = self.path / _PLAN
+        while True:
+            if not self._list_names():
+                self._create()
+            if plan.exists():
+                self._check_plan(plan)
+                return
+            if self.path.exists():  # it appears with its plan and goes as a whole, so that the files are of somebody else
+                raise InputError(
+                    f"{self.path}: holds no {_PLAN} of a corpus, expected the one next to its partitions; "
+                    "choose another --output-prefix"
+                )
+
+    def is_gone(self) -> bool:
+        """Return whether there is no folder of this plan: it was removed after the merge, or replaced."""
+        return read_json_or_empty(self.path / _PLAN) != self._plan
+
+    def missing_partitions(self) -> list[int]:
+        """Return the numbers, from 0, of partitions that are not complete."""
+        return [number for number in range(self.count) if not self.is_complete(number)]
+
+    def is_complete(self, number: int) -> bool:
+        """Return whether a partition has a valid JSON record of this plan, and files of the recorded sizes."""
+        return self._read_record(number) is not None
+
+    def acquire(self, number: int | None) -> Claim | None:
+        """Return a claim on a partition, or on the merge if None; None if a live process holds it; InputError if unwritable.
+
+        Raises FileNotFoundError if the folder is gone.
+        """
+        try:
+            return self._claims.acquire("merge" if number is None else self._name(number))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written to: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def new_partition(self, number: int) -> Iterator[Partition]:
+        """Yield a partition to fill, whose files appear after the block, the record last, or not at all.
+
+        Raises InputError if the folder is gone.
+        """
+
+        def check() -> None:
+            if self.is_gone():
+                raise InputError(f"{self.path}: was removed by another process; run the same command again")
+
+        files = self._files(number)
+        keys = len(self._keys)
+        with (
+            atomic_files(*files, self._record_path(number), before_rename=check) as [*temporary, record],
+            open_writers(temporary[: 2 * keys], self._dtype) as writers,
+        ):
+            band_keys: list[list[np.ndarray]] = [] if self._deduplication is None else [[] for _ in self._keys]
+            partition = Partition(writers, band_keys)
+            yield partition
+            hashes = [writer.finish() for writer in writers]
+            for path, arrays, hashed in zip(temporary[2 * keys :], band_keys, hashes, strict=False):
+                with open(path, "wb") as stream:
+                    np.save(stream, np.concatenate([self._deduplication([]), *arrays], axis=2))
+                hashed["keys"] = compute_sha256(path)
+            sizes = [path.stat().st_size for path in temporary]
+            content = {"plan": self._digest, "counts": partition.counts, "sha256": hashes, "bytes": sizes}
+            record.write_text(json.dumps(content) + "\n")
+
+    def merge(self, writers: Sequence[IndexedWriter]) -> tuple[dict[str, int], list[int]]:
+        """Append all partitions to `writers`, one per key, without duplicates if these are to be removed.
+
+        Returns the sums of the partitions' counts and the number of duplicates of each key. Raises InputError if a partition
+        changed or is missing.
+        """
+        if missing := self.missing_partitions():
+            raise InputError(f"{self._record_path(missing[0])}: changed after it was written; run the same command again")
+        records = [self._read_record(number) for number in range(self.count)]
+        keeps = [self._find_kept(place, records) for place in range(len(self._keys))]
+        removed = [0] * len(self._keys)
+        done = 0
+        with ProgressLine("merging the partitions", sum(sum(record["bytes"]) for record in records)) as progress:
+            for number, record in enumerate(records):
+                files = self._files(number)
+                for place, (writer, hashes) in enumerate(zip(writers, record["sha256"], strict=True)):
+                    mask = keeps[place][number]
+                    with self._name_record_in_errors(number):
+                        writer.append_corpus(files[place], files[len(writers) + place], hashes, mask)
+                    removed[place] += 0 if mask is None else int((~mask).sum())
+                done += sum(record["bytes"])
+                progress.update(done)
+        counts = {name: sum(record["counts"][name] for record in records) for name in records[0]["counts"]}
+        return counts, removed
+
+    def record_merge(self, hashes: dict[str, str]) -> None:
+        """Write `hashes`, the sha256 by file name of the outputs to rename next, to the work folder's file `merged`."""
+        atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
+
+    def remove(self) -> None:
+        """Remove the folder after the merge. Raises InputError if that fails."""
+        try:
+            if not self.is_gone():
+                _remove_folder(self.path)
+        except FileNotFoundError:  # another process merged too, after a pause of this one
+            return
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be removed: {error.strerror}; the corpus is complete without it") from None
+
+    def leave(self) -> int:
+        """Return the number of partitions after an error; remove the folder if it holds none and no claim."""
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            names = [name for name in os.listdir(self.path) if not name.startswith(".")]
+            if names == [_PLAN] and not self.is_gone():
+                _remove_folder(self.path)
+        return self.count - len(self.missing_partitions())
+
+    def _find_kept(self, place: int, records: Sequence[dict[str, Any]]) -> Sequence[np.ndarray | None]:
+        """Return bool[documents] for each partition: which documents of key number `place` stay; None if all."""
+        if self._deduplication is None:
+            return [None] * len(records)
+        paths = [self._files(number)[2 * len(self._keys) + place] for number in range(self.count)]
+        for number, (path, record) in enumerate(zip(paths, records, strict=True)):
+            if compute_sha256(path) != record["sha256"][place]["keys"]:
+                with self._name_record_in_errors(number):
+                    raise InputError(f"{path}: sha256 differs from the recorded one; the file has changed since it was written")
+        sizes = [np.load(path, mmap_mode="r").shape[2] for path in paths]
+        duplicates = find_duplicates(
+            sum(sizes), self._deduplication.bands, lambda band: (np.load(path, mmap_mode="r")[band] for path in paths)
+        )
+        return np.split(~duplicates, np.cumsum(sizes)[:-1])
+
+    def _name(self, number: int) -> str:
+        """Return the name of a partition, with which all of its files begin."""
+        return f"part-{number + 1:05}"
+
+    def _files(self, number: int) -> list[Path]:
+        """Return the .bin of each key, then the .idx of each, then with deduplication the .keys of each."""
+        return [self.path / f"{self._name(number)}-{key}.{suffix}" for suffix in self._suffixes for key in self._keys]
+
+    def _record_path(self, number: int) -> Path:
+        """Return the path of the JSON record of a partition."""
+        return self.path / f"{self._name(number)}.json"
+
+    @contextlib.contextmanager
+    def _name_record_in_errors(self, number: int) -> Iterator[None]:
+        """Append to an InputError of the block how to write the partition again."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"{error}; remove {self._record_path(number)} and run the same command again") from None
+
+    def _read_record(self, number: int) -> dict[str, Any] | None:
+        """Return the record of a partition, or None if it is missing, invalid, of another plan or of other file sizes."""
+        try:
+            record = read_json_object(self._record_path(number))
+            is_complete = record["plan"] == self._digest
+            is_complete &= record["bytes"] == [path.stat().st_size for path in self._files(number)]
+            is_complete &= [sorted(hashes) for hashes in record["sha256"]] == [list(self._suffixes)] * len(self._keys)
+            is_complete &= all(type(value) is str for hashes in record["sha256"] for value in hashes.values())
+            return record if is_complete and all(type(count) is int for count in record["counts"].values()) else None
+        except (OSError, InputError, KeyError, TypeError, AttributeError):
+            return None
+
+    def _list_names(self) -> list[str]:
+        """Return the names in the folder, none if it is missing. Raises InputError for a foreign file."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read: {error.strerror}") from None
+        if foreign := sorted(name for name in names if not _OWN_FILES.fullmatch(name)):
+            raise InputError(
+                f"{self.path}: holds `{foreign[0]}`, expected only partitions of a corpus; choose another --output-prefix"
+            )
+        return names
+
+    def _check_plan(self, path: Path) -> None:
+        """Raise InputError with the first field of the stored plan that differs from this plan."""
+        stored_plan = read_json_object(path, f"the plan of the partitions next to it; remove {self.path}")
+        for name in dict.fromkeys([*self._plan, *stored_plan]):
+            stored = json.dumps(stored_plan.get(name))
+            requested = json.dumps(self._plan.get(name))
+            if stored != requested:
+                raise InputError(
+                    f"{path}: field `{name}`: found {stored[:80]}, expected {requested[:80]}; "
+                    f"give the first command's flags to resume it, or remove {self.path}"
+                )
+
+    def _create(self) -> None:
+        """Create the folder with its plan by a rename, unless another process does so first. Raises InputError."""
+        create_parent_dir(self.path, "--output-prefix")
+        temporary = temporary_path(self.path)
+        try:
+            temporary.mkdir()
+            plan = temporary / _PLAN
+            plan.write_text(json.dumps(self._plan, indent=2) + "\n", encoding="utf-8")
+            fsync_path(plan)
+            os.rename(temporary, self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise InputError(f"{self.path}: cannot be written to: {error.strerror}") from None
+        finally:
+            remove_path(temporary)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Rename the folder, so that no half-deleted one can be mistaken for a work folder, and delete it."""
+    rubbish = temporary_path(folder)
+    os.rename(folder, rubbish)
+    shutil.rmtree(rubbish, ignore_errors=True)
+    if rubbish.exists():  # NFS keeps files that a process overtaken in a pause still has open
+        print_rank_0(f"{rubbish}: cannot be removed completely; remove it")
