@@ -1,34 +1,22 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike. ModernBERT, its
-decoder and Gemma 3 have their own layers and names, NeoBERT only its own names (`megaenc.convert.families`,
-`megaenc.convert.param_mapping`).
+Their layers and fields are in `megaenc.convert.families`, the names of their weights in `megaenc.convert.param_mapping`.
 """
 
 import json
-import math
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from megaenc.convert.families import gemma3, modernbert, neobert
+from megaenc.convert.families import gemma3, llama, modernbert, neobert
 from megaenc.errors import InputError
-from megaenc.hf.checkpoint import check_positive, shorten_repr
+from megaenc.hf.checkpoint import shorten_repr
 from megaenc.hf.model import build_hf_config, is_causal_decoder, register_neobert
-from megaenc.model.config import ADDED_OPTIONS, ModelConfig
+from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
-_FIELDS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "rms_norm_eps": "norm_epsilon",
-    "initializer_range": "init_method_std",
-}
-"""Fields of config.json with another name in ModelConfig."""
 _SPECIAL_IDS = (
     "bos_token_id",
     "eos_token_id",
@@ -39,25 +27,6 @@ _SPECIAL_IDS = (
 )
 SOURCE_FIELDS = ("classifier_pooling", *_SPECIAL_IDS)
 """Fields of a source's config.json that exports keep if their family accepts them."""
-# megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Options of YaRN whose only supported value is transformers' default.
-_YARN = {"beta_fast": (None, 32), "beta_slow": (None, 1), "mscale_all_dim": (None, 0), "truncate": (True,)}
-# Options of a model that Llama and its like lack, for errors.
-_OTHER_LAYERS = {
-    "normalization": "LayerNorm",
-    "activation": "GELU",
-    "window_size": "attention windows",
-    "embedding_norm": "norm of the embedding",
-    "prediction_head": "prediction head",
-    "output_layer_bias": "bias of the output layer",
-    "rotary_seq_len_interpolation_factor": "linearly scaled rotary positions",
-    "query_pre_attn_scalar": "scaling of queries",
-    "apply_layernorm_1p": "norms by weight + 1",
-    "post_norms": "norms after attention and MLP",
-    "scale_embedding": "scaling of the embedding",
-}
-_OWN_LAYERS = {module.MODEL_TYPE: module for module in (modernbert, neobert, gemma3)} | {modernbert.DECODER_TYPE: modernbert}
 
 
 @dataclass(frozen=True)
@@ -65,6 +34,7 @@ class ModelFamily:
     """Family of Hugging Face models (a model type): transformers' class, attention biases and norms, encoder or decoder."""
 
     model_type: str
+    layers: ModuleType  # of megaenc.convert.families: options of the layers, and their fields in config.json
     architecture: str  # transformers' class with output layer; for NeoBERT, the Hub's
     # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
@@ -89,20 +59,21 @@ class ModelFamily:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
         if attention not in self.attentions:
             return f"{attention} attention"
-        if own := _OWN_LAYERS.get(self.model_type):
-            return own.unsupported_feature(model)
         if model.qk_layernorm != self.qk_norms:
             return "norms of queries and keys" if model.qk_layernorm else "queries and keys without norms"
         if model.add_qkv_bias and self.qkv_bias == "never":
             return "biases of queries, keys and values"
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
-        return next((text for name, text in _OTHER_LAYERS.items() if getattr(model, name) != ADDED_OPTIONS[name]), None)
+        for name, (value, text) in self.layers.FIXED.items():
+            if getattr(model, name) != value:
+                return text
+        return self.layers.find_other_shape(model)
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
         """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
-        has_bias = self.model_type in _OWN_LAYERS and self.model_type != gemma3.MODEL_TYPE
-        return model if has_bias else replace(model, output_layer_bias=False)
+        has_none = self.layers.FIXED.get("output_layer_bias", (True,))[0] is False
+        return replace(model, output_layer_bias=False) if has_none else model
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
@@ -114,17 +85,19 @@ class ModelFamily:
 FAMILIES = {
     family.model_type: family
     for family in (
-        ModelFamily("eurobert", "EuroBertForMaskedLM", "optional", is_encoder=True, poolings=("bos", "mean", "late")),
-        ModelFamily("llama", "LlamaForCausalLM", "optional"),
-        ModelFamily("mistral", "MistralForCausalLM", "never"),
-        ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
-        ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
-        ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True, poolings=("cls", "mean")),
-        ModelFamily(modernbert.DECODER_TYPE, "ModernBertDecoderForCausalLM", "never"),
-        ModelFamily(neobert.MODEL_TYPE, "NeoBERTLMHead", "never", is_encoder=True),
-        ModelFamily(gemma3.MODEL_TYPE, "Gemma3ForCausalLM", "never"),
+        ModelFamily("eurobert", llama, "EuroBertForMaskedLM", "optional", is_encoder=True, poolings=("bos", "mean", "late")),
+        ModelFamily("llama", llama, "LlamaForCausalLM", "optional"),
+        ModelFamily("mistral", llama, "MistralForCausalLM", "never"),
+        ModelFamily("qwen2", llama, "Qwen2ForCausalLM", "always"),
+        ModelFamily("qwen3", llama, "Qwen3ForCausalLM", "optional", qk_norms=True),
+        ModelFamily(
+            modernbert.MODEL_TYPE, modernbert, "ModernBertForMaskedLM", "never", is_encoder=True, poolings=("cls", "mean")
+        ),
+        ModelFamily(modernbert.DECODER_TYPE, modernbert, "ModernBertDecoderForCausalLM", "never"),
+        ModelFamily(neobert.MODEL_TYPE, neobert, "NeoBERTLMHead", "never", is_encoder=True),
+        ModelFamily(gemma3.MODEL_TYPE, gemma3, "Gemma3ForCausalLM", "never", qk_norms=True),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
-        ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
+        ModelFamily("sl_model", llama, "", "optional", is_encoder=True, export_as="eurobert"),
     )
 }
 KNOWN_FAMILIES = ", ".join(FAMILIES)
@@ -162,87 +135,20 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
-    if own := _OWN_LAYERS.get(family.model_type):
-        return _check_shape(own.to_model_config(config, file), file)
-    _check_supported_layers(config, file)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    optional_bias = family.qkv_bias == "optional" and bool(config.attention_bias)
-    shape = ModelConfig(
-        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
-        kv_channels=None if head_dim * heads == config.hidden_size else head_dim,
-        add_qkv_bias=family.qkv_bias == "always" or optional_bias,
+    layers = family.layers
+    options = layers.read_fields(config, file)
+    options |= {name: value for name, (value, _) in layers.FIXED.items()}
+    options |= {ours: getattr(config, theirs) for theirs, ours in layers.FIELDS.items()}
+    model = ModelConfig(
+        **options,
+        add_qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "optional" and bool(config.attention_bias)),
         qk_layernorm=family.qk_norms,
-        **_read_rotary_fields(config.rope_parameters, file),
-        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
-    return _check_shape(shape, file)
-
-
-def _check_shape(shape: ModelConfig, file: str) -> ModelConfig:
-    """Return `shape`; InputError, naming `file`, if it is invalid."""
     try:
-        shape.check()
+        model.check()
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    return shape
-
-
-def _check_supported_layers(config: Any, file: str) -> None:
-    """Raise InputError, naming `file` and field, if `config` has layers that are not supported here."""
-    if getattr(config, "mlp_bias", False):
-        raise InputError(f"{file}: field `mlp_bias`: found true, expected false")
-    if config.hidden_act != "silu":
-        raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu")
-    window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
-    for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
-        check_positive(getattr(config, name), name, file)
-    kinds = getattr(config, "layer_types", None) or ()
-    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers have the window
-    if window is not None and window < context and windowed:
-        raise InputError(
-            f"{file}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
-            "`max_position_embeddings`, as attention here has no window; set `max_position_embeddings` to "
-            f"{window} there to read no more tokens than the window"
-        )
-    for kind in kinds:
-        if kind != "full_attention" and window is None:  # a window as long as the context has no effect
-            raise InputError(f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
-
-
-def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the rotary fields of ModelConfig for `rope_parameters` of a config.json."""
-    kind = rope.get("rope_type")
-    if kind not in ("default", "llama3", "yarn"):
-        raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, llama3 or yarn")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
-    base = {"rotary_base": check_positive(rope.get("rope_theta"), "rope_theta", file)}
-    if kind == "default":
-        return base
-    if kind == "yarn":
-        return base | _read_yarn_fields(rope, file)
-    for name, expected in _LLAMA3.items():
-        if rope.get(name) != expected:
-            raise InputError(
-                f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
-            )
-    return base | {"use_rope_scaling": True, "rope_scaling_factor": check_positive(rope.get("factor"), "factor", file)}
-
-
-def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig for `rope_parameters` of type yarn; InputError for options without a flag."""
-    factor = check_positive(rope.get("factor"), "factor", file)
-    context = check_positive(rope.get("original_max_position_embeddings"), "original_max_position_embeddings", file)
-    if not context.is_integer():
-        raise InputError(f"{file}: field `original_max_position_embeddings`: found {context}, expected a whole number")
-    for name, values in _YARN.items():
-        if (value := rope.get(name, values[0])) not in values:
-            raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, the default of YaRN")
-    default, scale = 0.1 * math.log(max(factor, 1)) + 1, rope.get("attention_factor")
-    if scale is not None and not (isinstance(scale, int | float) and math.isclose(scale, default, rel_tol=1e-6)):
-        raise InputError(f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, that of YaRN")
-    return {"yarn_rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": int(context)}
+    return model
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
@@ -292,8 +198,13 @@ def build_export_config(
     pad = tokenizer.pad_token_id
     bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    own = _OWN_LAYERS.get(family.model_type)
-    values = own.export_fields(model, tokenizer, attention) if own else _llama_fields(family, model)
+    layers = family.layers
+    values = {theirs: getattr(model, ours) for theirs, ours in layers.FIELDS.items()}
+    values |= layers.export_fields(model, tokenizer, attention)
+    if family.qkv_bias == "optional":
+        values["attention_bias"] = model.add_qkv_bias
+    if family.model_type == "mistral":
+        values["sliding_window"] = None
     values |= dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,
@@ -308,7 +219,7 @@ def build_export_config(
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["use_cache"] = False  # keys of a text read both ways are of no use later, and cannot go to ONNX
-        if not own:
+        if layers is llama:
             values["is_causal"] = False
     source = source or {}
     if source.get("classifier_pooling") in family.poolings and family.is_encoder:
@@ -352,20 +263,3 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
         reason = "as in the tokenizer" if is_role else f"which this {config.model_type} model cannot have"
         lines.append(f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came in, {reason}")
     return lines
-
-
-def _llama_fields(family: ModelFamily, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config.json that describe the layers of `model` in a family of Llama's layers."""
-    rope = {"rope_type": "default", "rope_theta": model.rotary_base}
-    if model.use_rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
-    if model.yarn_rotary_scaling_factor is not None:
-        context = model.yarn_original_max_position_embeddings
-        rope |= {"rope_type": "yarn", "factor": model.yarn_rotary_scaling_factor, "original_max_position_embeddings": context}
-    values = {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()}
-    values |= {"head_dim": model.head_dim, "hidden_act": "silu", "rope_parameters": rope}
-    if family.qkv_bias == "optional":
-        values["attention_bias"] = model.add_qkv_bias
-    if family.model_type == "mistral":
-        values["sliding_window"] = None
-    return values

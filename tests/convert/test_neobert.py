@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import EuroBertForMaskedLM
 
+from megaenc.convert.architectures import FAMILIES, to_model_config
 from megaenc.convert.command import main
-from megaenc.convert.families.neobert import to_model_config
 from megaenc.hf.neobert_model import NeoBERTConfig, NeoBERTLMHead
 from megaenc.model.config import get_preset
 
@@ -65,4 +65,5 @@ def test_flops_are_those_of_its_products():
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(48)[None])
-    assert to_model_config(model.config, "").training_flops(410, 48, [(0, 48, 48)]) == 3 * counter.get_total_flops()
+    shape = to_model_config(model.config, FAMILIES["neobert"], "")
+    assert shape.training_flops(410, 48, [(0, 48, 48)]) == 3 * counter.get_total_flops()

@@ -7,17 +7,18 @@ config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT
 from collections.abc import Callable
 from typing import Any
 
+from megaenc.convert.families import llama
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.hf.model import FULL, LOCAL
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
-MODEL_TYPE, DECODER_TYPE = "modernbert", "modernbert-decoder"
-
+MODEL_TYPE = "modernbert"
+DECODER_TYPE = "modernbert-decoder"
 DECODER_IDS = ("bos_token_id", "cls_token_id", "sep_token_id")
 """Special token ids that the config.json of a decoder must have."""
-_FIELDS = {
+FIELDS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
@@ -30,38 +31,18 @@ _FIELDS = {
 }
 """Fields of config.json with another name in ModelConfig."""
 ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
-ABSENT_OPTIONS = {
-    "use_rope_scaling": (False, "scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
-    "rotary_seq_len_interpolation_factor": (None, "scaled rotary positions"),
-    "query_pre_attn_scalar": (None, "scaling of queries"),
-    "apply_layernorm_1p": (False, "norms by weight + 1"),
-    "post_norms": (False, "norms after attention and MLP"),
-    "scale_embedding": (False, "scaling of the embedding"),
-}
-"""Options of other families, with the value of a model that has none of them and the text of any other for errors."""
-# Each option that has one value in this family, and the text of any other for errors.
-_FIXED = {
+FIXED = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "embedding_norm": (True, "embedding without norm"),
     "prediction_head": (True, "output without prediction head"),
-    "add_qkv_bias": (False, "biases of queries, keys and values"),
-    "qk_layernorm": (False, "norms of queries and keys"),
-    **ABSENT_OPTIONS,
+    "use_rope_scaling": (False, "scaled rotary positions"),
+    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
+    **llama.ABSENT_OPTIONS,
 }
+"""Each option that has one value in this family, and the text of any other for errors."""
 
 
-def unsupported_feature(model: ModelConfig) -> str | None:
-    """Return, as text, a feature of `model` that ModernBERT and its decoder lack; None if they have all."""
-    return find_other_value(model, _FIXED) or find_other_heads(model)
-
-
-def find_other_value(model: ModelConfig, fixed: dict[str, tuple[Any, str]]) -> str | None:
-    """Return the text of the first option in `fixed`, {name: (value, text)}, that has another value in `model`, or None."""
-    return next((text for name, (value, text) in fixed.items() if getattr(model, name) != value), None)
-
-
-def find_other_heads(model: ModelConfig) -> str | None:
+def find_other_shape(model: ModelConfig) -> str | None:
     """Return, as text, how the heads of `model` differ from those of equal number that share the hidden size, or None."""
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
@@ -70,8 +51,8 @@ def find_other_heads(model: ModelConfig) -> str | None:
     return None
 
 
-def to_model_config(config: Any, file: str) -> ModelConfig:
-    """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
+def read_fields(config: Any, file: str) -> dict[str, Any]:
+    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
     is_encoder = config.model_type == MODEL_TYPE
     if not is_encoder and not getattr(config, "is_causal", True):
         raise InputError(f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal")
@@ -86,13 +67,11 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
         check_positive(getattr(config, name), name, file)
     bases = {kind: read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (FULL, LOCAL)}
     read_window = _read_window if is_encoder else _read_causal_window
-    return ModelConfig(
-        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
-        **{name: value for name, (value, _) in _FIXED.items()},
-        num_query_groups=config.num_attention_heads,
-        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+    return {
+        "num_query_groups": config.num_attention_heads,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         **read_layer_types(config.layer_types, bases, lambda: read_window(config, file), file),
-    )
+    }
 
 
 def check_activation(name: Any, file: str) -> None:
@@ -157,9 +136,9 @@ def _read_causal_window(config: Any, file: str) -> int:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `to_model_config`."""
+    """Return the other fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `read_fields`."""
     window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)  # unused without local layers
-    return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
+    return {
         "classifier_activation": model.activation,
         "local_attention": 2 * window,
         **layer_type_fields(model),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_heads, find_other_value
+from megaenc.convert.families import llama, modernbert
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.model.config import ModelConfig
@@ -17,8 +17,10 @@ _AUTO_MAP = {
     "AutoModelForMaskedLM": f"{HUB_CODE}--model.NeoBERTLMHead",
     "AutoModelForSequenceClassification": f"{HUB_CODE}--model.NeoBERTForSequenceClassification",
 }
-_ROTARY_BASE, _MULTIPLE = 10000.0, 8  # constants of its code: positions, and the width inside the MLP
-_FIELDS = {
+# Constants of its code: base period of the positions, and what divides the width inside the MLP.
+_ROTARY_BASE = 10000.0
+_MULTIPLE = 8
+FIELDS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -34,33 +36,26 @@ _VARIANTS = {
     "rope_theta": _ROTARY_BASE,
     "tie_word_embeddings": False,
 }
-# Each option that has one value in this family, and the text of any other for errors.
-_FIXED = {
-    "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": ("silu", "GELU"),
-    "window_size": (None, "attention windows"),
-    "embedding_norm": (False, "norm of the embedding"),
-    "prediction_head": (False, "prediction head"),
+FIXED = {
+    **llama.FIXED,
     "output_layer_bias": (True, "output layer without bias"),
     "untie_embeddings_and_output_weights": (True, "output layer that shares the embedding"),
-    "add_qkv_bias": (False, "biases of queries, keys and values"),
-    "qk_layernorm": (False, "norms of queries and keys"),
-    **ABSENT_OPTIONS,
+    "use_rope_scaling": (False, "scaled rotary positions"),
+    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
     "rotary_base": (_ROTARY_BASE, "base period of the rotary positions other than 10,000"),
 }
+"""Each option that has one value in this family, and the text of any other for errors."""
 
 
-def unsupported_feature(model: ModelConfig) -> str | None:
+def find_other_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all."""
-    if other := find_other_value(model, _FIXED) or find_other_heads(model):
-        return other
     if model.ffn_hidden_size % _MULTIPLE:
         return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
-    return None
+    return modernbert.find_other_shape(model)
 
 
-def to_model_config(config: Any, file: str) -> ModelConfig:
-    """Return the ModelConfig of a NeoBERTConfig; InputError, naming file and field, for unsupported features."""
+def read_fields(config: Any, file: str) -> dict[str, Any]:
+    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
     from megaenc.hf.neobert_model import inner_size  # here, because transformers takes seconds
 
     for name, expected in _VARIANTS.items():
@@ -76,17 +71,15 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
     if getattr(config, "dim_head", width) != width:
         text = shorten_repr(config.dim_head)
         raise InputError(f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads")
-    return ModelConfig(
-        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
-        **{name: value for name, (value, _) in _FIXED.items()},
-        num_query_groups=config.num_attention_heads,
-        ffn_hidden_size=inner_size(config.intermediate_size),
-    )
+    return {
+        "num_query_groups": config.num_attention_heads,
+        "ffn_hidden_size": inner_size(config.intermediate_size),
+    }
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the fields of a NeoBERT config.json for `model`, which depend on nothing else; inverse of `to_model_config`."""
-    return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
+    """Return the other fields of a NeoBERT config.json for `model`, which depend on nothing else; inverse of `read_fields`."""
+    return {
         "intermediate_size": model.ffn_hidden_size * 3 // 2,
         "dim_head": model.head_dim,
         "embedding_init_range": model.init_method_std,
