@@ -6,6 +6,7 @@ Files are read once, in chunks, so that memory does not grow with the corpus.
 import hashlib
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,8 @@ def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[in
     tokens = _check_sequences(prefix, index, dtype.itemsize)
     _check_documents(prefix, index)
     check_bin_size(prefix, tokens * dtype.itemsize)
-    documents, sequences = len(index.documents) - 1, len(index.lengths)
+    documents = len(index.documents) - 1
+    sequences = len(index.lengths)
     metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
     if metadata:
         counts = {"documents": documents, "sequences": sequences, "tokens": tokens}
@@ -88,8 +90,10 @@ def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[in
     if complaint := _compare_hash(digest, metadata, "idx"):
         raise InputError(f"{prefix}.idx: {complaint}")
 
-    checker, digest = _TokenChecker(index, dtype, tokens, metadata, vocabulary), hashlib.sha256()
-    complaint, start = "", 0
+    checker = _TokenChecker(index, dtype, tokens, metadata, vocabulary)
+    digest = hashlib.sha256()
+    complaint = ""
+    start = 0
     for chunk in _read_chunks(f"{prefix}.bin", digest, tick):
         complaint = complaint or checker(chunk.view(dtype), start)
         start += len(chunk) // dtype.itemsize
@@ -154,18 +158,19 @@ class _TokenChecker:
     def __init__(
         self, index: IndexArrays, dtype: np.dtype, tokens: int, metadata: CorpusMetadata | None, vocabulary: Vocabulary | None
     ):
-        self.dtype, self.tokens, self._index = dtype, tokens, index
+        self.dtype = dtype
+        self.tokens = tokens
+        self._index = index
         self._limit = metadata.vocab_size if metadata else vocabulary.size if vocabulary else None
         special = metadata.surrounding_tokens if metadata else SpecialTokens()
-        places = [*enumerate(special.before), *enumerate(special.after, -len(special.after))]
-        self._edge_checkers = [_EdgeChecker(self._iterate_document_ends(), place, token) for place, token in places]
+        # Place of each special token in its document, from the end if it is negative.
+        self._special = [*enumerate(special.before), *enumerate(special.after, -len(special.after))]
+        self._documents = range(len(index.documents) - 1)
+        self._first_document = 0  # that does not end before the next chunk
 
     def __call__(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first error in `chunk`, tokens start..start+n-1 of the corpus, or an empty string."""
-        complaint = self._check_ids(chunk, start)
-        for check_edge in self._edge_checkers:
-            complaint = complaint or check_edge(chunk, start)
-        return complaint
+        return self._check_ids(chunk, start) or self._check_special_tokens(chunk, start)
 
     def _check_ids(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first token id outside the vocabulary, or an empty string."""
@@ -173,94 +178,43 @@ class _TokenChecker:
         if self._limit is None or int(unsigned.max()) < self._limit:
             return ""
         at = int((unsigned >= self._limit).argmax())
-        return (
-            f"{self._describe_position(start + at)}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
-        )
+        token = start + at
+        document = bisect_right(self._documents, token, key=self._find_end)
+        place = f"document {document}, token {token - self._find_end(document - 1)} (token {token:,} of the corpus)"
+        return f"{place}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
 
-    def _iterate_document_ends(self) -> Iterator[np.ndarray]:
-        """Yield the ends of the documents in batches, int64 in tokens from the start of the corpus."""
-        pointers = self._index.pointers
-        for first in range(1, len(self._index.documents), _ENTRIES):
-            following = np.array(self._index.documents[first : first + _ENTRIES])  # first sequence after each document
-            ends = np.full(len(following), self.tokens, dtype=np.int64)
-            inside = following < len(pointers)
-            ends[inside] = pointers[following[inside]] // self.dtype.itemsize
-            yield ends
+    def _find_end(self, document: int) -> int:
+        """Return the end of a document in tokens from the start of the corpus; 0 for document -1."""
+        following = int(self._index.documents[document + 1])  # its first sequence
+        at_end = following == len(self._index.pointers)
+        return self.tokens if at_end else int(self._index.pointers[following]) // self.dtype.itemsize
 
-    def _describe_position(self, token: int) -> str:
-        """Format the position of a token, given by its number in the corpus, as document and token."""
-        documents = begin = 0
-        for ends in self._iterate_document_ends():
-            at = int(np.searchsorted(ends, token, side="right"))
-            begin = int(ends[at - 1]) if at else begin
-            documents += at
-            if at < len(ends):
-                break
-        return f"document {documents}, token {token - begin} (token {token:,} of the corpus)"
-
-
-class _EdgeChecker:
-    """Checker of one special token of each document.
-
-    It is called with the chunks of a .bin in order.
-    """
-
-    def __init__(self, document_ends: Iterator[np.ndarray], place: int, token: int):
-        """Build a checker of `token` at index `place` of each document.
-
-        `place` counts from the end if it is negative.
-        """
-        self._remaining_ends = document_ends
-        self._place, self._token = place, token
-        self._starts = np.empty(0, np.int64)  # of documents that were read ahead
-        self._ends = np.empty(0, np.int64)
-        self._last_end = 0
-        self._checked_documents = 0
-
-    def __call__(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first wrong document in `chunk`, or ''.
-
-        `chunk` holds the tokens from number `start` of the corpus on.
-        """
+    def _check_special_tokens(self, chunk: np.ndarray, start: int) -> str:
+        """Return a description of the first document that lacks one of its special tokens in `chunk`, or an empty string."""
         stop = start + len(chunk)
-        while not len(self._ends) or self._positions[-1] < stop:
-            ends = next(self._remaining_ends, None)
-            if ends is None:
-                break
-            self._starts = np.concatenate([self._starts, [self._last_end], ends[:-1]])
-            self._ends = np.concatenate([self._ends, ends])
-            self._last_end = int(ends[-1])
-        positions = self._positions
-        count = int(np.searchsorted(positions, stop))
-        positions = positions[:count]
-        starts, self._starts = np.split(self._starts, [count])
-        ends, self._ends = np.split(self._ends, [count])
-        needed = self._place + 1 if self._place >= 0 else -self._place
-        is_missing = ends - starts < needed
-        tokens = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
-        is_wrong = is_missing | (tokens != self._token)
-        if not is_wrong.any():
-            self._checked_documents += count
+        first = self._first_document
+        if not self._special or first == len(self._documents):
             return ""
-        at = int(is_wrong.argmax())
-        return f"document {self._checked_documents + at}: {self._describe(is_missing[at], tokens[at], positions[at])}"
-
-    @property
-    def _positions(self) -> np.ndarray:
-        """Return the checked token's number of each document that was read ahead.
-
-        In a document that is too short it is before or at its last token.
-        """
-        if self._place < 0:
-            return self._ends + self._place
-        return np.minimum(self._starts + self._place, self._ends - 1)
-
-    def _describe(self, is_missing: bool, token: int, position: int) -> str:
-        """Describe a wrong token, or that the document has none at the place."""
-        name = {-1: "last token", 0: "first token"}.get(self._place, f"token {self._place}")
-        actual = "no token" if is_missing else f"id {token} as its {name} ({position:,} of the corpus)"
-        expected = f"it to end with {self._token} (`eod`" if self._place == -1 else f"{self._token} (`special_tokens`"
-        return f"found {actual}, expected {expected} in the .json)"
+        # Documents that begin and end in the chunk, at its borders, or beyond them.
+        last = bisect_right(self._documents, stop, lo=first, key=self._find_end) + 1
+        following = np.array(self._index.documents[first + 1 : last + 1])
+        inside = following < len(self._index.pointers)
+        ends = np.full(len(following), self.tokens, dtype=np.int64)
+        ends[inside] = self._index.pointers[following[inside]] // self.dtype.itemsize
+        starts = np.append(self._find_end(first - 1), ends[:-1])
+        self._first_document = first + int(np.searchsorted(ends, stop))
+        for place, token in self._special:
+            positions = (starts if place >= 0 else ends) + place
+            is_missing = ends - starts < (place + 1 if place >= 0 else -place)
+            tokens = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
+            is_wrong = is_missing | ((tokens != token) & (positions >= start) & (positions < stop))
+            if is_wrong.any():
+                at = int(is_wrong.argmax())
+                name = {-1: "last token", 0: "first token"}.get(place, f"token {place}")
+                actual = "no token" if is_missing[at] else f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
+                expected = f"it to end with {token} (`eod`" if place == -1 else f"{token} (`special_tokens`"
+                return f"document {first + at}: found {actual}, expected {expected} in the .json)"
+        return ""
 
 
 def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:
@@ -306,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:
     """Verify one corpus with a progress bar and print its counts."""
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
+    done = 0
     total = sum(os.path.getsize(path) for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.isfile(path))
     with ProgressLine("verifying", total, closing=False) as progress:
 
