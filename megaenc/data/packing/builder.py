@@ -98,11 +98,13 @@ class RunData:
         """
         sources = find_corpora(data_path)
         prefixes = [prefix for source in sources for prefix in source.prefixes]
-        fractions, dataset_class = parse_split(split), PACKINGS[packing]
+        fractions = parse_split(split)
+        dataset_class = PACKINGS[packing]
         opened = {} if opened is None else opened
         open_corpora(prefixes, vocabulary, opened)
         corpora: dict[str, Corpus] = {}
-        train_datasets, held_out_datasets = [], {}
+        train_datasets = []
+        held_out_datasets = {}
         for prefix in prefixes:
             corpus = opened[index_path(prefix)]
             if corpus.fingerprint in corpora:
@@ -256,15 +258,6 @@ def split_corpus(
         train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
         return train, held_out, test
     return split_documents(len(corpus), fractions)
-
-
-def list_documents(corpus: Corpus, order: str = "documents") -> np.ndarray | DocumentBlocks:
-    """Return all documents of a corpus, in the form of `split_corpus`."""
-    if order == "blocks" and len(corpus) > MOST_SHUFFLED:
-        corpus.expect_random_reads()
-        size = choose_block_size(len(corpus))
-        return DocumentBlocks(size, np.arange(-(-len(corpus) // size)))
-    return np.arange(len(corpus))
 
 
 def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.block_stream import DocumentBlocks
-from megaenc.data.packing.builder import has_tokens, index_path, list_documents, open_corpora, split_corpus
+from megaenc.data.packing.builder import has_tokens, index_path, open_corpora, split_corpus
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -57,7 +57,7 @@ class ValidationSet:
     special_tokens: SpecialTokens
     documents: np.ndarray | DocumentBlocks
     split: str
-    """Split whose validation part `documents` are, unless they are all."""
+    """Split whose validation part `documents` are."""
     is_whole: bool
     """True if `documents` are all of the corpus."""
 
@@ -91,14 +91,13 @@ class ValidationSet:
         corpus = opened[index_path(prefix)]
         is_whole = corpus.fingerprint not in train_fingerprints
         if is_whole:
-            documents = list_documents(corpus, order)
-        else:
-            _, documents, _ = split_corpus(corpus, parse_split(split), order)
-            if not has_tokens(corpus, documents):
-                raise InputError(
-                    f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
-                    "expected another --split, or a corpus that the run does not train on"
-                )
+            split = "0,1,0"
+        _, documents, _ = split_corpus(corpus, parse_split(split), order)
+        if not has_tokens(corpus, documents):
+            raise InputError(
+                f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
+                "expected another --split, or a corpus that the run does not train on"
+            )
         return cls(name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, split, is_whole)
 
     def describe(self) -> str:
@@ -109,7 +108,7 @@ class ValidationSet:
     @property
     def identity(self) -> list[str]:
         """Return content hash and split, which together determine the text."""
-        return [self.corpus.fingerprint, "0,1,0" if self.is_whole else self.split]
+        return [self.corpus.fingerprint, self.split]
 
     def pack(self, seq_length: int) -> BlendedDataset:
         """Return the set's text in packs of `seq_length` tokens."""
