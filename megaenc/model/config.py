@@ -178,7 +178,8 @@ class ModelConfig:
         6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
         causal, s if bidirectional). In layers with a window, `visible_pairs` replaces the squares.
         """
-        window, local = self.window_size, self.local_layers
+        window = self.window_size
+        local = self.local_layers
         pairs = (self.num_layers - local) * (length * length + prefix * prefix)
         pairs += local * (visible_pairs(length, window) + visible_pairs(prefix, window))
         return 6 * self.query_size * pairs
@@ -210,78 +211,68 @@ class ModelConfig:
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""
-        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-        for name in names:
-            self._check_field(name, lambda value: value is None or value >= 1, "1 or more")
+        for names, is_valid, expected in _LIMITS:
+            for name in names:
+                value = getattr(self, name)
+                self._check_field(name, value is None or is_valid(value), expected)
         if self.kv_channels is None:
             self._check_multiple("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
             source = "--hidden-size / --num-attention-heads is" if self.kv_channels is None else "--kv-channels: found"
             raise InputError(f"{source} {self.head_dim}, expected an even head width for rotary positions")
-        for name in ("rotary_base", "norm_epsilon"):
-            self._check_field(name, lambda value: 0 < value < math.inf, "a number above 0")
-        self._check_field("rope_scaling_factor", lambda value: value >= 1, "1 or more")
-        if not self.use_rope_scaling:
-            self._check_field("rope_scaling_factor", ModelConfig.rope_scaling_factor.__eq__, "--use-rope-scaling with it")
-        self._check_yarn()
         self._check_multiple("num_attention_heads", self.num_query_groups, "--num-query-groups")
-        if self.normalization != "LayerNorm":
-            self._check_field("norm_bias", lambda value: not value, "--normalization LayerNorm with it")
-        else:
-            self._check_field("apply_layernorm_1p", lambda value: not value, "--normalization RMSNorm with it")
-        self._check_field("query_pre_attn_scalar", lambda value: value is None or value >= 1, "1 or more")
-        self._check_field(
-            "rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more"
-        )
-        self._check_window()
-        self._check_field("attention_output_dropout", lambda value: 0 <= value < 1, "0 or more and below 1")
-        self._check_field("init_cutoff", lambda value: 0 < value < math.inf, "a number above 0")
-        if self.init_method != "full_megatron":
-            self._check_field("init_cutoff", ModelConfig.init_cutoff.__eq__, "--init-method full_megatron with it")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
+        self._check_effects()
 
-    def _check_yarn(self) -> None:
-        """Raise InputError, naming the flag, for wrong options of YaRN, only one of them, or YaRN with --use-rope-scaling."""
-        factor, context = "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"
-        self._check_field(factor, lambda value: value is None or 1 <= value < math.inf, "1 or more")
-        self._check_field(context, lambda value: value is None or 1 <= value <= _LONGEST_CONTEXT, f"1 to {_LONGEST_CONTEXT:,}")
-        if self.yarn_rotary_scaling_factor is None:
-            self._check_field(context, lambda value: value is None, "--yarn-rotary-scaling-factor with it")
-            return
-        if self.yarn_original_max_position_embeddings is None:
-            self._check_field(factor, lambda value: value is None, "--yarn-original-max-position-embeddings with it")
-        for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
-            self._check_field(name, lambda value: not value, "only one of it and --yarn-rotary-scaling-factor")
-        for name in ("rotary_base", "local_rotary_base"):  # the formula divides by its logarithm
-            self._check_field(name, lambda value: value is None or value > 1, "more than 1 with --yarn-rotary-scaling-factor")
-
-    def _check_window(self) -> None:
-        """Raise InputError, naming the flag, for a wrong window, or an option of local layers in a model without them."""
-        self._check_field("window_size", lambda value: value is None or value >= 1, "1 or more")
-        if self.window_size is None:
-            for name in ("global_attn_every_n_layers", "local_rotary_base"):
-                self._check_field(name, lambda value: value is None, "--window-size with it")
-        self._check_field("global_attn_every_n_layers", lambda value: value is None or value >= 2, "2 or more")
-        self._check_field("local_rotary_base", lambda value: value is None or 0 < value < math.inf, "a number above 0")
-        if self.global_attn_every_n_layers is None:
-            without_effect = ["first_global_layer"]
-            if self.window_size is not None:  # no layer is global
-                without_effect += ["local_rotary_base", "rotary_seq_len_interpolation_factor"]
-            for name in without_effect:
-                default = getattr(ModelConfig, name)
-                self._check_field(name, lambda value, default=default: value == default, "--global-attn-every-n-layers with it")
-        else:
-            self._check_field("first_global_layer", lambda value: value >= 1, "1 or more")
+    def _check_effects(self) -> None:
+        """Raise InputError, naming the flag, for an option that has no effect, or no meaning, without another one."""
+        has_yarn = self.yarn_rotary_scaling_factor is not None
+        has_layer_norm = self.normalization == "LayerNorm"
+        has_window = self.window_size is not None
+        has_global_layers = self.global_attn_every_n_layers is not None
+        with_global_layers = "--global-attn-every-n-layers with it"
+        requirements = (
+            (self.use_rope_scaling, ("rope_scaling_factor",), "--use-rope-scaling with it"),
+            (has_yarn, ("yarn_original_max_position_embeddings",), "--yarn-rotary-scaling-factor with it"),
+            (
+                self.yarn_original_max_position_embeddings is not None,
+                ("yarn_rotary_scaling_factor",),
+                "--yarn-original-max-position-embeddings with it",
+            ),
+            (
+                not has_yarn,
+                ("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+                "only one of it and --yarn-rotary-scaling-factor",
+            ),
+            (has_layer_norm, ("norm_bias",), "--normalization LayerNorm with it"),
+            (not has_layer_norm, ("apply_layernorm_1p",), "--normalization RMSNorm with it"),
+            (has_window, ("global_attn_every_n_layers", "local_rotary_base"), "--window-size with it"),
+            (has_global_layers, ("first_global_layer",), with_global_layers),
+            # With a window and no global layer, all layers are local.
+            (
+                has_global_layers or not has_window,
+                ("local_rotary_base", "rotary_seq_len_interpolation_factor"),
+                with_global_layers,
+            ),
+            (self.init_method == "full_megatron", ("init_cutoff",), "--init-method full_megatron with it"),
+        )
+        for is_met, names, expected in requirements:
+            for name in names:
+                self._check_field(name, is_met or getattr(self, name) == getattr(ModelConfig, name), expected)
+        if has_yarn:
+            for name in ("rotary_base", "local_rotary_base"):  # the formula divides by its logarithm
+                value = getattr(self, name)
+                self._check_field(name, value is None or value > 1, "more than 1 with --yarn-rotary-scaling-factor")
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
         """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""
-        self._check_field(name, lambda value: value % divisor == 0, f"a multiple of {divisor_flag} {divisor}")
+        self._check_field(name, getattr(self, name) % divisor == 0, f"a multiple of {divisor_flag} {divisor}")
 
-    def _check_field(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-        """Raise InputError, naming the flag, unless the value of field `name` is valid."""
-        if not is_valid(value := getattr(self, name)):
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
+    def _check_field(self, name: str, is_valid: bool, expected: str) -> None:
+        """Raise InputError, naming the flag of the field `name`, unless it is valid."""
+        if not is_valid:
+            raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}")
 
 
 _ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
@@ -294,6 +285,26 @@ ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _A
 TRAINING_OPTIONS = ("init_method_std", "init_method", "init_cutoff", "attention_output_dropout")
 """Options that decide how weights begin or are trained, and whose weights fit any other value."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions
+_COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_COUNTS += ("query_pre_attn_scalar", "window_size", "first_global_layer")
+_FACTORS = ("rope_scaling_factor", "yarn_rotary_scaling_factor", "rotary_seq_len_interpolation_factor")
+# Fields, what their values must be unless they are None, and its text.
+_LIMITS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_COUNTS, lambda value: value >= 1, "1 or more"),
+    (_FACTORS, lambda value: 1 <= value < math.inf, "1 or more"),
+    (
+        ("rotary_base", "local_rotary_base", "norm_epsilon", "init_cutoff"),
+        lambda value: 0 < value < math.inf,
+        "a number above 0",
+    ),
+    (
+        ("yarn_original_max_position_embeddings",),
+        lambda value: 1 <= value <= _LONGEST_CONTEXT,
+        f"1 to {_LONGEST_CONTEXT:,}",
+    ),
+    (("global_attn_every_n_layers",), lambda value: value >= 2, "2 or more"),
+    (("attention_output_dropout",), lambda value: 0 <= value < 1, "0 or more and below 1"),
+)
 
 
 def visible_pairs(length: int, window: int | None) -> int:
