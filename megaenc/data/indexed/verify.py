@@ -166,7 +166,7 @@ class _TokenChecker:
         # Place of each special token in its document, from the end if it is negative.
         self._special = [*enumerate(special.before), *enumerate(special.after, -len(special.after))]
         self._documents = range(len(index.documents) - 1)
-        self._first_document = 0  # that does not end before the next chunk
+        self._first_document = 0  # that ends after the chunks so far
 
     def __call__(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first error in `chunk`, tokens start..start+n-1 of the corpus, or an empty string."""
@@ -202,7 +202,7 @@ class _TokenChecker:
         ends = np.full(len(following), self.tokens, dtype=np.int64)
         ends[inside] = self._index.pointers[following[inside]] // self.dtype.itemsize
         starts = np.append(self._find_end(first - 1), ends[:-1])
-        self._first_document = first + int(np.searchsorted(ends, stop))
+        self._first_document = first + int(np.searchsorted(ends, stop, side="right"))
         for place, token in self._special:
             positions = (starts if place >= 0 else ends) + place
             is_missing = ends - starts < (place + 1 if place >= 0 else -place)

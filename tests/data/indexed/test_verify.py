@@ -22,9 +22,9 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
     """One document in the middle lacks one of them: the error names the document, what was found and what was expected."""
     special = {"mode": "template", "before": [1, 2], "after": [3, 0]}
 
-    def check(document):
+    def check(document, number=7):
         documents = [[1, 2, *range(10, 10 + number), 3, 0] for number in range(12)]
-        documents[7] = document
+        documents[number] = document
         verify.verify_corpus(write_whole_corpus(tmp_path / "template", documents, special_tokens=special))
 
     whole = [1, 2, 10, 11, 12, 3, 0]
@@ -41,6 +41,12 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
             check([*whole[:place], 5, *whole[place + 1 :]])
     with pytest.raises(InputError, match="document 7: found no token, expected 2"):
         check([1])
+    for number in range(12):  # on all sides of the edges of pieces
+        for place in (0, 1, -2, -1):
+            document = [1, 2, *range(10, 10 + number), 3, 0]
+            document[place] = 5
+            with pytest.raises(InputError, match=f"document {number}: found id 5"):
+                check(document, number)
 
 
 def damage(path: str, offset: int, content: bytes) -> None:
