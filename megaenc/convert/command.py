@@ -129,7 +129,8 @@ def _to_hf(options: ToHFConfig) -> None:
     """Export one checkpoint or all of a run, and print how closely each export matches."""
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
-    load, output = Path(options.load), Path(options.output)
+    load = Path(options.load)
+    output = Path(options.output)
     export_options = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
     if not options.all:
         step = to_hf(load, output, step=options.ckpt_step, **export_options)

@@ -146,7 +146,8 @@ def from_hf(
     weights = parse_dtype(dtype, "source", hf_source.dtype)
     with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
         origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
-        path, objective = str(hf_source.folder.path.resolve()), infer_objective(hf_source.config, hf_source.family)
+        path = str(hf_source.folder.path.resolve())
+        objective = infer_objective(hf_source.config, hf_source.family)
         stage = Ancestor(
             path,
             0,

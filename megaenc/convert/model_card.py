@@ -69,7 +69,8 @@ def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Ob
     steps: Counter[str] = Counter()
     objectives: dict[str, Objective] = {}
     for phase in schedule.phases:
-        start, end = max(phase.first_step, first), min(phase.last_step, last)
+        start = max(phase.first_step, first)
+        end = min(phase.last_step, last)
         for choice, share in zip(phase.choices, phase.shares, strict=True):
             if start <= end:
                 steps[choice.text] += share * (end - start + 1)
@@ -83,6 +84,7 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     causal = attention == Attention.CAUSAL
     last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
+    loader = "megaenc's own NeoBERT" if provenance.architecture == "NeoBERTLMHead" else "transformers"
     trained = "made for" if provenance.converted else "last trained" if provenance.is_trained else "trained first"
     # transformers' fill-mask pipeline supports only masked-LM classes.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
@@ -109,7 +111,7 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 
 {_format_texts(provenance, attention)}## Proof
 
-`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {_loader(provenance)} loads it, are
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {loader} loads it, are
 from those of megatron-core's model.
 """
 
@@ -176,7 +178,10 @@ def _format_metrics(provenance: ExportProvenance) -> str:
 def _format_training(provenance: ExportProvenance) -> str:
     """Return the card's sentence about the schedule, steps and tokens."""
     if provenance.merge:
-        return _format_merge(provenance.merge)
+        merge = provenance.merge
+        names = [markdown.inline_code(one.describe()) for one in merge.checkpoints]
+        base = f", relative to {markdown.inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
+        return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
@@ -185,16 +190,10 @@ def _format_training(provenance: ExportProvenance) -> str:
     )
 
 
-def _format_merge(merge: MergeRecord) -> str:
-    """Return the card's sentence about merged checkpoints."""
-    names = [markdown.inline_code(one.describe()) for one in merge.checkpoints]
-    base = f", relative to {markdown.inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
-    return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
-
-
 def _format_ancestry(provenance: ExportProvenance) -> str:
     """Return the card's sentences about the source model and earlier runs, by folder name, as paths are private."""
-    start, whose = provenance.start, "weights" if provenance.converted else "first weights"
+    start = provenance.start
+    whose = "weights" if provenance.converted else "first weights"
     parts = [
         f"Its {whose} are those of {markdown.inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
         for stage in start.before
@@ -221,11 +220,6 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
 def _is_decoder(provenance: ExportProvenance) -> bool:
     """Return whether the export is loaded by a causal-LM class."""
     return provenance.architecture.endswith("ForCausalLM")
-
-
-def _loader(provenance: ExportProvenance) -> str:
-    """Return the name of the package whose class verified the export."""
-    return "megaenc's own NeoBERT" if provenance.architecture == "NeoBERTLMHead" else "transformers"
 
 
 def _format_loading_class(provenance: ExportProvenance, attention: Attention) -> str:
@@ -256,7 +250,8 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
 
 def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
     """Return the card's paragraph about the positions of predictions and a changed attention."""
-    shift, name = objective.shift, markdown.inline_code(objective.describe())
+    shift = objective.shift
+    name = markdown.inline_code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")

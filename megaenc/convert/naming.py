@@ -20,7 +20,14 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name; a merge ends in its
     method.
     """
-    done, parts = 0, [_model_part(run)]
+    name = run.settings.model_name
+    if run.origin:
+        name = _slugify(Path(run.origin.run).name)
+    elif name not in PRESETS:
+        parameters = run.model.parameter_count(run.vocab_size)
+        name = f"{parameters / 1e9:.3g}b" if parameters >= 10**9 else f"{parameters / 1e6:.3g}m"
+    parts = [name]
+    done = 0
     for stage in run.start.before:
         if not stage.family:
             parts += _ancestor_parts(stage, schedule, done)
@@ -58,14 +65,6 @@ def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None =
     return [
         f"{label}-{_format_step(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label
     ]
-
-
-def _model_part(run: RunCheckpoint) -> str:
-    """Return the name of the source model or the preset, or the model's size such as `1.2b`."""
-    if run.origin:
-        return _slugify(Path(run.origin.run).name)
-    name, parameters = run.settings.model_name, run.model.parameter_count(run.vocab_size)
-    return name if name in PRESETS else f"{parameters / 1e9:.3g}b" if parameters >= 10**9 else f"{parameters / 1e6:.3g}m"
 
 
 def _phase_label(phase: Phase) -> str:

@@ -109,7 +109,8 @@ class RunCheckpoint:
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Raise InputError if `vocabulary`, of the tokenizer in the folder, is not the run's or too large for the model."""
-        where, expected = self.folder / TOKENIZER_DIR, str(self.identity.get("tokenizer"))
+        where = self.folder / TOKENIZER_DIR
+        expected = str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(
                 f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
@@ -194,7 +195,8 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
         raise InputError(f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
     settings = read_config_file(str(folder / CONFIG_FILE))
     facts, start = _read_facts(folder / RUN_FILE)
-    vocab_size, identity = facts["vocab_size"], facts["identity"]
+    vocab_size = facts["vocab_size"]
+    identity = facts["identity"]
     _check_config_matches(settings, identity, folder / CONFIG_FILE)
     if settings.shape.parameter_count(vocab_size) != facts["parameters"]:
         expected = f"the rows of a model of {facts['parameters']} parameters"
@@ -212,7 +214,8 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """Read run.json and return its content and the `RunInit` in it. Raises InputError for wrong types or values."""
     try:
         facts = parse_json(read_regular_file(file))
-        start, identity = RunInit.from_run_metadata(facts), facts["identity"]
+        start = RunInit.from_run_metadata(facts)
+        identity = facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
             raise TypeError(f"identity is a {type(identity).__name__}")

@@ -45,7 +45,8 @@ def write_shards(
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = _assign_shards(sizes, max_bytes)
-    remaining, digests = iter(tensors), {}
+    remaining = iter(tensors)
+    digests = {}
     for file, names in files.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = [0, *accumulate(sizes[name] for name in names)]

@@ -113,7 +113,9 @@ class Exporter:
 
         `dtype`: of the weights; `sentence_transformers`: also write its files, with mean pooling in float32.
         """
-        self.run, self.license, self.sentences = run, license, sentence_transformers
+        self.run = run
+        self.license = license
+        self.sentences = sentence_transformers
         self.max_shard_bytes = parse_size(max_shard_size, "--max-shard-size")
         check_license(license)
         self.dtype = parse_dtype(dtype, "run", run.dtype)
@@ -139,14 +141,6 @@ class Exporter:
         self.special_tokens = self._choose_special_tokens()
         if self.special_tokens is not None:
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
-
-    def _describe_document(self) -> str:
-        """Return a document of training with its special tokens, for the card.
-
-        Empty without special tokens, or if they are unknown.
-        """
-        special = self.run.special_tokens
-        return special.describe(self.tokenizer) if special is not None and special.count else ""
 
     def _choose_special_tokens(self) -> SpecialTokens | None:
         """Return the special tokens that the export's tokenizer adds to a text.
@@ -234,7 +228,9 @@ class Exporter:
 
     def _provenance(self, step: int) -> ExportProvenance:
         """Return the provenance of the export of `step`."""
-        run, settings = self.run, self.run.settings
+        run = self.run
+        settings = run.settings
+        special = run.special_tokens
         return ExportProvenance(
             settings.schedule_text,
             self.schedule,
@@ -254,12 +250,13 @@ class Exporter:
             converted=run.converted and not run.merge,
             added_token=run.added_token,
             merge=run.merge,
-            document=self._describe_document(),
+            document=special.describe(self.tokenizer) if special is not None and special.count else "",
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of each weight of the export."""
-        run, like = self.run, next(iter(parameters.values()))
+        run = self.run
+        like = next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
         model = self.family.without_output_bias(run.model)
         tensors = iter_hf_tensors(parameters, model, run.vocab_size, self.family.model_type)

@@ -21,7 +21,8 @@ from megaenc.data.tokenizer.tokenizer import MASK, encode_documents, load_tokeni
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 _GENERIC_CLASS = "PreTrainedTokenizerFast"  # also known to versions before 5
@@ -171,7 +172,8 @@ def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens
     difference.
     """
     loaded = load_tokenizer(folder)
-    kind, texts = type(loaded).__name__, list(_probe_texts(trained))
+    kind = type(loaded).__name__
+    texts = list(_probe_texts(trained))
     prefix = f"the tokenizer that transformers loads with a {model_type} config.json, {kind}, is not the run's: "
     for text, corpus in zip(texts, encode_documents(trained, texts), strict=True):
         ids = trained(text)["input_ids"]
@@ -184,14 +186,18 @@ def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens
             pairs.append((loaded(text, split_special_tokens=True)["input_ids"], document))
         for actual, expected in pairs:
             if actual != expected:
-                actual, expected = (" ".join(map(str, row[:12])) for row in _trim_common_ids(actual, expected))
+                pairs_of_ids = enumerate(zip(actual, expected, strict=False))
+                same = next((place for place, (one, other) in pairs_of_ids if one != other), min(len(actual), len(expected)))
+                start = max(0, same - 2)
+                actual, expected = (" ".join(map(str, row[start : start + 12])) for row in (actual, expected))
                 raise InputError(f"{prefix}{text[:60]!r} is encoded as .. {actual}, expected .. {expected}")
         if loaded.decode(ids) != trained.decode(ids):
             raise InputError(f"{prefix}the ids of {text[:60]!r} are decoded to another text")
     for role in ROLES:
         if getattr(loaded, role) != getattr(trained, role):
             raise InputError(f"{prefix}`{role}` is {getattr(loaded, role)!r}, expected {getattr(trained, role)!r}")
-    actual, expected = _read_pipeline(loaded), _read_pipeline(trained)
+    actual = _read_pipeline(loaded)
+    expected = _read_pipeline(trained)
     for part in _PARTS:
         if actual[part] != expected[part]:
             raise InputError(f"{prefix}`{part}` differs")
@@ -206,13 +212,6 @@ def _probe_texts(tokenizer: Any) -> Iterator[str]:
     for token in tokenizer.added_tokens_decoder.values():
         yield f"The {token} quick {token}{token}."
         yield f"{token} x"
-
-
-def _trim_common_ids(first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
-    """Return both lists from two ids before their first difference on."""
-    pairs = enumerate(zip(first, second, strict=False))
-    same = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
-    return first[max(0, same - 2) :], second[max(0, same - 2) :]
 
 
 def _read_pipeline(tokenizer: Any) -> dict[str, Any]:

@@ -27,7 +27,8 @@ _PROBE_LENGTH = 32  # tokens of the longest document, if no layer has a window
 _VARIANT_LENGTH = 8  # tokens of the document whose tokens are changed in turn
 _TOLERANCE = 1e-4  # absolute for outputs up to 10; 1e-5 of the largest output otherwise
 _KERNELS = ("eager", "sdpa")
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL = "full_attention"
+_LOCAL = "sliding_attention"
 _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 
@@ -70,7 +71,8 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention) 
     device = next(encoder.parameters()).device
     packing = PackedSequences.from_edges([0, *accumulate(map(len, parts))], attention, device)
     with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer):
-        tokens, position_ids = torch.cat(parts)[None].to(device), torch.cat(positions).to(encoder.angles.device)
+        tokens = torch.cat(parts)[None].to(device)
+        position_ids = torch.cat(positions).to(encoder.angles.device)
         rows = encoder(tokens, position_ids, packing, None)[:, : encoder.vocab_size].cpu()
     *documents, variants = rows.split([*map(len, probe.documents), probe.variants.numel()])
     return ProbeOutputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
@@ -148,9 +150,12 @@ def _check_windows(config: Any, windows: Sequence[int | None], attention: Attent
         expected_kind = _GLOBAL if expected is None else _LOCAL
         right = "none" if expected is None else expected + counts_itself
         if (window or "none") != right:
-            name, actual = "sliding_window", window or "none"
+            name = "sliding_window"
+            actual = window or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):
-            name, actual, right = "layer_types", kind, expected_kind
+            name = "layer_types"
+            actual = kind
+            right = expected_kind
         else:
             continue
         raise _VerificationError(f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}")
@@ -173,7 +178,8 @@ def _compare_outputs(
     """
     tokens = pad_sequence(probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0)
     mask = pad_sequence([torch.ones_like(document) for document in probe.documents], batch_first=True)
-    variants, padded = _compute_hf_outputs(model, probe.variants), _compute_hf_outputs(model, tokens, mask)
+    variants = _compute_hf_outputs(model, probe.variants)
+    padded = _compute_hf_outputs(model, tokens, mask)
     differences = [(actual[: len(rows)] - rows).abs().max() for actual, rows in zip(padded, expected.documents, strict=True)]
     largest = {
         "without padding": float((variants - expected.variants).abs().max()),

@@ -44,7 +44,7 @@ from megaenc.training.run_dir import TOKENIZER_DIR, describe_difference
 from megaenc.training.run_init import Ancestor, identity_digest
 
 if TYPE_CHECKING:
-    from megaenc.training.checkpoint.loader import CheckpointLoader, WeightReader
+    from megaenc.training.checkpoint.loader import WeightReader
 
 _STEPS = re.compile(r"[0-9]{1,18}(,[0-9]{1,18})*")
 
@@ -65,7 +65,8 @@ class MergeSource:
     @property
     def history(self) -> tuple[Ancestor, ...]:
         """Return the runs and models that the weights come from, the oldest first, with this run as the last."""
-        run, settings = self.run, self.run.settings
+        run = self.run
+        settings = self.run.settings
         if run.converted:
             return run.start.before
         own = Ancestor(
@@ -115,7 +116,7 @@ def merge(
     backend.init_distributed(backend.ParallelConfig(), seed=0)
     try:
         from megaenc.model.encoder import build_encoder
-        from megaenc.training.checkpoint.loader import CheckpointLoader, verify_weights
+        from megaenc.training.checkpoint.loader import CheckpointLoader, WeightReader, verify_weights
         from megaenc.training.checkpoint.manager import CheckpointManager
 
         loaders = [CheckpointLoader(source.run.folder / "checkpoints") for source in (*sources, *bases)]
@@ -142,8 +143,11 @@ def merge(
             )
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None)
             with contextlib.ExitStack() as stack:
-                opened = zip(loaders, (*sources, *bases), strict=True)
-                readers = [stack.enter_context(_open_reader(loader, source, encoder)) for loader, source in opened]
+                readers = []
+                for loader, source in zip(loaders, (*sources, *bases), strict=True):
+                    stack.enter_context(report_removal(loader, source.step, f"{source.flag} RUN@STEP"))
+                    _, reader = loader.open_verified(source.step)
+                    readers.append(WeightReader(reader, encoder))
                 _merge_weights(encoder, run, readers, record)
             for parameter in encoder.parameters():
                 parameter.data = parameter.data.to(result_dtype)
@@ -157,7 +161,8 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
     """Return the checkpoints of RUN (the newest), RUN@STEP or RUN@STEP,STEP; InputError if it is no run or has no such step."""
     name, at, steps = text.rpartition("@")
     if not at or os.path.isdir(text):
-        name, steps = text, ""
+        name = text
+        steps = ""
     elif not _STEPS.fullmatch(steps):
         raise InputError(f"{flag} {text}: found {steps!r} after the @, expected a step or steps, such as {name}@1000,1200")
     run = open_run_checkpoint(Path(name), flag)
@@ -257,16 +262,6 @@ def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: 
     return shared if last is None or last.family else (*shared, dataclasses.replace(last, run=name))
 
 
-@contextlib.contextmanager
-def _open_reader(loader: "CheckpointLoader", source: MergeSource, encoder: torch.nn.Module) -> "Iterator[WeightReader]":
-    """Yield a WeightReader of a verified checkpoint; InputError if the checkpoint is removed meanwhile."""
-    from megaenc.training.checkpoint.loader import WeightReader
-
-    with report_removal(loader, source.step, f"{source.flag} RUN@STEP"):
-        _, reader = loader.open_verified(source.step)
-        yield WeightReader(reader, encoder)
-
-
 @torch.no_grad()
 def _merge_weights(encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[WeightReader]", record: MergeRecord) -> None:
     """Set the weights of `encoder`, one by one, to the merged ones; rows that pad the vocabulary are zero.
@@ -302,7 +297,8 @@ def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[Pa
 def _find_thresholds(run: RunCheckpoint, readers: "list[WeightReader]", density: float, names: Collection[str]) -> list[float]:
     """Return for each checkpoint the magnitude from which on TIES keeps differences to the base, over all weights at once."""
     *others, base = readers
-    values, thresholds = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32), []
+    values = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32)
+    thresholds = []
     for reader in others:
         done = 0
         for _, core in _iter_weights(run, names):

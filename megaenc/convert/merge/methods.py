@@ -106,7 +106,8 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
             difference = part - start
             trimmed.append(difference.masked_fill_(difference.float().abs() < threshold, 0.0))
         elected = torch.stack(trimmed).sum(dim=0).sign()
-        total, count = torch.zeros_like(start), torch.zeros_like(start)
+        total = torch.zeros_like(start)
+        count = torch.zeros_like(start)
         for difference in trimmed:
             agrees = difference.sign() == elected
             total += difference * agrees
