@@ -40,7 +40,10 @@ _PACKAGES = _PACKAGE_NAMES.split()
 # Tests hold little prose; vendored copies belong to other packages.
 _EXCLUDED_FOLDERS = {"test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"}
 _HELD_OUT_PERCENT = 2
-CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
+CORPUS = "corpus.jsonl"
+HELDOUT = "heldout.jsonl"
+RECORD = "demo.json"
+LOCK = ".demo.lock"
 PARTS = ("python", "packages")
 """Parts of the corpus for blends: the documentation of Python's own library, and that of the installed packages."""
 
@@ -138,13 +141,12 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
-    record, hashes = folder / RECORD, {}
+    record = folder / RECORD
+    hashes = {}
     if os.path.lexists(record):
         expected = "the record of a demo corpus; move the file or name another folder"
         content = read_json_object(record, expected)
         hashes = content.get("sha256")
-        if isinstance(files := content.get("files"), dict):  # as earlier versions recorded it
-            hashes = {name: entry.get("sha256") for name, entry in files.items() if isinstance(entry, dict)}
         if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
@@ -218,20 +220,17 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequ
         for part in parts:
             if not Path(f"{demo.part_prefix(part)}.idx").exists():
                 with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
-                    text = _write_part(demo.corpus, part, Path(temporary) / f"{part}.jsonl")
+                    text = Path(temporary) / f"{part}.jsonl"
+                    with open(demo.corpus, encoding="utf-8") as lines, open(text, "w", encoding="utf-8") as of_part:
+                        for line in lines:
+                            if json.loads(line)["id"].startswith("python/") == (part == "python"):
+                                of_part.write(line)
                     preprocess(PreprocessConfig((str(text),), str(folder / part), str(demo.tokenizer), append_eod=True))
         vocabulary_size = read_corpus_metadata(demo.data_prefix).vocab_size
         if vocabulary_size != vocab_size:
             hint = "remove it or name another folder"
             raise InputError(f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; {hint}")
     return demo
-
-
-def _write_part(corpus: Path, part: str, output: Path) -> Path:
-    """Write the documents of `corpus`, a JSONL file, that belong to `part` (of PARTS) to the JSONL file `output`; return it."""
-    with open(corpus, encoding="utf-8") as stream, open(output, "w", encoding="utf-8") as target:
-        target.writelines(line for line in stream if json.loads(line)["id"].startswith("python/") == (part == "python"))
-    return output
 
 
 def _find_source_files() -> Iterator[tuple[str, str]]:
@@ -290,10 +289,13 @@ def extract_paragraphs(text: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, reST or Markdown text that are English prose, each on one line without markup."""
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(lambda match: "\n" if match[2].startswith("..") else f"{match[1]}{match[2]}\n\n", text + "\n")
-    block, indent = [], 0
+    block = []
+    indent = 0
     for line in [*text.splitlines(), ""]:
-        bare, depth = line.strip(), len(line) - len(line.lstrip())
-        is_layout, start = not bare or _LAYOUT.match(bare), None
+        bare = line.strip()
+        depth = len(line) - len(line.lstrip())
+        is_layout = not bare or _LAYOUT.match(bare)
+        start = None
         if not block or depth <= indent:
             start = _START.match(bare)
         continues = abs(depth - indent) <= 1 or (len(block) == 1 and depth > indent and len(block[0].split()) > 3)
@@ -318,7 +320,8 @@ def strip_markup(text: str) -> str:
 def is_english_prose(text: str) -> bool:
     """Return whether `text` has the length, case, final sign, letters and stop words of English prose, and no code."""
     words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
-    count, letters = len(words), sum(char.isalpha() or char.isspace() for char in text)
+    count = len(words)
+    letters = sum(char.isalpha() or char.isspace() for char in text)
     return (
         count >= 8
         and text.lstrip("\"'")[:1].isupper()

@@ -268,7 +268,8 @@ def refuse_raw_text(prefix: str) -> None:
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
     """Raise InputError if documents or sequences in the checked .idx are inconsistent or do not fill the .bin."""
-    lengths, indices = index.lengths, index.documents
+    lengths = index.lengths
+    indices = index.documents
     # Differences of non-negative numbers cannot overflow.
     if lengths.min() < 0 or indices[0] != 0 or indices.min() < 0 or np.diff(indices).min() < 0:
         raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
@@ -280,7 +281,8 @@ def check_index_ends(prefix: str, index: IndexArrays, token_type: type[np.number
 
     Without `expected_bytes` the last sequence decides.
     """
-    lengths, pointers = index.lengths, index.pointers
+    lengths = index.lengths
+    pointers = index.pointers
     if index.documents[0] != 0 or index.documents[-1] != len(lengths):
         raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged")
     end = int(pointers[-1]) + int(lengths[-1]) * np.dtype(token_type).itemsize

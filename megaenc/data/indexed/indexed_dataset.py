@@ -19,7 +19,8 @@ import numpy as np
 from megaenc.errors import InputError
 
 # The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
 _PIECE_BYTES = 1 << 24  # of a .bin, copied at a time
 _READERS = 32  # threads of `read_entries`, which hide the latency of a network file system
@@ -53,7 +54,8 @@ class IndexArrays:
         """
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
-        arrays, offset = [], HEADER.size
+        arrays = []
+        offset = HEADER.size
         for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, indices)):
             arrays.append(np.memmap(path, dtype=kind, mode=mode, offset=offset, shape=(count,)))
             offset += arrays[-1].nbytes
@@ -83,7 +85,9 @@ class IndexedWriter:
     """Writer of one corpus: the .bin as documents are added, the .idx at the end; counts documents, sequences and tokens."""
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
-        self._bin_path, self._idx_path, self._dtype = bin_path, idx_path, np.dtype(dtype)
+        self._bin_path = bin_path
+        self._idx_path = idx_path
+        self._dtype = np.dtype(dtype)
         self._stream = open(bin_path, "wb")  # noqa: SIM115 - closed by `close`, used across calls
         self._hash = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
@@ -115,11 +119,13 @@ class IndexedWriter:
         counts = np.diff(edges)
         keep_sequences = np.repeat(keep, counts)
         runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
-        hashed, start = hashlib.sha256(), 0
+        hashed = hashlib.sha256()
+        start = 0
         with open(bin_path, "rb") as stream, ThreadPoolExecutor(1) as pool:  # hashing is most of the work
             while data := stream.read(_PIECE_BYTES):
                 check = pool.submit(hashed.update, data)
-                view, stop = memoryview(data), start + len(data)
+                view = memoryview(data)
+                stop = start + len(data)
                 for low, high in runs[np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)].tolist():
                     self._write(view[max(low - start, 0) : high - start])
                 start = stop

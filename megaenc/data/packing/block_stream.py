@@ -15,7 +15,8 @@ MOST_SHUFFLED = 1 << 20  # a corpus of more documents is shuffled by blocks, an 
 _MOST_BLOCKS = 1 << 19  # of a corpus; each takes two reads of the index, and some 40 bytes in each process
 # Documents that are shuffled together, in a fraction of a millisecond, but at least so many blocks: those of a pack should not be
 # neighbours.
-_GROUP_DOCUMENTS, _GROUP_BLOCKS = 1 << 12, 4
+_GROUP_DOCUMENTS = 1 << 12
+_GROUP_BLOCKS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,9 @@ class BlockStream(TokenStream):
         """Build the stream of the documents of `blocks`. Raises InputError if they hold no token."""
         super().__init__(corpus, seed)
         lengths = np.diff(corpus.block_offsets(blocks.size))[blocks.numbers]
-        self._numbers, self._lengths, self._size = blocks.numbers[lengths > 0], lengths[lengths > 0], blocks.size
+        self._numbers = blocks.numbers[lengths > 0]
+        self._lengths = lengths[lengths > 0]
+        self._size = blocks.size
         self.tokens_per_epoch = int(lengths.sum())
         self.check_has_tokens(len(blocks))
         self._blocks_per_group = max(_GROUP_BLOCKS, _GROUP_DOCUMENTS // blocks.size)
@@ -107,7 +110,9 @@ class BlockStream(TokenStream):
         blocks = self._numbers[order[group * self._blocks_per_group : (group + 1) * self._blocks_per_group]]
         edges = np.minimum(blocks[:, None] * self._size + np.arange(self._size + 1), len(self.corpus))
         edge_offsets = self.corpus.document_offsets(edges)
-        documents, offsets, lengths = edges[:, :-1].ravel(), edge_offsets[:, :-1].ravel(), np.diff(edge_offsets).ravel()
+        documents = edges[:, :-1].ravel()
+        offsets = edge_offsets[:, :-1].ravel()
+        lengths = np.diff(edge_offsets).ravel()
         present = np.flatnonzero(lengths)
         order = present[counter_rng.permutation(self.seed, "documents", len(present), counters=(epoch, group))]
         ends = np.cumsum(lengths[order])

@@ -222,7 +222,8 @@ class DueOrder(CorpusOrder):
         samples = block * PERIOD
         if self.samples is not None and samples >= self.samples:
             return self._limits
-        before, after = 0.0, float(samples + len(self._weights))
+        before = 0.0
+        after = float(samples + len(self._weights))
         while self._count_due(after).sum() <= samples:
             after *= 2
         while before < (middle := (before + after) / 2) < after:

@@ -116,7 +116,8 @@ class CorpusPackedDataset(ABC):
     def epochs_after(self, samples: int) -> float:
         """Return the number of epochs, such as 1.25, that the first `samples` samples cover."""
         epoch = self.epoch_of_sample(samples)
-        first, end = self.first_sample_of_epoch(epoch), self.first_sample_of_epoch(epoch + 1)
+        first = self.first_sample_of_epoch(epoch)
+        end = self.first_sample_of_epoch(epoch + 1)
         return epoch + (samples - first) / (end - first)
 
     def _compute_pack_order(self, epoch: int) -> Sequence[int] | np.ndarray:
@@ -156,7 +157,8 @@ def check_two_chunks_fit(seq_length: int) -> None:
 
 def mean_squared_chunk_lengths(seq_length: int) -> float:
     """Return the mean, over all cut positions of a pack, of the sum of its two squared chunk lengths (random-length)."""
-    shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
+    shortest = SHORTEST_CHUNK
+    longest = seq_length - SHORTEST_CHUNK
     to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
     return 2 * (to_longest - below) / (longest - shortest + 1)  # both chunks have the same distribution
 

@@ -41,7 +41,8 @@ class SentencePackedDataset(CorpusPackedDataset):
         super().__init__(corpus, documents, seq_length, seed)
         # The packs of an epoch start where those of the previous one end, so epochs are computed in order. Index e: the number of
         # packs before epoch e, and the tokens of epoch e that an earlier epoch's last pack reads.
-        self._first_samples, self._consumed = [0], [0]
+        self._first_samples = [0]
+        self._consumed = [0]
         self._pack_starts = lru_cache(maxsize=2)(self._compute_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
@@ -86,7 +87,8 @@ class SentencePackedDataset(CorpusPackedDataset):
         sentences = self._compute_sentence_starts(epoch)
         following = np.searchsorted(sentences, sentences + self.seq_length)  # first sentence after a pack that starts here
         next_pack = memoryview(following)  # indexing it is several times faster than indexing an array
-        sentence, pack_sentences = int(np.searchsorted(sentences, self._consumed[epoch])), array("q")
+        sentence = int(np.searchsorted(sentences, self._consumed[epoch]))
+        pack_sentences = array("q")
         while sentence < len(sentences):
             pack_sentences.append(sentence)
             sentence = next_pack[sentence]
@@ -96,7 +98,8 @@ class SentencePackedDataset(CorpusPackedDataset):
         """Compute int64[sentences], the starts of the sentences of `epoch` in tokens from the epoch's start."""
         documents = self.stream.epoch_documents(epoch)
         corpus = self.stream.corpus
-        firsts, counts = corpus.first_sequences[documents], np.diff(corpus.first_sequences)[documents]
+        firsts = corpus.first_sequences[documents]
+        counts = np.diff(corpus.first_sequences)[documents]
         del documents  # with 100 million sentences each array takes nearly a gigabyte
         # All sequences of the first document, then those of the second, ...
         sequences = np.repeat(firsts - (np.cumsum(counts) - counts), counts)

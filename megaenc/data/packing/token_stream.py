@@ -42,7 +42,9 @@ class TokenStream(ABC):
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `count` tokens from position `start`, int64, and their document edges, int32[D + 1] from 0 to `count`."""
-        tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
+        tokens = []
+        edges = [np.zeros(1, dtype=np.int64)]
+        done = 0
         while done < count:
             epoch, begin = divmod(start + done, self.tokens_per_epoch)
             piece, lengths = self._read_piece(epoch, begin, count - done)
@@ -83,9 +85,11 @@ class DocumentStream(TokenStream):
         order, ends = self.epoch_order(epoch)
         end = min(begin + count, self.tokens_per_epoch)
         first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # documents of tokens begin and end - 1
-        numbers, document_ends = order[first : last + 1], ends[first : last + 1]
+        numbers = order[first : last + 1]
+        document_ends = ends[first : last + 1]
         offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
-        starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, document_ends) - offsets
+        starts = np.maximum(begin - offsets, 0)
+        stops = np.minimum(end, document_ends) - offsets
         return self.corpus.read_spans(self.documents[numbers], starts, stops), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:

@@ -135,7 +135,9 @@ def find_duplicates(
 
 def _select_keys(chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) -> tuple[np.ndarray, np.ndarray]:
     """Return uint64[words, n] and int64[n], keys whose first word has top bits low..high-1 and the numbers of their documents."""
-    keys, numbers, before = [np.empty((1, 0), np.uint64)], [np.empty(0, np.int64)], 0
+    keys = [np.empty((1, 0), np.uint64)]
+    numbers = [np.empty(0, np.int64)]
+    before = 0
     for chunk in chunks:
         top = chunk[0] >> np.uint64(64 - _TOP_BITS)
         places = np.flatnonzero((top >= low) & (top < high))
@@ -167,7 +169,8 @@ def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    first, second = _find_roots(parents, first), _find_roots(parents, second)
+    first = _find_roots(parents, first)
+    second = _find_roots(parents, second)
     apart = first != second
     roots, places = np.unique(np.concatenate([first[apart], second[apart]]), return_inverse=True)
     half = len(places) // 2

@@ -144,7 +144,9 @@ class PreprocessJob:
         count = len(self.prefixes)
         hashes: dict[str, str] = {}
         with atomic_files(*output_files(self.prefixes), before_rename=lambda: check(hashes)) as temporary:
-            bins, jsons, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
+            bins = temporary[:count]
+            jsons = temporary[count : 2 * count]
+            indices = temporary[2 * count :]
             with open_writers([*bins, *indices], self.block_tokenizer.dtype) as writers:
                 outputs = CorpusOutputs(writers, [0] * count)
                 yield outputs

@@ -1,5 +1,6 @@
 """Output files of preprocessing: names, checks for existing files and remains of interrupted runs."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -26,7 +27,10 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
             raise InputError(f"--json-keys {key!r}: cannot be part of a file name; expected a key without `/`")
     prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
     longest = os.fsencode(longest_file_name(*output_files(prefixes)))
-    if len(longest) > (most := _max_name_length(prefixes[0].parent)):
+    most = 255  # bytes, if the folder does not exist yet
+    with contextlib.suppress(OSError):
+        most = os.pathconf(prefixes[0].parent, "PC_NAME_MAX")
+    if len(longest) > most:
         shortened = longest[:32].decode("utf-8", "replace")
         raise InputError(
             f"--output-prefix and --json-keys: a file name of {len(longest)} bytes (`{shortened}...`), expected {most} at most"
@@ -66,11 +70,3 @@ def compute_sha256(path: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _max_name_length(folder: Path) -> int:
-    """Return the longest file name in bytes that the file system of `folder` allows."""
-    try:
-        return os.pathconf(folder, "PC_NAME_MAX")
-    except OSError:  # the folder does not exist yet
-        return 255

@@ -56,7 +56,8 @@ def train_punkt(texts: Iterable[str]) -> PunktModel:
     from nltk.tokenize.punkt import PunktTrainer
 
     _disable_regex_timeouts()
-    trainer, remaining = PunktTrainer(), TRAINING_CHARACTERS
+    trainer = PunktTrainer()
+    remaining = TRAINING_CHARACTERS
     for text in texts:
         text = text[:remaining]
         remaining -= len(text)
@@ -82,7 +83,8 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
 
     def split(text: str) -> list[str]:
         edges = [0]
-        start, width = 0, _WINDOW
+        start = 0
+        width = _WINDOW
         while start < len(text):
             stop = start + width
             # A sentence end near the window's end may be an artefact of the window.

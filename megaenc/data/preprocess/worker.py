@@ -92,7 +92,8 @@ class BlockTokenizer:
 
         `lengths` of these sequences grow in place; `counts` are the sequences of each document.
         """
-        before, after = self.special_tokens.before, self.special_tokens.after
+        before = self.special_tokens.before
+        after = self.special_tokens.after
         ends = np.cumsum(lengths, dtype=np.int64)
         last = np.cumsum(counts) - 1
         first = last - counts + 1

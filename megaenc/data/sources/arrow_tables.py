@@ -56,14 +56,17 @@ class ParquetFile(TextSource):
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         """Read the footer. Raises InputError if it is not Parquet or lacks a text column for one of `keys`."""
-        self.name, self._keys, self.file_stats = path, keys, stat_files([path])
+        self.name = path
+        self._keys = keys
+        self.file_stats = stat_files([path])
         try:
             self._footer = pq.read_metadata(path)
             schema = self._footer.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{path}: cannot be read as Parquet ({first_error_line(error)})") from None
         check_text_columns(path, schema, keys)
-        self.size, self.end = self.file_stats[0][1], self._footer.num_row_groups
+        self.size = self.file_stats[0][1]
+        self.end = self._footer.num_row_groups
         rows = (self._footer.row_group(group).num_rows for group in range(self.end))
         self._starts = [0, *accumulate(rows)]
 
@@ -114,7 +117,9 @@ class SavedDatasetFile(TextSource):
     """Text source of one Arrow file written by `save_to_disk`: rows are documents, and split points are row numbers."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
-        self.name, self._keys, self.file_stats = path, keys, stat_files([path])
+        self.name = path
+        self._keys = keys
+        self.file_stats = stat_files([path])
         self.size, self.end = self.file_stats[0][1], self._map_table().num_rows
 
     def _map_table(self) -> pa.Table:
@@ -161,7 +166,9 @@ class HubDataset(TextSource):
         """Open the data set. Raises InputError if it does not exist or the Hub does not answer."""
         import datasets
 
-        self.name, self._keys, self.file_stats = name, keys, []
+        self.name = name
+        self._keys = keys
+        self.file_stats = []
         # Printed first: without a network this may take half a minute.
         print_rank_0(f"{name}: no such file or folder; looking on the Hugging Face Hub")
         try:
@@ -175,7 +182,8 @@ class HubDataset(TextSource):
         if data.column_names is not None:
             check_columns(name, data.column_names, keys)
             data = data.select_columns(list(keys))
-        self._data, self.end = data, data.num_shards
+        self._data = data
+        self.end = data.num_shards
         self.size = self.end * _HUB_FILE_BYTES
 
     def find_split_point(self, offset: int) -> int:
@@ -216,19 +224,24 @@ def _group_into_blocks(
     name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]
 ) -> Iterator[TableBlock]:
     """Group rows into blocks of about BLOCK_BYTES or one long row; `position` maps rows read so far to a block's position."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     for batch in batches:
-        ends, start = np.cumsum(_compute_row_sizes(batch)), 0
+        ends = np.cumsum(_compute_row_sizes(batch))
+        start = 0
         while start < batch.num_rows:
             done = ends[start - 1] if start else 0
             end = int(np.searchsorted(ends, done + text_files.BLOCK_BYTES - size, side="right"))
             end = max(end, start + (not parts))
             if end > start:
                 parts.append(batch.slice(start, end - start))
-                size, start = size + ends[end - 1] - done, end
+                size = size + ends[end - 1] - done
+                start = end
             if start < batch.num_rows:
                 yield _build_block(name, first_row, parts, position)
-                first_row, parts, size = first_row + sum(part.num_rows for part in parts), [], 0
+                first_row = first_row + sum(part.num_rows for part in parts)
+                parts = []
+                size = 0
     if parts:
         yield _build_block(name, first_row, parts, position)
 

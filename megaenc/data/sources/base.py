@@ -58,7 +58,8 @@ class LineFile(TextSource):
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
         """Open `path`; `sample_by` is `line` or `paragraph` for a text file, None for JSONL."""
-        self.name, self._sample_by = path, sample_by
+        self.name = path
+        self._sample_by = sample_by
         self._encoding = encoding
         self.file_stats = stat_files([path])
         self.size = self.file_stats[0][1]
@@ -81,10 +82,13 @@ class TextGroup(TextSource):
     """Text source of several text files, each a document; split points are file numbers."""
 
     def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:
-        self.name, self._paths, self.file_stats = paths[0], paths, stat_files(paths)
+        self.name = paths[0]
+        self._paths = paths
+        self.file_stats = stat_files(paths)
         self._encoding = encoding
         self._ends = list(accumulate(size for _, size, _ in self.file_stats))
-        self.size, self.end = self._ends[-1], len(paths)
+        self.size = self._ends[-1]
+        self.end = len(paths)
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
         """Return (path, bytes, modification time in ns) of files start..stop-1."""

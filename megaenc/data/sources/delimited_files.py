@@ -102,7 +102,13 @@ class DelimitedFile(TextSource):
             next(records, None)  # the header
             rows = []
             for number, cells in records:
-                rows.append((number, self._select_texts(cells)))
+                if isinstance(cells, InputError):
+                    texts = cells
+                elif len(cells) != len(self._header):
+                    texts = InputError(format_cell_count(cells, self._header))
+                else:
+                    texts = tuple([cells[column] for column in self._columns])
+                rows.append((number, texts))
                 if lines.size >= text_files.LINES_BYTES:
                     yield RowBlock(self.name, rows, lines.size, before + raw.tell())
                     rows = []
@@ -122,14 +128,6 @@ class DelimitedFile(TextSource):
             else:
                 yield lines.error
                 lines.error = None
-
-    def _select_texts(self, cells: list[str] | InputError) -> tuple[str, ...] | InputError:
-        """Return the cells of the file's keys, or the error in the row."""
-        if isinstance(cells, InputError):
-            return cells
-        if len(cells) != len(self._header):
-            return InputError(format_cell_count(cells, self._header))
-        return tuple([cells[column] for column in self._columns])
 
 
 def get_delimiter(is_csv: bool) -> str:

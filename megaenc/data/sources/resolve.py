@@ -122,8 +122,11 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     if not settings.input:
         raise InputError(f"--input: missing, expected {EXPECTED}")
     settings = replace(settings, encoding=find_encoding(settings.encoding))
-    _check_delimiter(settings.delimiter)
-    inputs, kinds = ResolvedInputs([], [], []), set()
+    delimiter = settings.delimiter
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        raise InputError(f"--delimiter {delimiter!r}: expected one character, such as ';' or $'\\t' for a tab")
+    inputs = ResolvedInputs([], [], [])
+    kinds: set[str] = set()
     for name in settings.input:
         path = Path(name)
         if not os.path.exists(path) and _may_be_on_hub(name):
@@ -150,16 +153,18 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     if len(settings.input) > 1:
         inputs.messages.extend(_find_files_read_twice(inputs))
     # A flag without effect is a mistake.
-    if settings.sample_by != "document" and "text" not in kinds:
-        raise InputError(f"--sample-by {settings.sample_by}: none of --input is a text file (.txt, .text, .md)")
-    if settings.dataset_config is not None and "hub" not in kinds:
-        raise InputError(f"--dataset-config {settings.dataset_config}: none of --input is a data set of the Hugging Face Hub")
-    if settings.dataset_split != "train" and not kinds & {"hub", "saved"}:
-        raise InputError(f"--dataset-split {settings.dataset_split}: none of --input is a data set, saved or on the Hub")
-    if settings.encoding != UTF8 and not kinds & {"jsonl", "csv", "tsv", "text"}:
-        raise InputError(f"--encoding {settings.encoding}: none of --input is a JSONL, CSV, TSV or text file")
-    if settings.delimiter is not None and not kinds & {"csv", "tsv"}:
-        raise InputError(f"--delimiter {settings.delimiter!r}: none of --input is a CSV or TSV file")
+    needs = (
+        ("sample_by", {"text"}, "a text file (.txt, .text, .md)"),
+        ("dataset_config", {"hub"}, "a data set of the Hugging Face Hub"),
+        ("dataset_split", {"hub", "saved"}, "a data set, saved or on the Hub"),
+        ("encoding", {"jsonl", "csv", "tsv", "text"}, "a JSONL, CSV, TSV or text file"),
+        ("delimiter", {"csv", "tsv"}, "a CSV or TSV file"),
+    )
+    for name, needed, expected in needs:
+        value = getattr(settings, name)
+        if value != getattr(InputConfig, name) and not kinds & needed:
+            text = repr(value) if name == "delimiter" else value
+            raise InputError(f"--{name.replace('_', '-')} {text}: none of --input is {expected}")
     return inputs
 
 
@@ -177,13 +182,6 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
                 repeated.append(path)
             known.add((stat.st_dev, stat.st_ino))
     return [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"] if repeated else []
-
-
-def _check_delimiter(delimiter: str | None) -> None:
-    """Raise InputError unless `delimiter` is None or can stand between cells."""
-    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        expected = "one character, such as ';' or $'\\t' for a tab"
-        raise InputError(f"--delimiter {delimiter!r}: expected {expected}")
 
 
 def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
@@ -285,7 +283,9 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
 
     Links are followed, but each folder is read only once, under its first path. Appends to `messages`.
     """
-    entries, unknown, duplicates = [], [], []
+    entries = []
+    unknown = []
+    duplicates = []
     visited = {_folder_identity(folder)}
 
     def unreadable(error: OSError) -> None:
@@ -295,7 +295,8 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
         inner = os.path.relpath(parent, folder)
         unvisited = []
         for name in sorted(folders):
-            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(parent, name)
+            path = os.path.normpath(os.path.join(inner, name))
+            full = os.path.join(parent, name)
             if name.startswith("."):
                 continue
             if (identity := _folder_identity(full)) in visited:
@@ -308,7 +309,8 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
                 unvisited.append(name)
         folders[:] = unvisited
         for name in names:
-            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(parent, name)
+            path = os.path.normpath(os.path.join(inner, name))
+            full = os.path.join(parent, name)
             if name.startswith("."):
                 continue
             if (kind := _kind_from_suffix(name)) and os.path.isfile(full):

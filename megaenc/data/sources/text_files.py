@@ -63,7 +63,8 @@ class TextBlock(ABC):
 
     def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
         """Return each document's texts under `keys`; count bad documents if `skip_bad`, else InputError with the place."""
-        texts, skipped = [], 0
+        texts = []
+        skipped = 0
         for number, document in self._parse_documents(keys):
             if not isinstance(document, InputError):
                 texts.append(document)

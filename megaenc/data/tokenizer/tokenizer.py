@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tokenizers.trainers import BpeTrainer
     from transformers import PreTrainedTokenizerFast
 
-EOS, MASK = "<|eos|>", "<|mask|>"
+EOS = "<|eos|>"
+MASK = "<|mask|>"
 MIN_VOCABULARY = 258  # 256 bytes and two special tokens
 MAX_VOCABULARY = 2**31 - 1
 MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
@@ -153,22 +154,27 @@ def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) ->
     A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The concatenated texts are the text of
     all ids. Takes quadratic time.
     """
-    decode, ids = tokenizer.backend_tokenizer.decode, [int(token) for token in ids]
+    decode = tokenizer.backend_tokenizer.decode
+    ids = [int(token) for token in ids]
     full_text = decode(ids, skip_special_tokens=False)
     # A position is between two characters if the text decoded up to it is a prefix of the whole text.
-    cuts, shortest = [], len(full_text)
+    cuts = []
+    shortest = len(full_text)
     for end in range(len(ids), 0, -1):
         text = decode(ids[:end], skip_special_tokens=False)
         if len(text) <= shortest and full_text.startswith(text):
             cuts.append((end, len(text)))
             shortest = len(text)
-    spans, token_count, text_length = [], 0, 0
+    spans = []
+    token_count = 0
+    text_length = 0
     for end, length in reversed(cuts):
         if length > text_length or not spans:
             spans.append((end - token_count, full_text[text_length:length]))
         else:  # these tokens add no text
             spans[-1] = (spans[-1][0] + end - token_count, spans[-1][1])
-        token_count, text_length = end, length
+        token_count = end
+        text_length = length
     return spans
 
 

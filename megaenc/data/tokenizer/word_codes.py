@@ -32,7 +32,8 @@ def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
 
     Added tokens, such as special ones, are words of their own.
     """
-    model, pre_tokenizer = backend.model, backend.pre_tokenizer
+    model = backend.model
+    pre_tokenizer = backend.pre_tokenizer
     vocab = backend.get_vocab(with_added_tokens=False)
     prefix = getattr(model, "continuing_subword_prefix", None)
     codes = np.full(size, _BREAK, dtype="<u2")
