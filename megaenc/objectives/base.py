@@ -149,7 +149,8 @@ class Objective(ABC):
         """
         changed = {}
         for field in self.options():
-            first, last = getattr(self, field.name), getattr(end, field.name)
+            first = getattr(self, field.name)
+            last = getattr(end, field.name)
             if first != last:
                 value = first * (1 - share) + last * share
                 value = math.floor(value + 0.5) if type(field.default) is int else value
@@ -163,7 +164,8 @@ class Objective(ABC):
         """
         assignments = []
         for field in self.options():
-            first, last = getattr(self, field.name), getattr(end or self, field.name)
+            first = getattr(self, field.name)
+            last = getattr(end or self, field.name)
             if first != last or first != field.default or (every and not field.metadata.get("added_later")):
                 values = (first,) if first == last else (first, last)
                 assignments.append(f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}")

@@ -94,7 +94,8 @@ class Teacher:
             owner = "the tokenizer" if vocabulary.fingerprint else "made-up packs"
             raise InputError(f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of {owner}")
         _check_tokenizer(Path(path), vocabulary)
-        self.path, self.vocabulary = path, vocabulary
+        self.path = path
+        self.vocabulary = vocabulary
         self.model = load_masked_lm(folder, config).requires_grad_(False)
         if shift := getattr(config, "prediction_shift", 0):
             raise InputError(
@@ -120,8 +121,10 @@ class Teacher:
                 "use a smaller --seq-length or another teacher"
             )
         count = min(count, len(text_token_ids(self.vocabulary)))
-        ids_NK, logits_NK = np.empty((len(positions), count), dtype=np.int64), np.empty((len(positions), count))
-        lengths, document_of = np.diff(pack.edges), np.searchsorted(pack.edges, positions, side="right") - 1
+        ids_NK = np.empty((len(positions), count), dtype=np.int64)
+        logits_NK = np.empty((len(positions), count))
+        lengths = np.diff(pack.edges)
+        document_of = np.searchsorted(pack.edges, positions, side="right") - 1
         for documents in _iterate_batches(np.unique(document_of), lengths):
             row_of = np.full(len(lengths), -1)
             row_of[documents] = np.arange(len(documents))

@@ -29,7 +29,8 @@ class GPTBERT(MaskedNextTokenPrediction):
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return a pack's Targets: a causal document has no prefix, any other is a prefix as a whole."""
-        masked, lengths = super().targets(pack, randomness), np.diff(pack.edges).astype(np.int64)
+        masked = super().targets(pack, randomness)
+        lengths = np.diff(pack.edges).astype(np.int64)
         document_is_causal = randomness.bernoulli("causal", len(lengths), self.causal)
         is_causal = np.repeat(document_is_causal, lengths)
         eligible = self.eligible(pack)

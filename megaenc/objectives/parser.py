@@ -82,7 +82,8 @@ class _ScheduleParser:
     """Recursive-descent parser with a method per grammar rule, each of which advances `at` in `text`."""
 
     def __init__(self, text: str, train_iters: int | None):
-        self.text, self.train_iters = text, train_iters
+        self.text = text
+        self.train_iters = train_iters
         self.at = 0
 
     def parse_schedule(self) -> tuple[ParsedPhase, ...]:
@@ -109,7 +110,8 @@ class _ScheduleParser:
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
             return (self.parse_phase(is_first),)
-        count, opening = SourceText(repeat[1], repeat.start()), SourceText("(", repeat.end() - 1)
+        count = SourceText(repeat[1], repeat.start())
+        opening = SourceText("(", repeat.end() - 1)
         if len(count) > _MAX_WORD_LENGTH:
             raise self.error(count, f"{len(count)} digits, expected at most {_MAX_WORD_LENGTH}")
         if not int(count):

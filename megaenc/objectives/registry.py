@@ -39,14 +39,16 @@ def check_class(objective: type, source: str) -> None:
 
 def known() -> list[str]:
     """Return the sorted names of all objectives, registered or offered by installed packages, without importing these."""
-    return sorted({*_registered, *_find_entry_points().names})
+    return sorted({*_registered, *_find_entry_points(tuple(sys.path)).names})
 
 
 def find(name: str) -> type[Objective]:
     """Return the objective class called `name`, importing its package; InputError if unknown, offered twice or invalid."""
     objective = _registered.get(name)
     offers = [
-        offer for offer in _find_entry_points().select(name=name) if objective is None or offer.value != _import_path(objective)
+        offer
+        for offer in _find_entry_points(tuple(sys.path)).select(name=name)
+        if objective is None or offer.value != _import_path(objective)
     ]
     if objective is not None and not offers:
         return objective
@@ -63,14 +65,9 @@ def find(name: str) -> type[Objective]:
     return _load_entry_point(offers[0])
 
 
-def _find_entry_points() -> EntryPoints:
-    """Return the objectives that packages on the current module path offer."""
-    return _find_entry_points_on(tuple(sys.path))
-
-
 @cache
-def _find_entry_points_on(path: tuple[str, ...]) -> EntryPoints:
-    """Return the objectives that packages on `path` offer, cached."""
+def _find_entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Return the objectives that packages on the module path `path` offer, cached."""
     return entry_points(group=GROUP)
 
 
@@ -111,7 +108,7 @@ def _find_defect(objective: type) -> str:
 
 def package_origin(objective: type[Objective]) -> str | None:
     """Return `PACKAGE VERSION (HASH of the source file)` of an objective that an installed package offers, else None."""
-    for offer in _find_entry_points().select(name=objective.name):
+    for offer in _find_entry_points(tuple(sys.path)).select(name=objective.name):
         if offer.value == _import_path(objective):
             package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
             source = Path(inspect.getfile(objective)).read_bytes()

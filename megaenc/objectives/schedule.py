@@ -79,7 +79,8 @@ class Phase:
         texts = [choice.start.describe(every, choice.end) for choice in self.choices]
         if len(texts) == 1:
             return texts[0]
-        keyword, pairs = SUM if self.is_sum else MIXTURE, zip(texts, self.choices, strict=True)
+        keyword = SUM if self.is_sum else MIXTURE
+        pairs = zip(texts, self.choices, strict=True)
         return f"{keyword}({','.join(f'{text}:{choice.weight}' for text, choice in pairs)})"
 
     def __len__(self) -> int:
@@ -131,7 +132,8 @@ class Schedule:
             key = (phase.components, phase.is_sum)
             if key not in built:
                 built[key] = _build_choices(text, phase, vocabulary)
-            choices, length = built[key], (phase.components, last - before)
+            choices = built[key]
+            length = (phase.components, last - before)
             if length not in checked:
                 checked.add(length)
                 _check_interpolation(text, phase, choices, last - before)
@@ -179,7 +181,8 @@ class Schedule:
         """Return what the objectives need beyond this package, by their name: `PACKAGE VERSION (HASH)`, `FILE (HASH)`."""
         needs: dict[str, set[str]] = {}
         for choice in self._distinct_choices():
-            kind, files = type(choice.start), {*choice.start.files(), *choice.end.files()}
+            kind = type(choice.start)
+            files = {*choice.start.files(), *choice.end.files()}
             origin = package_origin(kind)
             texts = {origin} if origin else set()
             needs.setdefault(kind.name, set()).update(texts, (f"{file.name} ({_hash_file(file)})" for file in files))

@@ -29,7 +29,8 @@ class SpanCorruption(MaskedLanguageModeling):
 
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
         """Draw bool[T], true for tokens to hide and predict."""
-        length, documents = len(pack.tokens), len(pack.edges) - 1
+        length = len(pack.tokens)
+        documents = len(pack.edges) - 1
         (positions,) = self.eligible(pack).nonzero()
         document = np.repeat(np.arange(documents), np.diff(pack.edges))[positions]
         counts = np.bincount(document, minlength=documents)

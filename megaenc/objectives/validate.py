@@ -13,7 +13,8 @@ _SUM_TOLERANCE = 1e-3  # of the sum of a label distribution; float32 rounds thou
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     """Raise InputError unless `objective` makes valid Targets of `pack`, twice the same, and leaves `pack` unchanged."""
     randomness = SampleRandomness(seed, pack.sample, pack.epoch)
-    tokens, edges = pack.tokens.copy(), pack.edges.copy()
+    tokens = pack.tokens.copy()
+    edges = pack.edges.copy()
     try:
         targets, second_targets = (objective.targets(pack, randomness) for _ in range(2))
         complaint = _find_violation(objective, pack, targets)
@@ -31,12 +32,12 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
 
 def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     """Return a description of the first error in `targets`, or an empty string."""
-    length, documents = len(pack.tokens), len(pack.edges) - 1
+    length = len(pack.tokens)
+    documents = len(pack.edges) - 1
     for name in ("inputs", "predict_at", "labels"):
         array = getattr(targets, name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
-            kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            return f"`{name}` is {kind}, expected a flat array of int64"
+            return f"`{name}` is {_describe_kind(array)}, expected a flat array of int64"
     inputs, predict_at, labels, prefixes, weights, count, soft_labels = targets
     if len(inputs) != length:
         return f"`inputs` holds {len(inputs)} tokens, expected {length}, as many as the pack"
@@ -55,17 +56,19 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         return f"position {predict_at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
     wrong = pack.tokens[predicted] != labels
     if wrong.any():
-        position, label, token = predict_at[wrong][0], labels[wrong][0], pack.tokens[predicted][wrong][0]
+        position = predict_at[wrong][0]
+        label = labels[wrong][0]
+        token = pack.tokens[predicted][wrong][0]
         return (
             f"position {position} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {token}; "
             "expected the labels to be the pack's tokens at predict_at + shift"
         )
     if weights is not None:
         if not isinstance(weights, np.ndarray) or weights.dtype != np.float32 or weights.shape != labels.shape:
-            kind = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
-            return f"`weights` is {kind}, expected float32[{len(labels)}], one for each label"
-        if not (np.isfinite(weights) & (weights >= 0)).all():
-            return f"`weights` holds {weights[~(np.isfinite(weights) & (weights >= 0))][0]}, expected finite numbers of 0 or more"
+            return f"`weights` is {_describe_kind(weights)}, expected float32[{len(labels)}], one for each label"
+        wrong = ~(np.isfinite(weights) & (weights >= 0))
+        if wrong.any():
+            return f"`weights` holds {weights[wrong][0]}, expected finite numbers of 0 or more"
     if soft_labels is not None and (complaint := _find_soft_label_violation(soft_labels, len(labels), size)):
         return complaint
     if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
@@ -79,12 +82,18 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     return ""
 
 
+def _describe_kind(value: object) -> str:
+    """Return dtype and shape of an array, or the type of another value."""
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
 def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -> str:
     """Return a description of the first error in label distributions of `count` predictions over `size` ids, or ""."""
     for name, array, dtype in zip(SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True):
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 2 or len(array) != count:
-            kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            return f"`soft_labels.{name}` is {kind}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
+            return (
+                f"`soft_labels.{name}` is {_describe_kind(array)}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
+            )
     ids, probabilities = soft_labels
     if ids.shape != probabilities.shape:
         return f"`soft_labels` holds {ids.shape[1]} ids and {probabilities.shape[1]} probabilities a row, expected equal numbers"

@@ -76,7 +76,8 @@ class LengthStats:
 def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
     """Return the LengthStats of document lengths, int64[D] in tokens with D > 0; histogram bins are powers of two."""
     p5, median, p95 = np.percentile(document_lengths, [5, 50, 95]).tolist()
-    longest, empty = int(document_lengths.argmax()), int((document_lengths == 0).sum())
+    longest = int(document_lengths.argmax())
+    empty = int((document_lengths == 0).sum())
     # frexp's exponent is exact: 0 for 0 tokens, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
     exponents = np.frexp(document_lengths.astype(np.float64))[1]
     counts = zip(np.bincount(exponents), np.bincount(exponents, weights=document_lengths), strict=True)
@@ -91,7 +92,8 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
     """Return rich renderables of a corpus: statistics, length histogram, and a decoded pack if a tokenizer is given."""
     for name, minimum, limit in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
-        flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(settings, name)
         if value < minimum:
             raise InputError(f"{flag}: found {value}, expected {minimum} or more")
         if value >= limit:
@@ -118,7 +120,8 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
     """Build a rich table of corpus counts, sizes, tokenizer and document lengths."""
     from rich.table import Table
 
-    metadata, tokens = corpus.metadata, int(corpus.document_lengths.sum())
+    metadata = corpus.metadata
+    tokens = int(corpus.document_lengths.sum())
     unknown = f"unknown: {Path(corpus.prefix).name}.json is missing"
     sizes = (f"{_format_size(Path(corpus.prefix + extension).stat().st_size)} {extension}" for extension in (".bin", ".idx"))
     rows = {

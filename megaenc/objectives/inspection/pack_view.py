@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Marks for how the model reads a token, also shown inside brackets.
-AS_IS, HIDDEN, REPLACED, KEPT = ".", "#", ">", "="
-PREDICTS, NO_PREDICTION = "›", "·"
+AS_IS = "."
+HIDDEN = "#"
+REPLACED = ">"
+KEPT = "="
+PREDICTS = "›"
+NO_PREDICTION = "·"
 
 _STYLES = {HIDDEN: "bold black on yellow", REPLACED: "bold black on magenta", KEPT: "bold black on green"}
-_PREDICTS_STYLE, _SPECIAL_STYLE, _EDGE_STYLE = "bold cyan", "magenta", "blue"
+_PREDICTS_STYLE = "bold cyan"
+_SPECIAL_STYLE = "magenta"
+_EDGE_STYLE = "blue"
 # Control characters of the text must not reach the terminal.
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32)} | {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
 _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
@@ -96,9 +102,12 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
     from rich.rule import Rule
     from rich.text import Text
 
-    pack, objective, count = decoded.pack, decoded.objective, len(decoded.targets.predict_at)
+    pack = decoded.pack
+    objective = decoded.objective
+    count = len(decoded.targets.predict_at)
     changed = int((decoded.targets.inputs != pack.tokens).sum())
-    total, pieces = len(pack.tokens), len(decoded.pieces)
+    total = len(pack.tokens)
+    pieces = len(decoded.pieces)
     lines = [
         Text(f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} document{'s' * (pieces > 1)}", "bold"),
         Text(f"{objective.describe(every=True)}, {objective.attention} attention"),
@@ -116,7 +125,8 @@ def _format_span(span: TokenSpan) -> Any:
     """Format a span as rich Text, with hidden tokens in brackets and marks for predictions."""
     from rich.text import Text
 
-    inner, line = span.text.translate(_CONTROL_PICTURES), Text()
+    inner = span.text.translate(_CONTROL_PICTURES)
+    line = Text()
     if span.special:
         line.append(inner, _SPECIAL_STYLE)
     elif set(span.marks) == {AS_IS}:

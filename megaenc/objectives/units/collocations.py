@@ -149,7 +149,8 @@ def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
         heads = tails = np.arange(len(tables[level].counts))
         prefixes, suffixes = {}, {}  # by level, the n-grams that begin and end it
         for shorter in range(level - 1, -1, -1):
-            heads, tails = tables[shorter + 1].prefixes[heads], tables[shorter + 1].suffixes[tails]
+            heads = tables[shorter + 1].prefixes[heads]
+            tails = tables[shorter + 1].suffixes[tails]
             prefixes[shorter], suffixes[shorter] = heads, tails
         # The first segment has cut + 1 tokens, the others are the best ones of the rest.
         sums = [logs[cut][prefixes[cut]] + best[level - 1 - cut][suffixes[level - 1 - cut]] for cut in range(level)]
@@ -161,12 +162,15 @@ def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
 
 def select_collocations(tables: Sequence[NgramTable], count: int, facts: dict[str, object]) -> Collocations:
     """Return at most `count` Collocations of the highest PMI above 0, in SHARES by length; ties go to frequent ones."""
-    rows, pmis, counts = [], [], []
+    rows = []
+    pmis = []
+    counts = []
     for level, pmi in enumerate(compute_pmi(tables), 1):
         quota = int(count * SHARES[level + 1])
         order = np.lexsort((-tables[level].counts, -pmi))[:quota]
         order = order[pmi[order] > 0]
-        row, heads = np.full((len(order), LONGEST), -1, dtype=np.int32), order
+        row = np.full((len(order), LONGEST), -1, dtype=np.int32)
+        heads = order
         for place in range(level, -1, -1):
             tails = heads
             for shorter in range(place, 0, -1):

@@ -59,13 +59,16 @@ class CollocationMatcher:
     """Trie of collocations, which finds them in tokens by exact keys."""
 
     def __init__(self, collocations: Collocations) -> None:
-        tokens, lengths = collocations.tokens.astype(np.int64), collocations.lengths
+        tokens = collocations.tokens.astype(np.int64)
+        lengths = collocations.lengths
         self._base = int(tokens.max(initial=0)) + 1
         self.levels: list[TrieLevel] = []
         nodes = tokens[:, 0]
         for length in range(2, LONGEST + 1):
             longer = lengths >= length
-            tokens, lengths, nodes = tokens[longer], lengths[longer], nodes[longer]
+            tokens = tokens[longer]
+            lengths = lengths[longer]
+            nodes = nodes[longer]
             keys, nodes = np.unique(nodes * self._base + tokens[:, length - 1], return_inverse=True)
             ends = np.zeros(len(keys), dtype=bool)
             ends[nodes[lengths == length]] = True
@@ -83,16 +86,20 @@ class CollocationMatcher:
             last = places + length - 1
             inside = last < len(tokens)
             inside[inside] = is_joined[last[inside] - 1] & (tokens[last[inside]] < self._base)
-            places, nodes, last = places[inside], nodes[inside], last[inside]
+            places = places[inside]
+            nodes = nodes[inside]
+            last = last[inside]
             if not len(keys) or not len(places):
                 break
             next_keys = nodes * self._base + tokens[last]
             nodes = np.minimum(np.searchsorted(keys, next_keys), len(keys) - 1)
             is_node = keys[nodes] == next_keys
-            places, nodes = places[is_node], nodes[is_node]
+            places = places[is_node]
+            nodes = nodes[is_node]
             longest[places[ends[nodes]]] = length
         candidates = np.flatnonzero(longest)
-        chosen, free = [], 0
+        chosen = []
+        free = 0
         for place, length in zip(candidates.tolist(), longest[candidates].tolist(), strict=True):
             if place >= free:
                 chosen.append(place)
