@@ -416,12 +416,6 @@ def test_what_cannot_be_computed_is_named(name, change, words):
         ("eurobert", "bidirectional", dataclasses.replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),
         ("modernbert-decoder", "bidirectional", MODERNBERT, "has no bidirectional attention; expected --as modernbert"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
-        (
-            "qwen3",
-            "bidirectional",
-            dataclasses.replace(WITH_NORMS, post_norms=True),
-            "--as qwen3: has no norms after attention and MLP; no family here",
-        ),
         ("gemma3_text", "causal", WITH_NORMS, "--as gemma3_text: has no norms by weight without + 1; expected --as qwen3"),
         ("gemma3_text", "prefix", GEMMA3, "--as gemma3_text: has no prefix attention"),
         (
@@ -437,6 +431,18 @@ def test_a_family_that_cannot_say_what_a_model_is_names_one_that_can(name, atten
     with pytest.raises(InputError) as error:
         written(name, model, Attention(attention))
     assert words in str(error.value)
+
+
+OPTIONS_OF_OTHERS = dict(normalization="LayerNorm", activation="gelu", window_size=8, embedding_norm=True, prediction_head=True)
+OPTIONS_OF_OTHERS |= dict(apply_layernorm_1p=True, post_norms=True, scale_embedding=True, query_pre_attn_scalar=7)
+
+
+@pytest.mark.parametrize("option", [*OPTIONS_OF_OTHERS.items(), ("rotary_seq_len_interpolation_factor", 8.0)])
+def test_llamas_layers_have_no_option_of_another_family(option):
+    for name, model in (("llama", SMALL), ("neobert", NEOBERT)):
+        lacks = FAMILIES[name].unsupported_feature
+        assert lacks(model, Attention.BIDIRECTIONAL) is None
+        assert lacks(dataclasses.replace(model, **dict([option])), Attention.BIDIRECTIONAL) is not None
 
 
 def test_zeros_stand_for_the_bias_that_training_has_not():

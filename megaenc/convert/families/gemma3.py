@@ -10,6 +10,7 @@ from megaenc.convert.families.modernbert import (
     layer_type_fields,
     read_layer_types,
     read_rotary_base,
+    read_tokens,
 )
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
@@ -66,15 +67,11 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
         "query_pre_attn_scalar": None if scalar == head_dim else scalar,
         "rotary_seq_len_interpolation_factor": factor if FULL in config.layer_types else None,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        **read_layer_types(config.layer_types, bases, lambda: _read_window(config.sliding_window, file), file),
+        # transformers counts the token itself.
+        **read_layer_types(
+            config.layer_types, bases, lambda: read_tokens(config.sliding_window, "`sliding_window`", file) - 1, file
+        ),
     }
-
-
-def _read_window(sliding_window: Any, file: str) -> int:
-    """Return the tokens to each side that `sliding_window` stands for; transformers counts the token itself."""
-    if not isinstance(sliding_window, int) or sliding_window < 2:
-        raise InputError(f"{file}: field `sliding_window`: found {shorten_repr(sliding_window)}, expected 2 or more tokens")
-    return sliding_window - 1
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:

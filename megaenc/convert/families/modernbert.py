@@ -66,11 +66,18 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     for name in ("max_position_embeddings", "norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
     bases = {kind: read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (FULL, LOCAL)}
-    read_window = _read_window if is_encoder else _read_causal_window
+
+    def read_window() -> int:
+        """Return the tokens to each side, or before a token, that local layers attend to, as transformers reads them."""
+        if is_encoder:
+            return read_tokens(config.local_attention, "`local_attention`", file) // 2
+        # It counts the token itself, and without it transformers derives it from `local_attention`.
+        return read_tokens(config.sliding_window, "`sliding_window` (or half of `local_attention`)", file) - 1
+
     return {
         "num_query_groups": config.num_attention_heads,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        **read_layer_types(config.layer_types, bases, lambda: read_window(config, file), file),
+        **read_layer_types(config.layer_types, bases, read_window, file),
     }
 
 
@@ -113,26 +120,11 @@ def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
     return check_positive(rope.get("rope_theta"), f"rope_theta` of `{kind}", file)
 
 
-def _read_window(config: Any, file: str) -> int:
-    """Return the tokens to each side that `local_attention` stands for, as transformers reads it."""
-    tokens = config.local_attention
-    if not isinstance(tokens, int) or tokens < 2:
-        raise InputError(f"{file}: field `local_attention`: found {shorten_repr(tokens)}, expected 2 or more tokens")
-    return tokens // 2
-
-
-def _read_causal_window(config: Any, file: str) -> int:
-    """Return the tokens before a token that it attends to in a decoder's local layers.
-
-    transformers derives `sliding_window`, which counts the token itself, from `local_attention` if config.json lacks it.
-    """
-    tokens = config.sliding_window
-    if not isinstance(tokens, int) or tokens < 2:
-        raise InputError(
-            f"{file}: field `sliding_window` (or half of `local_attention`): found {shorten_repr(tokens)}, expected 2 or more "
-            "tokens"
-        )
-    return tokens - 1
+def read_tokens(value: Any, field: str, file: str) -> int:
+    """Return the tokens of a window in config.json; InputError, naming `file` and `field`, for fewer than two."""
+    if not isinstance(value, int) or value < 2:
+        raise InputError(f"{file}: field {field}: found {shorten_repr(value)}, expected 2 or more tokens")
+    return value
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
