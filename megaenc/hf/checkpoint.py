@@ -16,7 +16,9 @@ from megaenc.json_files import read_json_object
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 _WITH_OUTPUT_LAYER = ("model.", "lm_head.", "head.", "decoder.")  # prefixes in models with an output layer
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -52,7 +54,8 @@ class HFCheckpoint:
 
         Raises InputError that names a missing or damaged file, or a pickle.
         """
-        self.path, self.flag = path, flag
+        self.path = path
+        self.flag = flag
         if not os.path.isdir(path):  # False for a name that is too long too
             raise InputError(
                 f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"

@@ -100,7 +100,8 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
     """Return transformers' config object for `folder`'s config.json; InputError for an unknown type or wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    where, model_type = str(folder.config_file), folder.config.get("model_type")
+    where = str(folder.config_file)
+    model_type = folder.config.get("model_type")
     if model_type == "sl_model":  # the study's released models: EuroBERT's weights under another name
         model_type = "eurobert"
     if model_type == "mistral" and "layer_types" in folder.config:  # as transformers' AutoConfig does

@@ -81,7 +81,8 @@ class _NeoBERTLayer(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        self.heads, self.head_dim = config.num_attention_heads, hidden // config.num_attention_heads
+        self.heads = config.num_attention_heads
+        self.head_dim = hidden // config.num_attention_heads
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.wo = nn.Linear(hidden, hidden, bias=False)

@@ -69,12 +69,14 @@ class Encoder(LanguageModule):
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # No buffers: rounded to bfloat16, the angles of distant tokens would be confused.
-        self._model, self._seq_length, self._rotary_base = model, seq_length, 0.0
+        self._model = model
+        self._seq_length = seq_length
+        self._rotary_base = 0.0
         self.set_rotary_base(model.rotary_base)
-        self.local_angles, local_base = None, model.local_rotary_base or model.rotary_base
+        self.local_angles = None
         if model.local_rotary_base is not None or (model.local_layers and model.rotary_seq_len_interpolation_factor):
             # Also if both bases are equal, as a phase may change the other one.
-            self.local_angles, _ = _rotary_angles(model, local_base, seq_length)
+            self.local_angles, _ = _rotary_angles(model, model.local_rotary_base or model.rotary_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
@@ -158,7 +160,8 @@ class Encoder(LanguageModule):
         if self.config.sequence_parallel and packing.dropout_keys is not None:
             packing = dataclasses.replace(packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys))
         if self.selects_rows and predict_at is not None and predict_at.numel():  # accelerators' products of no rows are untested
-            packing, predict_at = dataclasses.replace(packing, output_rows=predict_at), None
+            packing = dataclasses.replace(packing, output_rows=predict_at)
+            predict_at = None
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels, per_token, weights, soft_labels) if self.post_process else hidden
 

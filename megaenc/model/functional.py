@@ -36,15 +36,20 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, epsilon):
         ctx.is_sum = residual is not None
-        x_RH, wide = x.reshape(-1, x.size(-1)), torch.promote_types(x.dtype, torch.float32)
-        out_RH, scale = torch.empty(x_RH.shape, dtype=x.dtype, device=x.device), weight.to(wide)
+        x_RH = x.reshape(-1, x.size(-1))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out_RH = torch.empty(x_RH.shape, dtype=x.dtype, device=x.device)
+        scale = weight.to(wide)
         shrink_R1 = torch.empty(len(x_RH), 1, dtype=wide, device=x.device)
         if ctx.is_sum:
-            addend_RH, residual_RH, x_RH = x_RH, residual.reshape(x_RH.shape), torch.empty_like(out_RH)
+            addend_RH = x_RH
+            residual_RH = residual.reshape(x_RH.shape)
+            x_RH = torch.empty_like(out_RH)
         for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
             if ctx.is_sum:
                 torch.add(addend_RH[part], residual_RH[part], out=x_RH[part])
-            numbers, shrink = x_RH[part].to(wide), shrink_R1[part]
+            numbers = x_RH[part].to(wide)
+            shrink = shrink_R1[part]
             torch.mean(numbers.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
             torch.mul(numbers * shrink, scale, out=out_RH[part])
         ctx.save_for_backward(x_RH, shrink_R1, weight)
@@ -57,9 +62,11 @@ class _RMSNorm(torch.autograd.Function):
         x_RH, shrink_R1, weight = ctx.saved_tensors
         gradient_RH, to_sum_RH = (gradient.reshape(x_RH.shape) for gradient in (gradients[-1], gradients[0]))
         scale = weight.to(shrink_R1.dtype)
-        to_x_RH, to_weight = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device), torch.zeros_like(scale)
+        to_x_RH = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device)
+        to_weight = torch.zeros_like(scale)
         for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
-            shrink, above = shrink_R1[part], gradient_RH[part].to(scale.dtype)
+            shrink = shrink_R1[part]
+            above = gradient_RH[part].to(scale.dtype)
             normed = x_RH[part] * shrink
             product = above * normed
             to_weight += product.sum(0)
@@ -91,7 +98,8 @@ class Rotation:
         `scale`: factor of what is rotated, as in YaRN.
         """
         half = angles[..., : angles.size(-1) // 2]
-        cos, sin = half.cos(), half.sin()
+        cos = half.cos()
+        sin = half.sin()
         return cls(cos, sin, fused) if scale == 1 else cls(cos * scale, sin * scale, fused)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -153,8 +161,11 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mixed, dim, cos, sin, copy_qkv):
         ctx.save_for_backward(cos, sin)
-        ctx.shape, ctx.copy_qkv = mixed.shape, copy_qkv
-        tokens, groups, heads = mixed.size(0), mixed.size(2), mixed.size(3) // dim
+        ctx.shape = mixed.shape
+        ctx.copy_qkv = copy_qkv
+        tokens = mixed.size(0)
+        groups = mixed.size(2)
+        heads = mixed.size(3) // dim
         blocks = mixed.contiguous().view(tokens, groups, heads, dim)
         q, k, v = (torch.empty(tokens, groups, count, dim, dtype=mixed.dtype, device=mixed.device) for count in (heads - 2, 1, 1))
         copy_qkv(blocks, q, k, v, cos, sin, False)
@@ -241,7 +252,8 @@ class _GatedActivation(torch.autograd.Function):
 
 
 _HASH_FACTORS = (0x7FEB352D, 0x846CA68B)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits
-_CHANNEL_STEP, _LAYER_STEP = 0x9E3779B1, 0x85EBCA77
+_CHANNEL_STEP = 0x9E3779B1
+_LAYER_STEP = 0x85EBCA77
 
 
 def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool = False) -> Tensor:
@@ -279,7 +291,8 @@ class _Dropout(torch.autograd.Function):
 def _drop(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool) -> Tensor:
     """Return what `dropout` does, without a gradient."""
     # 32-bit numbers that all wrap around, as signed ones; the hash is compared as an unsigned one.
-    low, high = _to_int32(keys), _to_int32(keys >> 32) | 1
+    low = _to_int32(keys)
+    high = _to_int32(keys >> 32) | 1
     first = layer * _LAYER_STEP % 2**32
     limit = round(probability * 2**32)
     scale = 1 / (1 - probability)

@@ -83,7 +83,9 @@ class EncoderLayer(TransformerLayer):
 
 def _recompute_saved(result: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> Any:
     """Return a context in which autograd saves nothing for `result`, function(argument), and computes it again in backward."""
-    address, size, argument = result.data_ptr(), result.numel(), argument.detach()
+    address = result.data_ptr()
+    size = result.numel()
+    argument = argument.detach()
 
     def pack(tensor: Tensor) -> Tensor | torch.Size:
         return tensor.shape if (tensor.data_ptr(), tensor.numel()) == (address, size) else tensor

@@ -57,12 +57,12 @@ def build_transformer_config(
     model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
 ) -> TransformerConfig:
     """Return megatron-core's TransformerConfig of `model` for `layout` and `kernels`; `dtype`: float32 or bfloat16."""
-    stages, split = layout.pipeline_model_parallel_size, layout.layers_per_chunk(model.num_layers)
+    stages = layout.pipeline_model_parallel_size
+    split = layout.layers_per_chunk(model.num_layers)
     interleaved = len(split) > stages
     parts = [["decoder"] * layers for layers in split]
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
-    full = layout.recompute_granularity == "full"
     modules = [module for module in layout.selected_recompute_modules if module != "activation"]  # which is our layer's
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -92,7 +92,7 @@ def build_transformer_config(
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
         sequence_parallel=layout.sequence_parallel,
-        recompute_granularity=layout.recompute_granularity if full or modules else None,
+        recompute_granularity=layout.recompute_granularity if layout.recompute_granularity == "full" or modules else None,
         recompute_modules=modules or None,
         recompute_method=layout.full_recompute[0],
         recompute_num_layers=layout.full_recompute[1],

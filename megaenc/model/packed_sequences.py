@@ -28,7 +28,8 @@ class PrefixRows:
         """Return the PrefixRows on `device` of documents with these lengths and prefix lengths, int64[D] each."""
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
-        nonempty, rest = prefixes[prefixes > 0], lengths - prefixes
+        nonempty = prefixes[prefixes > 0]
+        rest = lengths - prefixes
         rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]
         ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (nonempty, rest)]
         tensors = (copy_to_device(torch.from_numpy(array), device) for array in (*rows, *ends))

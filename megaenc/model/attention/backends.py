@@ -196,14 +196,16 @@ def _attend_packed(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
     """Attend in all documents with one kernel call, or two under prefix attention: within prefixes, and causal for the rest."""
-    every, longest = packing.cu_seqlens_kv, packing.max_seqlen_kv
+    every = packing.cu_seqlens_kv
+    longest = packing.max_seqlen_kv
     kernel = functools.partial(kernel, scale=scale, window=-1 if window is None else window)
     if packing.attention != Attention.PREFIX:
         return kernel(q, k, v, every, every, longest, longest, causal=packing.attention == Attention.CAUSAL)
     rows = packing.prefix_rows
     out = torch.empty_like(q)
     if rows.prefix.numel():
-        prefixes, most = rows.cu_seqlens_prefix, rows.longest_prefix
+        prefixes = rows.cu_seqlens_prefix
+        most = rows.longest_prefix
         inside = (x.index_select(0, rows.prefix) for x in (q, k, v))
         out = out.index_copy(0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False))
     if not rows.suffix.numel():
@@ -238,7 +240,8 @@ def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequenc
 
 def _scaled_dot_product(q, k, v, scale, causal=False):
     """Return torch's scaled dot-product attention; a causal mask aligns the last query with the last key."""
-    rows, columns = q.size(2), k.size(2)
+    rows = q.size(2)
+    columns = k.size(2)
     mask = None
     if causal and rows < columns:  # torch's own causal mask aligns the first query with the first key
         mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)

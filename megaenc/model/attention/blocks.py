@@ -28,7 +28,8 @@ def sdpa_kernels(device: torch.device) -> Any:
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int) -> Tensor:
     """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
-    tokens, block = len(q), max(window, _MIN_BLOCK)
+    tokens = len(q)
+    block = max(window, _MIN_BLOCK)
     count = -(-tokens // block)
     padding = count * block - tokens
     key = ("blocks", window)

@@ -21,10 +21,14 @@ from megaenc.model.packed_sequences import PackedSequences
 
 KEPT_KEYS = 1024
 """Probabilities of queries with at most this many keys are saved for backward; others are computed again."""
-_ALIGNMENT, _SHORT, _SHORT_ALIGNMENT = 32, 16, 8  # tokens; few shapes need few compiled products
+# Documents are padded to a multiple of tokens, as few shapes need few compiled products; short ones to another.
+_ALIGNMENT = 32
+_SHORT = 16
+_SHORT_ALIGNMENT = 8
 _QUERY_BLOCK = 256  # queries that share keys under a causal mask or a window
 _SCORES_AT_ONCE = 2**21
-_precision_lock, _precision_users = threading.Lock(), [0]
+_precision_lock = threading.Lock()
+_precision_users = [0]
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,10 @@ class PackLayout:
     @classmethod
     def from_packed(cls, packing: PackedSequences, heads: int, groups: int, window: int | None) -> "PackLayout":
         """Return the PackLayout of a pack for a number of query heads and key/value groups."""
-        source_rows, padding_rows, batches, end = [], [], [], 0
+        source_rows = []
+        padding_rows = []
+        batches = []
+        end = 0
         layout_rows = np.empty((packing.spans()[-1][2], groups), np.int64)
         build_mask = functools.cache(_build_mask)  # most blocks have the same one
         starts: dict[tuple[int, int], list[int]] = {}
@@ -77,7 +84,8 @@ class PackLayout:
             starts.setdefault((stop - start, prefix - start), []).append(start)
         group = np.arange(groups)[:, None]
         for (length, prefix), firsts in sorted(starts.items()):
-            size = _pad_length(length)
+            alignment = _ALIGNMENT if length > _SHORT else _SHORT_ALIGNMENT
+            size = -(-length // alignment) * alignment
             blocks = list(_split_queries(length, prefix, size, heads // groups, window, build_mask))
             batches.append(DocumentBatch(end, size, len(firsts), blocks))
             for start in firsts:
@@ -116,12 +124,6 @@ def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.int32).index_select(0, rows).view(x.dtype)  # four times as fast as in bfloat16
 
 
-def _pad_length(length: int) -> int:
-    """Return the number of tokens to which a document is padded."""
-    alignment = _ALIGNMENT if length > _SHORT else _SHORT_ALIGNMENT
-    return -(-length // alignment) * alignment
-
-
 def _split_queries(
     length: int, prefix: int, size: int, repeats: int, window: int | None, build_mask: Any
 ) -> Iterator[QueryBlock]:
@@ -136,7 +138,8 @@ def _split_queries(
         masked_from = min([prefix] * (begin < prefix) + [max(begin, prefix) + 1] * (end > prefix))
         if window is not None:
             first = max(0, min(begin, length - 1) - window) // _ALIGNMENT * _ALIGNMENT
-            last, masked_from = min(last, end + window), first
+            last = min(last, end + window)
+            masked_from = first
         stop = min(size, -(-last // _ALIGNMENT) * _ALIGNMENT)
         hidden = None
         if prefix == length and window is None:
@@ -152,7 +155,8 @@ def _build_mask(begin: int, end: int, length: int, prefix: int, keys: int, windo
 
     Queries in the padding attend to keys as the document's last token does: a softmax over nothing would be NaN.
     """
-    query, key = np.minimum(np.arange(begin, end), length - 1)[:, None], np.arange(keys)
+    query = np.minimum(np.arange(begin, end), length - 1)[:, None]
+    key = np.arange(keys)
     is_visible = ((key <= query) | ((key < prefix) & (query < prefix))) & (key < length)
     if window is not None:
         is_visible &= np.abs(key - query) <= window
@@ -206,7 +210,8 @@ class _Products:
     def of_batch(cls, layout: PackLayout, batch: DocumentBatch) -> Iterator["_Products"]:
         """Yield the products of a batch of documents, about _SCORES_AT_ONCE scores each."""
         for block in batch.blocks:
-            queries, keys = slice(*(layout.repeats * end for end in block.queries)), slice(*block.keys)
+            queries = slice(*(layout.repeats * end for end in block.queries))
+            keys = slice(*block.keys)
             step = max(1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start)))
             for group in range(0, batch.count * layout.groups, step):
                 yield cls(block, slice(group, group + step), queries, keys)
@@ -216,8 +221,10 @@ class _Products:
 
         The tensor to save for backward is the probabilities, or of blocks with many keys the largest score of each query.
         """
-        q, k = q[self.groups, self.queries], k[self.groups, self.keys]
-        q_float, k_float = q.float(), k.float()
+        q = q[self.groups, self.queries]
+        k = k[self.groups, self.keys]
+        q_float = q.float()
+        k_float = k.float()
         with float32_by_onednn():
             scores = self._compute_scores(q_float, k_float, scale)
         largest = scores.amax(-1, keepdim=True) if is_training and not self.block.is_kept else None
@@ -232,7 +239,8 @@ class _Products:
         """
         if self.block.is_kept:
             return saved
-        q, k = q[self.groups, self.queries], k[self.groups, self.keys]
+        q = q[self.groups, self.queries]
+        k = k[self.groups, self.keys]
         scores = self._compute_scores(torch.cat([q, (saved / -scale).to(q.dtype)], -1), F.pad(k, (0, 1), value=1.0), scale)
         return torch.softmax(scores, -1, out=scores)
 
@@ -255,7 +263,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, is_training):
-        width, kept = q.size(2), []
+        width = q.size(2)
+        kept = []
         queries, keys, values = (layout.gather(x) for x in (q, k, v))
         out = torch.empty_like(queries)
         for batch in layout.batches:
@@ -267,15 +276,19 @@ class _Attention(torch.autograd.Function):
                     kept.append(saved)
         if is_training:
             ctx.save_for_backward(q, k, v, *kept)
-            ctx.layout, ctx.scale = layout, scale
+            ctx.layout = layout
+            ctx.scale = scale
         return layout.scatter(out, width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        layout, scale = ctx.layout, ctx.scale
+        layout = ctx.layout
+        scale = ctx.scale
         q, k, v, *kept = ctx.saved_tensors
-        kept, width, dtype = iter(kept), q.size(2), q.dtype
+        kept = iter(kept)
+        width = q.size(2)
+        dtype = q.dtype
         queries, keys, values = (layout.gather(x) for x in (q, k, v))
         upstream = layout.clear_padding(layout.gather(gradient))
         to_q, to_k, to_v = (torch.empty_like(x) for x in (queries, keys, values))

@@ -46,9 +46,11 @@ class PaddedBatches:
     ) -> "PaddedBatches":
         """Return the PaddedBatches of a pack on `device`, with masks in `dtype`, without waiting for the device."""
         spans = np.array(packing.spans())
-        lengths, prefixes = spans[:, 2] - spans[:, 0], spans[:, 1] - spans[:, 0]
+        lengths = spans[:, 2] - spans[:, 0]
+        prefixes = spans[:, 1] - spans[:, 0]
         padded_lengths = np.maximum(_MIN_LENGTH, 1 << np.ceil(np.log2(lengths)).astype(np.int64))
-        rows, batches = [], []
+        rows = []
+        batches = []
         for length in np.unique(padded_lengths):
             documents = np.flatnonzero(padded_lengths == length)
             rows += [np.arange(start, stop) for start, _, stop in spans[documents]]
@@ -77,7 +79,8 @@ def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype, window: int | No
     # Queries in the padding attend to the document too; their results are discarded.
     position = torch.arange(length, device=sizes.device)
     lengths, prefixes = sizes[:, :, None, None]
-    query, key = position[:, None], position[None]
+    query = position[:, None]
+    key = position[None]
     is_visible = ((key <= query) | ((key < prefixes) & (query < prefixes))) & (key < lengths)
     if window is not None:  # queries in the padding attend to the last token at least
         is_visible &= (query.clamp(max=lengths - 1) - key).abs() <= window

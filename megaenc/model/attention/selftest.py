@@ -196,7 +196,8 @@ def reference_attention(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        repeats, parts = q.size(1) // k.size(1), []
+        repeats = q.size(1) // k.size(1)
+        parts = []
         q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)))
         for start, prefix, stop in spans:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()

@@ -36,7 +36,8 @@ def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tupl
     bfloat16 and fast accumulation.
     """
     names = "output", "gradient of the input", "gradient of the weight"
-    kind, generator = select_float8_recipe(fp8_format, backend), torch.Generator().manual_seed(0)
+    kind = select_float8_recipe(fp8_format, backend)
+    generator = torch.Generator().manual_seed(0)
     forward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.forward))
     backward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.gradient))
     for out, width in sorted(set(widths)):
@@ -100,7 +101,8 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, float8: Float8Recipe, group: dist.ProcessGroup | None, sequence_parallel: bool):
         x_TK = x.reshape(-1, x.size(-1))
-        x_top, w_top = float8.amax(x_TK), float8.amax(weight)
+        x_top = float8.amax(x_TK)
+        w_top = float8.amax(weight)
         if sequence_parallel:  # all parts of the matrix share one scale
             dist.all_reduce(x_top, dist.ReduceOp.MAX, group=group)
         x8, x_inverse = float8.quantize(x_TK, x_top, float8.forward)
@@ -109,7 +111,10 @@ class _Float8Linear(torch.autograd.Function):
         if gather:
             gather.wait()
         ctx.save_for_backward(x8, x_inverse, weight, w_top)
-        ctx.float8, ctx.group, ctx.sequence_parallel, ctx.shape = float8, group, sequence_parallel, x.shape
+        ctx.float8 = float8
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.shape = x.shape
         out = float8.matmul(all8, w8, x_inverse, w_inverse, x.dtype, fast=True)
         if bias is not None:
             out += bias
@@ -119,7 +124,8 @@ class _Float8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         x8, x_inverse, weight, w_top = ctx.saved_tensors
-        float8, group = ctx.float8, ctx.group
+        float8 = ctx.float8
+        group = ctx.group
         all8, gather = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
         g_TN = gradient.reshape(-1, gradient.size(-1))
         g8, g_inverse = float8.quantize(g_TN, float8.amax(g_TN), float8.gradient)

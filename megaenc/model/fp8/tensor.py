@@ -49,7 +49,8 @@ class Float8Recipe:
             return kernels.quantize(x, top, dtype, max_value_bits(dtype))
         # A power of two is (exponent + 127) << 23; if `top` has the larger mantissa, the subtraction borrows from the exponent.
         exponent = (max_value_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
-        scale, inverse = (127 + exponent) << 23, (127 - exponent) << 23
+        scale = (127 + exponent) << 23
+        inverse = (127 - exponent) << 23
         inverse = torch.where(top < _INFINITE, inverse, _NAN)
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
@@ -104,7 +105,8 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
 
 def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
     """Return this machine's types with 4 and 5 bits of exponent. Raises InputError if it has no float8 matrix products."""
-    open_compute, mi300 = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    open_compute = (torch.float8_e4m3fn, torch.float8_e5m2)
+    mi300 = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     if backend.is_cpu or (backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)):
         return open_compute
     if backend.name == "rocm":

@@ -31,7 +31,8 @@ def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: fl
     `low`, `high`: int32[rows], numbers of the rows; `first`: that of the layer, added to those of all channels. All are 32 bits
     that count as unsigned, in signed numbers.
     """
-    rows_RH, width = flatten_rows(x), x.size(-1)
+    rows_RH = flatten_rows(x)
+    width = x.size(-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         constants = column_block_constants(width)

@@ -92,7 +92,8 @@ class _TritonGLU(torch.autograd.Function):
     def forward(ctx, x, activation):
         ctx.save_for_backward(x)
         ctx.activation = activation
-        rows_R2F, width = flatten_rows(x), x.size(-1) // 2
+        rows_R2F = flatten_rows(x)
+        width = x.size(-1) // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
         if out.numel():
             constants = column_block_constants(width)
@@ -104,7 +105,9 @@ class _TritonGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        rows_R2F, gradient_RF, width = flatten_rows(x), flatten_rows(gradient), gradient.size(-1)
+        rows_R2F = flatten_rows(x)
+        gradient_RF = flatten_rows(gradient)
+        width = gradient.size(-1)
         to_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if to_x.numel():
             constants = {"ACTIVATION": ctx.activation} | column_block_constants(width)

@@ -96,12 +96,16 @@ class _TritonNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, epsilon, is_centered):
-        rows_RH, is_sum = flatten_rows(x), residual is not None
+        rows_RH = flatten_rows(x)
+        is_sum = residual is not None
         residual_RH = flatten_rows(residual) if is_sum else rows_RH
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         norm_input = torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_sum else rows_RH
         ctx.save_for_backward(norm_input, weight)
-        ctx.shape, ctx.epsilon, ctx.is_sum, ctx.is_centered = x.shape, epsilon, is_sum, is_centered
+        ctx.shape = x.shape
+        ctx.epsilon = epsilon
+        ctx.is_sum = is_sum
+        ctx.is_centered = is_centered
         if out.numel():
             rows, width = rows_RH.shape
             constants = row_tile_constants(width)

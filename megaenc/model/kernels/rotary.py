@@ -57,9 +57,12 @@ def qkv_rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    group, place = head // (per_group + 2), head % (per_group + 2)
+    group = head // (per_group + 2)
+    place = head % (per_group + 2)
     inside = (head < heads) & (column < half)
-    is_query, is_key, is_value = inside & (place < per_group), inside & (place == per_group), inside & (place > per_group)
+    is_query = inside & (place < per_group)
+    is_key = inside & (place == per_group)
+    is_value = inside & (place > per_group)
     angle = token * half + column
     along = tl.where(is_value, 1.0, tl.load(cos + angle, mask=column < half, other=0.0))
     across = tl.where(is_value, 0.0, tl.load(sin + angle, mask=column < half, other=0.0))

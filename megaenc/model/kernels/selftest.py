@@ -57,7 +57,8 @@ def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: La
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
     try:
         for label, actual, expected in CHECKS[name](_RandomTensors(device, dtype), widths):
-            error, tolerance = _max_relative_error(actual, expected), TOLERANCE[actual.dtype]
+            error = _max_relative_error(actual, expected)
+            tolerance = TOLERANCE[actual.dtype]
             if not error <= tolerance:  # also if it is NaN
                 return SelfTestResult(name, True, error, tolerance, f"{label} is off by {error:.2g} (tolerance {tolerance:.2g})")
             if error / tolerance > worst.error / worst.tolerance:
@@ -82,7 +83,8 @@ class _RandomTensors:
     """Source of reproducible random tensors with its own generator."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int, size: float = 1.0) -> Tensor:
@@ -102,7 +104,8 @@ def _compare_with_formula(
     `names`: of the inputs, separated by spaces.
     """
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    actual, expected = kernel(*inputs), formula(*exact)
+    actual = kernel(*inputs)
+    expected = formula(*exact)
     gradient = draw(*actual.shape).detach()
     if actual.dtype != inputs[0].dtype:
         raise TypeError(f"found {actual.dtype}, expected {inputs[0].dtype}")
@@ -127,7 +130,8 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Itera
 
     several = 2 * resident_programs(draw.device) + 3  # each program of the backward kernel iterates more than once
     for shape in ((5, 1, widths.hidden), (several, 1, 1728), (67, 1, 3, widths.head), (1, 1, 96), (200, 33), (0, 1, 96)):
-        x, weight = draw(*shape, size=3.0), draw(shape[-1])
+        x = draw(*shape, size=3.0)
+        weight = draw(shape[-1])
         yield from _compare_with_formula(lambda x, weight: norm(x, weight, 1e-5), formula, draw, "x weight", x, weight)
         # Whole numbers, whose sums need no rounding.
         x, residual = (draw(*shape, size=3.0).detach().round().requires_grad_() for _ in range(2))
@@ -150,7 +154,8 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
     shapes = (7, 3, widths.head, 16), (7, 3, widths.head, 5), (5, 18, 96, 5), (3, 40, 64, 5), (1, 1, 10, 5), (0, 2, 64, 5)
     for tokens, heads, dim, gap in shapes:
         angles = draw(tokens, 1, 1, dim // 2, size=1000.0).detach().float()
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         rotation = Rotation(cos, sin, fused=True)
 
         def formula(x: Tensor, cos: Tensor = cos, sin: Tensor = sin, dim: int = dim) -> Tensor:
@@ -173,33 +178,23 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
             yield from _compare_with_formula(split, split_formula, draw, "mixed", mixed)
 
 
-def _check_swiglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the SwiGLU kernels with their formula."""
-    from megaenc.model.kernels.glu import swiglu
+def _check_glu(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterator[Comparison]:
+    """Yield comparisons of a gated activation's kernels with torch's formula, or formulas; `kernel`: swiglu or geglu."""
+    from megaenc.model.kernels.glu import geglu, swiglu
 
-    yield from _check_glu(draw, widths, swiglu, F.silu)
+    pairs = [(swiglu, F.silu)]
+    if kernel == "geglu":
+        pairs = [
+            (functools.partial(geglu, approximate=name), functools.partial(F.gelu, approximate=name)) for name in ("none", "tanh")
+        ]
+    for function, activation in pairs:
 
+        def formula(x: Tensor, activation: Callable[[Tensor], Tensor] = activation) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return activation(gate) * up
 
-def _check_geglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the GeGLU kernels with both formulas of the GELU."""
-    from megaenc.model.kernels.glu import geglu
-
-    for approximate in ("none", "tanh"):
-        kernel = functools.partial(geglu, approximate=approximate)
-        yield from _check_glu(draw, widths, kernel, functools.partial(F.gelu, approximate=approximate))
-
-
-def _check_glu(
-    draw: _RandomTensors, widths: LayerWidths, kernel: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]
-) -> Iterator[Comparison]:
-    """Yield comparisons of a gated activation's kernels with torch's `activation`."""
-
-    def formula(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return activation(gate) * up
-
-    for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
-        yield from _compare_with_formula(kernel, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
+        for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
+            yield from _compare_with_formula(function, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
 
 
 def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
@@ -260,8 +255,8 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
     "norm": functools.partial(_check_norm, kernel="rms_norm"),
     "layer_norm": functools.partial(_check_norm, kernel="layer_norm"),
     "rotary": _check_rotary,
-    "swiglu": _check_swiglu,
-    "geglu": _check_geglu,
+    "swiglu": functools.partial(_check_glu, kernel="swiglu"),
+    "geglu": functools.partial(_check_glu, kernel="geglu"),
     "dropout": _check_dropout,
     "loss": _check_loss,
     "sum": _check_sum,
