@@ -28,6 +28,7 @@ REMOVED = {
     "explain": "--output writes all terms as JSON",
     "intra_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
     "inter_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
+    "reported": "docs/study-plan.md has the models, steps and hours that the paper reports; leave the section out",
     "timing_log_level": "--profile times each operation, and each row of metrics.jsonl the parts of a step",
 }
 """Former flags, and what to use instead."""

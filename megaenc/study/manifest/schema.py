@@ -69,26 +69,8 @@ class HardwareEntry:
 
 
 @dataclass(frozen=True)
-class ReportedEntry:
-    """One source's reported models, pretraining steps and GPU hours by group of models, fine-tuning runs (0: unknown), notes."""
-
-    source: str = ""
-    """name of the source, for display"""
-    models: dict = field(default_factory=dict)
-    """number of models by group"""
-    steps: dict = field(default_factory=dict)
-    """pretraining steps by group"""
-    gpu_hours: dict = field(default_factory=dict)
-    """GPU hours by group; `finetune` for fine-tuning"""
-    fine_tunings: int = 0
-    """number of fine-tuning runs"""
-    notes: dict = field(default_factory=dict)
-    """remark by group, printed with its numbers; `finetune` for fine-tuning"""
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """Checked content of a manifest: models, corpus, fine-tuning, zero-shot retrieval, hardware and reported costs."""
+    """Checked content of a manifest."""
 
     path: Path
     title: str
@@ -104,7 +86,6 @@ class Manifest:
     training_sets: tuple[TrainingSet, ...]
     """Data sets that each model is fine-tuned on."""
     hardware: HardwareEntry
-    reported: ReportedEntry
     embed: EmbedEntry | None = None
     """Zero-shot retrieval with paths resolved; None if there is none."""
     embed_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +122,6 @@ class _ManifestFile:
     finetune: dict = field(default_factory=dict)
     embed: dict = field(default_factory=dict)
     hardware: dict = field(default_factory=dict)
-    reported: dict = field(default_factory=dict)
 
 
 def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
@@ -192,11 +172,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
             raise InputError(f"pretrain: found `{name}`, but `corpus` builds its own; expected one of them")
     if corpus.vocab_size < 1 and any(model.config.shape.vocab_size is None for model in models):
         raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size of the tokenizer")
-    hardware, reported = (
-        _build_section(HardwareEntry(), sections.hardware, "hardware"),
-        _build_section(ReportedEntry(), sections.reported, "reported"),
-    )
-    _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
+    hardware = _build_section(HardwareEntry(), sections.hardware, "hardware")
+    _check_hardware(hardware, sizes)
     grid = _build_grid(sections.finetune) if sections.finetune else None
     embed, embed_flags = build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
     manifest = Manifest(
@@ -209,7 +186,6 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         finetune_flags=_build_grid_flags(grid, sections.finetune, data_dir) if grid else {},
         training_sets=plan_training_sets(grid, data_dir) if grid else (),
         hardware=hardware,
-        reported=reported,
         embed=embed,
         embed_flags=embed_flags,
     )
@@ -262,26 +238,18 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
     return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, data_dir))
 
 
-def _check_hardware_and_reported(
-    hardware: HardwareEntry, reported: ReportedEntry, sizes: Iterable[str], groups: set[str]
-) -> None:
-    """Raise InputError for an unknown size or group, or a negative number, in `hardware` or `reported`."""
+def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
+    """Raise InputError for an unknown size or a number that is too small in `hardware`."""
     for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0), ("embed_seconds", 0)):
-        if (value := getattr(hardware, name)) < least:
+        value = getattr(hardware, name)
+        if value < least:
             raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
-    for place, values, known, kind in (
-        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, sizes, int | float),
-        ("reported: models", reported.models, groups, int | float),
-        ("reported: steps", reported.steps, groups, int | float),
-        ("reported: gpu_hours", reported.gpu_hours, groups | {"finetune"}, int | float),
-        ("reported: notes", reported.notes, groups | {"finetune"}, str),
-    ):
-        expected = "a line of text" if kind is str else "a number of 0 or more"
-        for key, value in values.items():
-            if key not in known:
-                raise InputError(f"{place}: unknown name `{key}`{format_suggestion(str(key), sorted(known))}")
-            if isinstance(value, bool) or not isinstance(value, kind) or (kind is not str and value < 0):
-                raise InputError(f"{place}: field `{key}`: found {value!r}, expected {expected}")
+    place = "hardware: tokens_per_second_of"
+    for size, value in hardware.tokens_per_second_of.items():
+        if size not in sizes:
+            raise InputError(f"{place}: unknown name `{size}`{format_suggestion(str(size), sorted(sizes))}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise InputError(f"{place}: field `{size}`: found {value!r}, expected a number of 0 or more")
 
 
 def _build_grid(keys: Mapping[str, Any]) -> GridConfig:

@@ -6,7 +6,7 @@ megaenc study plan configs/study/paper.yaml --picture plan.png
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.grid.command import format_count
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import StageChain, StudyCost, TrainingCost, compute_study_cost, explain_steps
+from megaenc.study.plan.cost import StageChain, StudyCost, TrainingCost, compute_study_cost
 from megaenc.study.plan.dag import StageGraph, build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree
 
@@ -69,28 +69,19 @@ def _format_counts(graph: StageGraph) -> str:
 
 
 def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the table of pretraining costs by group, with the reported costs."""
-    hardware, reported = graph.manifest.hardware, graph.manifest.reported
+    """Yield the table of pretraining costs by group."""
+    hardware = graph.manifest.hardware
     model_counts = Counter(model.group for model in graph.manifest.models)
-    rows = [(group or "models", [group], *both) for group, both in cost.groups.items()]
+    rows = [(group or "models", model_counts[group], *costs) for group, costs in cost.groups.items()]
     if len(rows) > 1:
-        rows.append(("together", [*cost.groups], cost.with_sharing, cost.without_sharing))
+        rows.append(("together", model_counts.total(), cost.with_sharing, cost.without_sharing))
     width = max(len("pretraining"), *(len(row[0]) for row in rows))
-    source = f"  {reported.source or 'reported'}" if reported.models or reported.steps or reported.gpu_hours else ""
     columns = f"{'models':>6} {'steps':>12} {'tokens':>8} {'FLOP':>9} {'hours':>9}"
-    yield f"{'pretraining':<{width}}  {columns}   {'without sharing':>15} {'hours':>9}{source}"
-    for name, groups, shared, unshared in rows:
-        columns = f"{sum(model_counts[group] for group in groups):>6,} {shared.steps:>12,} {_format_scaled(shared.tokens):>8}"
+    yield f"{'pretraining':<{width}}  {columns}   {'without sharing':>15} {'hours':>9}"
+    for name, model_count, shared, unshared in rows:
+        columns = f"{model_count:>6,} {shared.steps:>12,} {_format_scaled(shared.tokens):>8}"
         columns += f" {shared.flops:>9.2e} {_format_device_hours(shared):>9}"
-        unshared_columns = f"{unshared.steps:>15,} {_format_device_hours(unshared):>9}"
-        sums = ((_sum_reported(reported.models, groups), " models"), (_sum_reported(reported.steps, groups), " steps"))
-        sums += ((_sum_reported(reported.gpu_hours, groups), " h"),)
-        reported_columns = ", ".join(f"{total:,}{unit}" for total, unit in sums if total is not None)
-        yield f"{name:<{width}}  {columns}   {unshared_columns}  {reported_columns}".rstrip()
-    for group, text in explain_steps(graph).items():
-        yield f"  {group or 'models'}: {text}"
-        if note := reported.notes.get(group):
-            yield f"    {' '.join(note.split())}"
+        yield f"{name:<{width}}  {columns}   {unshared.steps:>15,} {_format_device_hours(unshared):>9}"
     if cost.with_sharing.device_hours is not None:
         rate = f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
         yield f"  hours of one {hardware.device}{rate}" + (f"; {hardware.source}" if hardware.source else "")
@@ -98,38 +89,22 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         yield "  hours: unknown; set `hardware: {tokens_per_second: ...}` in the manifest"
 
 
-def _sum_reported(values: Mapping[str, float], names: Sequence[str]) -> float | None:
-    """Return the sum of the reported values of `names`, such as groups; None if one of them is not reported."""
-    return sum(values[name] for name in names) if set(names) <= set(values) else None
-
-
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the lines on the number and the hours of fine-tuning runs, and on the hours of the whole study."""
-    grid, hardware, reported = next(iter(graph.grids.values())), graph.manifest.hardware, graph.manifest.reported
+    grid = next(iter(graph.grids.values()))
+    hardware = graph.manifest.hardware
     sets = sum(len(training.datasets) for training in grid.training_sets)
     rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
-    results, source = len(graph.grids) * grid.result_count, reported.source or "the source"
+    results = len(graph.grids) * grid.result_count
     axes = ((len(graph.grids), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
     yield f"fine-tuning: {format_count(results, 'result')}, {' x '.join(format_count(number, noun) for number, noun in axes)}"
     if cost.finetune_runs != results:
         yield f"  from {format_count(cost.finetune_runs, 'run')}: retrieval trains once for all its sets"
-    note = " ".join(reported.notes.get("finetune", "").split())
-    if reported_runs := reported.fine_tunings:
-        checkpoints, rest = divmod(reported_runs, grid.result_count)
-        how = "" if rest else f", {checkpoints} checkpoints x {grid.result_count}"
-        how += f": {note}" if note else "" if rest else "; it does not report which it leaves out"
-        yield f"  {source} reports {reported_runs:,}{how}"
-    elif note:
-        yield f"  {note}"
     if cost.finetune_hours is not None:
-        hours = reported.gpu_hours.get("finetune")
-        also = f"; {source} reports {hours:,}" if hours else ""
         each = f"one {hardware.device} at {hardware.finetune_seconds:,.0f} seconds a run"
-        yield f"  {cost.finetune_hours:,.1f} hours of {each}{also}"
+        yield f"  {cost.finetune_hours:,.1f} hours of {each}"
         if cost.with_sharing.device_hours is not None:
-            hours = _sum_reported(reported.gpu_hours, [*cost.groups, "finetune"])
-            also = f"; {source} reports {hours:,}" if hours else ""
-            yield f"  {cost.with_sharing.device_hours + cost.finetune_hours:,.1f} hours together with pretraining{also}"
+            yield f"  {cost.with_sharing.device_hours + cost.finetune_hours:,.1f} hours together with pretraining"
 
 
 def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megaenc.finetune.grid.command import format_count
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 
@@ -153,69 +152,3 @@ def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
         stages = (*starts[export.run].stages, export.id, stage.id)
         ends.append(StageChain(end_hours(graph.runs[export.run], export.step) + seconds / 3600, stages))
     return max(ends, key=lambda chain: chain.hours)
-
-
-def explain_steps(graph: "StageGraph") -> dict[str, str]:
-    """Return by group of models a sentence: its steps by how the runs start, and their difference to any reported."""
-    groups = dict.fromkeys(model.group for model in graph.manifest.models)
-    return {group: _explain_group(graph, group) for group in groups}
-
-
-def _explain_group(graph: "StageGraph", group: str) -> str:
-    """Return the sentence of `explain_steps` for one group."""
-    runs, reported = [run for run in graph.runs.values() if run.model.group == group], graph.manifest.reported
-    steps, reported_steps = _sum_steps(runs), reported.steps.get(group)
-    text = f"{steps:,} steps: {_format_step_origins(runs)}"
-    if reported_steps is None:
-        return text
-    starts = _steps_by_parent(runs)
-    text += f"; {reported.source or 'reported'} reports {reported_steps:,}"
-    if steps == reported_steps:
-        return f"{text}, the same"
-    if len(starts) > 1 and set(starts.values()) == {reported_steps}:
-        return f"{text}, only one of the {len(starts)} starts"
-    difference, decay = abs(steps - reported_steps), next((run.model.decay for run in runs if run.is_decay_only), 0)
-    text += f", {difference:,} {'less' if reported_steps < steps else 'more'}"
-    if decay and difference % decay == 0:
-        decays = "one decay" if difference == decay else f"{difference // decay} decays"
-        text += f": as much as {decays} of {decay:,}; it does not report which"
-    return text
-
-
-def _format_step_origins(runs: list["PretrainStage"]) -> str:
-    """Return the steps of `runs` by how the runs start, as `4 x 42,000 from new weights, 53,000 in 2 branches`."""
-    starts = _steps_by_parent(runs)
-    if len(set(starts.values())) == 1:
-        parent, steps = next(iter(starts.items()))
-        decays, decay = [min(run.model.decay, run.steps) for run in runs if run.model.after == parent], runs[0].model.decay
-        details = f" ({steps - sum(decays):,} undecayed and {len(decays)} x {decay:,} of decay)" if set(decays) == {decay} else ""
-        return f"{steps:,}{details}" + (f" for each of {len(starts)} starts" if len(starts) > 1 else "")
-    kinds: dict[str, list[PretrainStage]] = {"new": [], "branch": [], "tail": [], "weights": []}
-    for run in runs:
-        kinds["tail" if run.is_decay_only else run.start].append(run)
-    new, branches, decays_only, others = kinds.values()
-    parts = [
-        f"{_format_run_steps(new)} from new weights" if new else "",
-        f"{_sum_steps(branches):,} in {len(branches)} {'branches' if len(branches) > 1 else 'branch'}" if branches else "",
-        f"{_format_run_steps(decays_only)} of decay only" if decays_only else "",
-        f"{_sum_steps(others):,} in {format_count(len(others), 'run')} on finished models" if others else "",
-    ]
-    parts = [words for words in parts if words]
-    return ", ".join(parts) + (f" ({_sum_steps(runs):,})" if len(parts) > 1 else "")
-
-
-def _steps_by_parent(runs: list["PretrainStage"]) -> dict[str, int]:
-    """Return the steps by continued model; empty unless all `runs` continue finished models."""
-    names = dict.fromkeys(run.model.after for run in runs)
-    return {} if "" in names else {name: _sum_steps([run for run in runs if run.model.after == name]) for name in names}
-
-
-def _format_run_steps(runs: list["PretrainStage"]) -> str:
-    """Return the steps of `runs` as `15 x 42,000`, or as a sum if they differ."""
-    same = {run.steps for run in runs}
-    return f"{len(runs)} x {same.pop():,}" if len(same) == 1 else f"{_sum_steps(runs):,} in {len(runs)} runs"
-
-
-def _sum_steps(runs: list["PretrainStage"]) -> int:
-    """Return the total number of steps that `runs` train themselves."""
-    return sum(run.steps for run in runs)

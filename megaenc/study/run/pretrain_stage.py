@@ -68,11 +68,6 @@ class PretrainStage(StageRunner):
         return self.model.steps - self.branch_step
 
     @property
-    def is_decay_only(self) -> bool:
-        """Return whether the run is a branch whose own steps all lie in the decay of the learning rate."""
-        return self.start == "branch" and self.steps <= self.model.decay
-
-    @property
     def work(self) -> float:
         """Return the training FLOPs of the run's own steps; run times of pretraining are proportional to it."""
         return self.cost.flops

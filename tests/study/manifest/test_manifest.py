@@ -33,7 +33,7 @@ def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names(
     assert settings["610m-mlm40-42k-1000"] == ModelKey("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
     assert settings["610m-clm-40k-mlm20-42k"] == ModelKey("610M", 40_000, 2_000, mask_ratio=0.2)
     counts = Counter(model.group for model in manifest.models)
-    assert counts == manifest.reported.models == {"base": 15, "pfs": 17, "cpt": 6}
+    assert counts == {"base": 15, "pfs": 17, "cpt": 6}
 
 
 @pytest.mark.parametrize("file", ["paper", "open"])

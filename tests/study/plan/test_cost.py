@@ -1,4 +1,4 @@
-"""Costs: operations as training counts them, hours, bytes, the critical path, and the sentences on the paper's own counts."""
+"""Costs: operations as training counts them, hours, bytes, and the critical path."""
 
 import manifests
 import numpy as np
@@ -10,7 +10,7 @@ from megaenc.model.config import ModelConfig, get_preset
 from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import compute_study_cost, compute_training_cost, explain_steps
+from megaenc.study.plan.cost import compute_study_cost, compute_training_cost
 from megaenc.study.plan.dag import build_graph
 
 
@@ -18,21 +18,7 @@ def graph(folder, **changes):
     return build_graph(read_manifest(manifests.write(folder, **changes)))
 
 
-def of_file(name):
-    return build_graph(read_manifest(manifests.STUDY / f"{name}.yaml"))
-
-
 HARDWARE = {"tokens_per_second": 512, "finetune_seconds": 36, "devices": 2}
-
-
-def test_the_differences_from_the_paper_are_explained_by_the_graph():
-    assert explain_steps(of_file("paper")) == {
-        "base": "630,000 steps: 15 x 42,000 from new weights; the paper reports 630,000, the same",
-        "pfs": "130,000 steps: 114,000 in 9 branches, 8 x 2,000 of decay only (130,000); "
-        "the paper reports 120,000, 10,000 less: as much as 5 decays of 2,000; it does not report which",
-        "cpt": "52,000 steps: 26,000 (20,000 undecayed and 3 x 2,000 of decay) for each of 2 starts; "
-        "the paper reports 26,000, only one of the 2 starts",
-    }
 
 
 def pack_flops(flags, vocab_size, predicted, attended):

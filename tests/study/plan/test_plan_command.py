@@ -19,19 +19,17 @@ def test_the_plan_of_the_paper(capsys):
     assert first.endswith("38 models and 12 intermediate checkpoints")
     rows = [" ".join(line.split()) for line in out.splitlines()]
     for row in (
-        "base 15 630,000 1.49T 5.80e+21 80,956 630,000 80,956 15 models, 630,000 steps, 81,000 h",
-        "pfs 17 130,000 307G 1.09e+21 16,705 464,000 59,625 17 models, 120,000 steps, 16,000 h",
-        "cpt 6 52,000 123G 4.35e+20 6,682 72,000 9,252 6 models, 26,000 steps, 4,000 h",
-        "together 38 812,000 1.92T 7.32e+21 104,344 1,166,000 149,833 38 models, 776,000 steps, 101,000 h",
+        "base 15 630,000 1.49T 5.80e+21 80,956 630,000 80,956",
+        "pfs 17 130,000 307G 1.09e+21 16,705 464,000 59,625",
+        "cpt 6 52,000 123G 4.35e+20 6,682 72,000 9,252",
+        "together 38 812,000 1.92T 7.32e+21 104,344 1,166,000 149,833",
     ):
         assert row in rows
     assert "18,000 results, 50 checkpoints x 12 data sets x 6 rates x 5 seeds" in out
     assert "15,000 runs" in out
-    assert "the paper reports 15,120, 42 checkpoints x 360: 30 models and 12 intermediate checkpoints, the count of its" in out
-    assert "113,272.8 hours together with pretraining; the paper reports 110,000" in out
+    assert "113,272.8 hours together with pretraining" in out
     marked = [line for line in out.splitlines() if line.endswith(", inferred")]
     assert len(marked) == 6 and all("-dec42k-mlm40-" in line for line in marked)
-    assert out.count("\n    inferred") == 2  # decay, continued pretraining
 
 
 def test_the_picture_is_written_and_what_the_plan_lacks_is_said(tmp_path, capsys):
