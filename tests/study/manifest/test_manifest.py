@@ -153,6 +153,16 @@ WRONG = {
     "data set": ({"finetune": {"datasets": ["sst"]}}, "found sst; did you mean sst2?"),
     "data set twice": ({"finetune": {"datasets": ["sst2", "sst2"]}}, "finetune: field `datasets`: found sst2 twice"),
     "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),
+    "size of a throughput": (
+        {"hardware": {"tokens_per_second_of": {"tiy": 512}}},
+        "hardware: tokens_per_second_of: unknown name `tiy`, did you mean toy?",
+    ),
+    "negative throughput": (
+        {"hardware": {"tokens_per_second_of": {"toy": -1}}},
+        "field `toy`: found -1, expected a number of 0 or more",
+    ),
+    "no device": ({"hardware": {"devices": 0}}, "hardware: field `devices`: found 0, expected 1 or more"),
+    "reported costs": ({"reported": {"source": "x"}}, "`reported` was removed; docs/study-plan.md has"),
     "nothing to retrieve": ({"embed": {"train": "x"}}, "embed: field `datasets`: found none, expected at least one BEIR folder"),
     "retrieval of the Hub": (
         {"embed": {"datasets": ["msmarco@1"]}},
