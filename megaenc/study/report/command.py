@@ -25,8 +25,8 @@ from megaenc.study.report import methods, output_dir
 from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import ReportFigure, build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
+from megaenc.study.report.missing_results import find_missing_results
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
-from megaenc.study.report.raw_results import check_raw_results
 from megaenc.study.report.schedule_table import build_schedule_table
 from megaenc.study.report.score_tables import (
     build_diagnostic_tables,
@@ -121,7 +121,7 @@ def build_report(config: ReportConfig) -> ReportPage:
             *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
         ]
         if not config.manifest:
-            checks, notices = check_raw_results(evidence, results)
+            checks, notices = find_missing_results(evidence)
     figures = build_figures(evidence, runs, flops, published_evidence)
     if zero_shot:
         figures.append(ReportFigure(build_zero_shot_figure(zero_shot, config.interval)))

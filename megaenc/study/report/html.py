@@ -37,7 +37,7 @@ class ReportPage:
     missing_scores: str = ""
     """sentences that name the models without a score"""
     notices: Sequence[str] = ()
-    """sentences on missing runs and on printed cells that the results reproduce"""
+    """sentences on missing runs"""
 
 
 GENERATOR_TAG = '<meta name="generator" content="megaenc study report">'
