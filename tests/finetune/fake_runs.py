@@ -1,7 +1,7 @@
 """Models, data sets and runs that take no time: what a grid does with them is what is tested.
 
 A run does what `behaviour.json` in its model's folder says for `lr2e-05_sd0`, else for `all`: nothing but write results; wait
-`seconds`; say what it `says`; `crash`, `kill` itself, `kill server`, be `refused` or `hang` the first `times`; or write that the
+`seconds`; say what it `says`; `crash`, `kill` itself, be `refused` or `hang` the first `times`; or write that the
 loss is `nan`.
 """
 
@@ -147,9 +147,6 @@ def do(what: str | None, job: FinetuneJob) -> None:
         raise ZeroDivisionError("this is what went wrong")
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "kill server":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
     if what == "refused":
         raise InputError(f"{job.train_on}: no column `text`")
     if what == "hang":

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Literal
 
@@ -68,19 +68,6 @@ def start_fork_server(run_function: str) -> ForkServerContext:
     return context
 
 
-def _start_process(process: ForkServerProcess) -> None:
-    """Fork `process`; if the fork server has died, a new one with the same environment is started."""
-    deadline = time.monotonic() + KILL_TIMEOUT
-    with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
-        while True:
-            try:
-                return process.start()
-            except ConnectionError:  # the server is dying but has not exited yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-
-
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
     """Return a dict per concurrent run of variables that select its GPU ({} without); `jobs`: maximum, 0: as many as fit.
 
@@ -103,7 +90,11 @@ class ForkedRun(ChildProcess):
         self.job, self.environment, self.progress = job, environment, RunProgress("loading")
         self.connection, child_connection = context.Pipe(duplex=False)
         self.process = context.Process(target=_run_child, args=(run_function, job, environment, retry_failed, child_connection))
-        _start_process(self.process)
+        try:
+            with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):  # a killed fork server is started again
+                self.process.start()
+        except ConnectionError:  # it was killed at this moment
+            raise InputError("the fork server of the grid was killed; run the same command again to resume") from None
         child_connection.close()
         self.last_message_time = time.monotonic()
         self._outcome: JobOutcome | None = None
