@@ -40,9 +40,6 @@ class ReportPage:
     """sentences on missing runs"""
 
 
-GENERATOR_TAG = '<meta name="generator" content="megaenc study report">'
-"""Tag in the head of every report page; only a page with it may be replaced."""
-
 _OUTCOME_LABELS = {
     "holds": {"css": "holds", "label": "\u2713 holds", "after_count": "hold"},
     "reversed": {"css": "reversed", "label": "\u21c4 reversed", "after_count": "reversed"},
@@ -84,7 +81,6 @@ def render_page(report: ReportPage) -> str:
         if verdicts[name, runs]
     )
     names = {
-        "generator_tag": Markup(GENERATOR_TAG),
         "outcomes": _OUTCOME_LABELS,
         "families": FAMILY_LABELS,
         "classes": _class_attribute,

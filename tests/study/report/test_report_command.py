@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import re
 import shutil
 
@@ -11,8 +10,8 @@ import pytest
 from study_folders import settings, write_results, write_runs
 
 from megaenc.study.report import command as report_command
+from megaenc.study.report import output_dir
 from megaenc.study.report.command import ReportConfig, build_report
-from megaenc.study.report.html import GENERATOR_TAG
 
 MANIFEST = """
 title: A study of <five> shares
@@ -54,10 +53,9 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     kept = set()
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
-        for file in ("of-before.csv", "own.csv", "notes.txt", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
+        for file in ("of-before.csv", "own.csv", "notes.txt"):
             (output / name / file).touch()
-        kept |= {f"{name}/own.csv", f"{name}/notes.txt", f"{name}/.own.csv.1-0a1b2c3d.tmp"}  # what somebody else put there
-    (output / "index.html").write_text(f"<head>{GENERATOR_TAG}</head>")
+        kept |= {f"{name}/own.csv", f"{name}/notes.txt"}  # what somebody else put there
     (output / "files.txt").write_text(f"{LIST}tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n")
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
@@ -118,8 +116,7 @@ FOREIGN = [
     # what is in the folder besides tables/base.csv, and what is said
     ({"index.html": "my own", "figures/photo.png": "my own"}, "contains figures and no report"),
     ({"files.txt": "my own list\n"}, "contains files.txt and no report"),
-    ({"files.txt": "my own list\n", "index.html": GENERATOR_TAG}, "contains files.txt and no report"),
-    ({"files.txt": f"{LIST}tables/raw.csv\n", "index.html": GENERATOR_TAG}, "contains tables/base.csv, which no report wrote"),
+    ({"files.txt": f"{LIST}tables/raw.csv\n"}, "contains tables/base.csv, which no report wrote"),
 ]
 
 
@@ -133,27 +130,30 @@ def test_a_folder_that_no_report_wrote_is_left_alone(files, words, tmp_path, ref
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["", "tables", "index.html", "files.txt", "tables/base.csv"])
-@pytest.mark.parametrize("kind", ["link", "FIFO"])
-def test_nothing_outside_of_the_report_is_changed(kind, name, tmp_path, monkeypatch, refusal):
-    """Links and special files stand in the place of an old report's; a list names others' files."""
-    monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
+@pytest.mark.parametrize("name", ["", "tables", "index.html"])
+def test_links_are_refused(name, tmp_path, refusal):
     report, outside = tmp_path / "report", tmp_path / "outside"
-    report_command.main(["--published", "--output", str(report)])
-    (report / "tables/stale.csv").touch()
-    shutil.copytree(report, outside)
-    with open(report / "files.txt", "a") as stream:
-        stream.write("../outside/tables/base.csv\ntables/../../outside/index.html\ntables/stale.csv\ntables\n")
-    report_command.main(["--published", "--output", str(report)])
-    assert not (report / "tables/stale.csv").exists()
+    for folder in (report, outside):
+        (folder / "tables").mkdir(parents=True)
+        (folder / "index.html").touch()
+        (folder / "files.txt").write_text(LIST)
     (report / name).rename(tmp_path / "moved")
-    if kind == "link":
-        (report / name).symlink_to(outside / name)
-    else:
-        os.mkfifo(report / name)
+    (report / name).symlink_to(outside / name)
     before = content(outside)
-    assert "--output" in refusal(report_command.main, ["--published", "--output", report])
+    assert "found a link" in refusal(report_command.main, ["--published", "--output", report])
     assert content(outside) == before
+
+
+def test_a_list_that_names_other_files_removes_none_of_them(tmp_path):
+    for name in ("report/tables", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    names = ["outside/base.csv", "report/notes.csv", "report/tables/stale.csv"]
+    for name in names:
+        (tmp_path / name).touch()
+    listed = ["../outside/base.csv", "tables/../notes.csv", f"{tmp_path}/outside/base.csv", "tables/stale.csv", "tables"]
+    (tmp_path / "report/files.txt").write_text(LIST + "\n".join(listed))
+    output_dir.remove_stale_files(tmp_path / "report", output_dir.check_report_dir(tmp_path / "report"), [])
+    assert [(tmp_path / name).exists() for name in names] == [True, True, False]
 
 
 def test_results_of_other_models_or_rates_than_the_manifests_are_one_line(study, tmp_path, refusal):
