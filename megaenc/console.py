@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -104,6 +104,21 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
         _LISTENERS.remove(listener)
 
 
+def discard_output() -> None:
+    """Redirect standard output to /dev/null, so that Python does not fail to flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _ignore_closed_output() -> Iterator[None]:
+    """Discard standard output if writing to it fails inside."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            discard_output()
+
+
 class ProgressRow(NamedTuple):
     """Row of a live display: `text`, `stage`, a bar for `done` of `total` (None: unknown), and `tail` behind the bar."""
 
@@ -120,7 +135,7 @@ class ProgressLine:
     In a file or pipe it prints a plain line at most every `interval` seconds, and one at the end unless an exception occurred.
     With `closing=False` nothing stays at the end: neither that line nor, on a terminal, the bar. `total` has the unit of `done`;
     None: unknown. With `row_widths`, the widths of stage (0: none) and bar, a terminal shows the rows given to `update` over its
-    full width instead.
+    full width instead. With `outlives_reader` the block goes on if the reader leaves, as `| head` or a closed terminal does.
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
@@ -134,10 +149,12 @@ class ProgressLine:
         *,
         closing: bool = True,
         row_widths: tuple[int, int] | None = None,
+        outlives_reader: bool = False,
     ) -> None:
         self.description, self.total = escape_unprintable(description), total
         self.interval, self.closing = interval, closing
         self._widths = row_widths
+        self._guard_output = _ignore_closed_output if outlives_reader else nullcontext
         self._done = 0.0
         self._fields: dict[str, Any] = {}
         self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
@@ -188,24 +205,27 @@ class ProgressLine:
         self.description = self.description if description is None else escape_unprintable(description)
         if self._first is None:
             self._first = (now, done)
-        if self._live is not None:
-            self._print_time = now
-            self._draw(rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))})
-        elif not get_rank() and now - self._print_time >= self.interval:
-            self._print(now)
+        with self._guard_output():
+            if self._live is not None:
+                self._print_time = now
+                self._draw(rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))})
+            elif not get_rank() and now - self._print_time >= self.interval:
+                self._print(now)
 
     def print_line(self, text: str) -> None:
         """Print `text` as a line of its own on rank 0, above the progress line on a terminal."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print_rank_0(text)
+        with self._guard_output():
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print_rank_0(text)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
-        elif self.closing and kind is None and not get_rank() and self._printed_state != self._state():
-            self._print(time.monotonic())
+        with self._guard_output():
+            if self._live is not None:
+                self._live.stop()
+            elif self.closing and kind is None and not get_rank() and self._printed_state != self._state():
+                self._print(time.monotonic())
 
     def _draw(self, rows: Mapping[Any, ProgressRow]) -> None:
         """Update the live display to exactly `rows`."""

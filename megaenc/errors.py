@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from megaenc.console import escape_unprintable, truncate_text
+from megaenc.console import discard_output, escape_unprintable, truncate_text
 from megaenc.dist_env import get_local_rank, get_rank
 from megaenc.torchelastic import exit_without_restart, is_torchrun_worker
 
@@ -68,12 +68,12 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
                 _report_input_error(error)
                 sys.exit(2)
             except BrokenPipeError:  # the reader closed the pipe, as `| head` does
-                _discard_output()
+                discard_output()
                 sys.exit(141)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-                _discard_output()
+                discard_output()
                 place = error.filename2 or error.filename or "standard output, or a temporary file"
                 _print_error(f"{place}: cannot be written to: {error.strerror}")
                 sys.exit(2)
@@ -119,11 +119,6 @@ def _print_error(text: str) -> None:
     if len(line) > _MAX_LENGTH:
         line = f"{line[: _MAX_LENGTH // 2]}...{line[-_MAX_LENGTH // 2 :]}"
     print(line, file=sys.stderr, flush=True)
-
-
-def _discard_output() -> None:
-    """Redirect standard output to /dev/null, so that Python does not fail to flush it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_on_interrupt(message: str) -> None:

@@ -100,8 +100,8 @@ from megaenc.study.run.stage import megaenc_command
 from megaenc.study.run.executor import execute_stages
 
 class RealStage(FakeStage):
-    def next_command(self):
-        return megaenc_command(*sys.argv[2:], processes=self.processes)
+    def remaining_commands(self):
+        return [] if self.is_done() else [megaenc_command(*sys.argv[2:], processes=self.processes)]
 
     def is_done(self):
         return (self.study / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()

@@ -36,10 +36,11 @@ class FakeStage:
     def prepare(self) -> None:
         """Do nothing."""
 
-    def next_command(self) -> list[str]:
-        """Return the shell command."""
+    def remaining_commands(self) -> list[list[str]]:
+        """Return the shell command unless it is done."""
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
-        return ["sh", "-c", f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"]
+        script = f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"
+        return [] if self.is_done() else [["sh", "-c", script]]
 
     def is_done(self) -> bool:
         """Return whether the output file exists."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -179,26 +179,20 @@ class EmbedStage(StageRunner):
         size = compute_size(self.data.pairs)
         return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
 
-    def next_command(self) -> list[str]:
-        """Return the command line of the first missing output; the last evaluation's if all exist."""
-        last = list(self.models)[-1]
-        return next(self._remaining(), self._evaluation_command(last))
-
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines, in order, of demo set, trainings and evaluations whose output does not exist."""
-        return list(self._remaining())
-
-    def _remaining(self) -> Iterator[list[str]]:
-        """Yield the command lines whose output does not exist."""
+        commands = []
         demo = self.data.demo
         if demo is not None and not os.path.isdir(demo) and not self.is_done():
-            yield megaenc_command("finetune", "demo", "--output", str(demo.parent))
+            commands.append(megaenc_command("finetune", "demo", "--output", str(demo.parent)))
         for seed, (name, folder) in enumerate(self.models.items(), -1):
-            if not self._is_evaluated(name):
-                if name != PRETRAINED and not (folder / TRAINING_DETAILS).is_file():
-                    paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
-                    yield megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
-                yield self._evaluation_command(name)
+            if self._is_evaluated(name):
+                continue
+            if name != PRETRAINED and not (folder / TRAINING_DETAILS).is_file():
+                paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
+                commands.append(megaenc_command("embed", "train", *format_flags({**paths, **self.flags})))
+            commands.append(self._evaluation_command(name))
+        return commands
 
     def _evaluation_command(self, name: str) -> list[str]:
         """Return the command line of `megaenc embed eval` for the model `name`."""

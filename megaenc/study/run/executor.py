@@ -1,14 +1,11 @@
 """Execution of a study's stages on this machine, several at a time, as child processes that end with this one."""
 
 import contextlib
-import os
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megaenc.console import ProgressLine, ProgressRow, format_duration
 from megaenc.errors import InputError
@@ -39,38 +36,6 @@ class _RunningStage:
     start_time: float = field(default_factory=time.monotonic)
 
 
-class _StudyDisplay(ProgressLine):
-    """Progress display with a row per running stage and one for the study, or plain lines without a terminal.
-
-    If the reader leaves, as `| head` or a closed terminal does, the study continues; its logs are files.
-    """
-
-    def __exit__(self, *error: object) -> None:
-        """Close the display."""
-        with _ignore_closed_output():
-            super().__exit__(*error)
-
-    def print_line(self, text: str) -> None:
-        """Print `text` as a line above the progress rows; ignore a closed standard output."""
-        with _ignore_closed_output():
-            super().print_line(text)
-
-    def update(self, *done: Any, **more: Any) -> None:
-        """Redraw the progress rows by the amount `done` and options of ProgressLine.update; ignore closed stdout."""
-        with _ignore_closed_output():
-            super().update(*done, **more)
-
-
-@contextlib.contextmanager
-def _ignore_closed_output() -> Iterator[None]:
-    """Redirect standard output to /dev/null if writing to it fails inside."""
-    try:
-        yield
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def format_progress(done: float, total: float, unit: str) -> str:
     """Return `DONE of TOTAL UNIT`, rounded to whole numbers, such as `120 of 300 steps`."""
     return f"{done:,.0f} of {total:,.0f} {unit}"
@@ -87,7 +52,7 @@ def execute_stages(stages: Sequence[StageRunner], study: Path, slots: Sequence[s
     if len(_pick_slots(slots, widest)) < widest:
         devices = f"{len(set(slots))} devices and " if slots[0] else ""
         raise InputError(f"--jobs: found {devices}{len(slots)}, expected at least {widest}, one per process of a pretraining run")
-    with _StudyDisplay("study", total=None, interval=30.0, closing=False, row_widths=(0, 20)) as display:
+    with ProgressLine("study", total=None, interval=30.0, closing=False, row_widths=(0, 20), outlives_reader=True) as display:
         executor = _Executor(stages, study, list(slots), max_attempts, display)
         if executor.waiting:
             record_environment(study)
@@ -110,7 +75,7 @@ class _Executor:
     """Waiting, running and finished stages."""
 
     def __init__(
-        self, stages: Sequence[StageRunner], study: Path, slots: list[str], max_attempts: int, display: _StudyDisplay
+        self, stages: Sequence[StageRunner], study: Path, slots: list[str], max_attempts: int, display: ProgressLine
     ) -> None:
         self.study, self.free_slots, self.slot_count = study, slots, len(slots)
         self.max_attempts, self.display = max_attempts, display
@@ -148,22 +113,23 @@ class _Executor:
                 except InputError as error:
                     self._fail(stage, str(error))
                     continue
-                if stage.is_done():  # already, or by another process
+                commands = stage.remaining_commands()
+                if not commands:  # done already, or by another process
                     self.finished.add(stage.id)
                     continue
                 stage.prepare()
                 for slot in slots:
                     self.free_slots.remove(slot)
-                self._launch(stage, slots, stack.pop_all())
+                self._launch(stage, commands[0], slots, stack.pop_all())
 
     def _fail(self, stage: StageRunner, reason: str) -> None:
         """Record and print that a stage has failed."""
         self.failed[stage.id] = reason
         self.display.print_line(f"{stage.id}: failed: {reason}")
 
-    def _launch(self, stage: StageRunner, slots: list[str], lock: contextlib.ExitStack) -> None:
-        """Start the next command of a stage in `slots`, with its output in the log."""
-        command, log = stage.next_command(), stage_log.log_path(self.study, stage.id)
+    def _launch(self, stage: StageRunner, command: list[str], slots: list[str], lock: contextlib.ExitStack) -> None:
+        """Start a command of a stage in `slots`, with its output in the log."""
+        log = stage_log.log_path(self.study, stage.id)
         stage_log.log_start(log, command)
         stage_log.pop_exit_code(log)  # of an attempt that was killed
         with open(log, "ab") as stream:
@@ -175,35 +141,44 @@ class _Executor:
     def handle_exit(self, running: _RunningStage, code: int) -> None:
         """Log a command's exit `code`; start the stage's next command, or record it as done, failed or to be retried."""
         stage = running.stage
-        seconds, log = time.monotonic() - running.start_time, stage_log.log_path(self.study, stage.id)
+        log = stage_log.log_path(self.study, stage.id)
+        seconds = time.monotonic() - running.start_time
         recorded_code = stage_log.pop_exit_code(log)
-        code = recorded_code if code and recorded_code else code  # torchrun itself exits with 1
-        done = stage.is_done()
-        has_next_command = not done and not code and stage.next_command() != running.command
-        message, stopped = stage_log.read_attempts(log)[-1].message, code == _STOPPED
-        outcome = describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")  # exit code 1, killed by SIGKILL
-        outcome = outcome if code else "exit code 0, but its output is missing"
-        outcome = stage_log.FINISHED if done or has_next_command else stage_log.STOPPED if stopped else outcome
-        stage_log.log_end(log, outcome)
-        if has_next_command:
-            self._launch(stage, running.slots, running.lock)
+        if code and recorded_code:  # torchrun itself exits with 1
+            code = recorded_code
+        message = stage_log.read_attempts(log)[-1].message
+        commands = stage.remaining_commands()
+        if not code and commands and commands[0] != running.command:
+            stage_log.log_end(log, stage_log.FINISHED)
+            self._launch(stage, commands[0], running.slots, running.lock)
             return
+        if not commands:
+            outcome = stage_log.FINISHED
+        elif code == _STOPPED:
+            outcome = stage_log.STOPPED
+        elif code:
+            outcome = describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")  # exit code 1, killed by SIGKILL
+        else:
+            outcome = "exit code 0, but its output is missing"
+        stage_log.log_end(log, outcome)
         del self.running[stage.id]
         running.lock.close()
         self.free_slots += running.slots
-        if done:
+        if not commands:
             self.finished.add(stage.id)
             self.eta.record_duration(stage, seconds, 1 - running.share)
             self.display.print_line(f"{stage.id}: done in {format_duration(seconds)}")
-            return
-        self._attempt_counts[stage.id] += 1
-        if code not in (_STOPPED, _INPUT_ERROR) and self._attempt_counts[stage.id] < self.max_attempts:
-            self.waiting[stage.id] = stage  # behind the others
-            self.display.print_line(f"{stage.id}: {outcome}: {message}; trying once more")
-            return
-        reason = message if code == _INPUT_ERROR else f"{outcome}: {message}"
-        reason = "stopped by a signal, after saving" if stopped else reason
-        self._fail(stage, f"{reason} ({log})")
+        elif code == _STOPPED:
+            self._fail(stage, f"stopped by a signal, after saving ({log})")
+        elif code == _INPUT_ERROR:
+            self._fail(stage, f"{message} ({log})")
+        else:
+            self._attempt_counts[stage.id] += 1
+            if self._attempt_counts[stage.id] == self.max_attempts:
+                self._fail(stage, f"{outcome}: {message} ({log})")
+            else:
+                self.waiting[stage.id] = stage  # behind the others
+                self.display.print_line(f"{stage.id}: {outcome}: {message}; trying once more")
 
     def update_display(self) -> None:
         """Redraw the rows of the running stages, and the study's row with finished stages and time left."""

@@ -178,12 +178,14 @@ class FinetuneStage(StageRunner):
         """Return the directory of the exported model."""
         return self.study / "hf" / self.name
 
-    def next_command(self) -> list[str]:
-        """Return the command line of `megaenc finetune grid` for the exported model; it computes only missing results."""
+    def remaining_commands(self) -> list[list[str]]:
+        """Return the command line of `megaenc finetune grid`, which computes only missing results, unless none is missing."""
+        if self.is_done():
+            return []
         paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
         demo_folder = {"demo_folder": self.data.flags.demo_folder}
         texts = choose_study_texts(self.flags)
-        return megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags}))
+        return [megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags}))]
 
     def progress(self) -> tuple[float, float]:
         """Return (number of existing results, recorded failures included; number of results of the complete grid)."""

@@ -110,9 +110,14 @@ class PretrainStage(StageRunner):
         """Return the parent's run directory."""
         return self.folder.with_name(self.parent) if self.parent else self.folder
 
-    def next_command(self) -> list[str]:
-        """Return the command line of `megaenc pretrain` (torchrun for several processes); it also resumes a stopped run."""
-        return megaenc_command("pretrain", *format_flags(self.flags), processes=self.processes, launcher=self.launcher)
+    def remaining_commands(self) -> list[list[str]]:
+        """Return the command line of `megaenc pretrain`, which also resumes a stopped run, unless the run has ended.
+
+        Several processes are started by torchrun.
+        """
+        if self.is_done():
+            return []
+        return [megaenc_command("pretrain", *format_flags(self.flags), processes=self.processes, launcher=self.launcher)]
 
     def is_done(self) -> bool:
         """Return whether the checkpoint of the model's last step is complete and is the latest of the run."""

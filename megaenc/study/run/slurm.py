@@ -65,12 +65,12 @@ class StageTask:
         if job.node == 0:
             self._run_to_end(stage, max_attempts=1)
             return
-        if not stage.is_done() and (
-            code := subprocess.run(with_pdeathsig(stage.next_command()), env=stage_environment([""], each)).returncode
-        ):
-            if self._is_first_machine_stopped():
-                time.sleep(_REQUEUE_SECONDS)
-            raise RuntimeError(f"{stage.id}: exit code {code} on {job.hostname}")
+        for command in stage.remaining_commands():
+            code = subprocess.run(with_pdeathsig(command), env=stage_environment([""], each)).returncode
+            if code:
+                if self._is_first_machine_stopped():
+                    time.sleep(_REQUEUE_SECONDS)
+                raise RuntimeError(f"{stage.id}: exit code {code} on {job.hostname}")
 
     def _attempts(self) -> list[stage_log.Attempt]:
         """Return the attempts in the stage's log."""

@@ -66,13 +66,9 @@ class StageRunner:
     def prepare(self) -> None:
         """Do nothing here; a subclass writes records to the output directory before the stage's first command."""
 
-    def next_command(self) -> list[str]:
-        """Return the command line that the stage runs next, as a list of arguments; each subclass implements it."""
-        raise NotImplementedError
-
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command lines that the stage still has to run: `next_command()` alone unless overridden."""
-        return [self.next_command()]
+        """Return the command lines, in order, that the stage still has to run, none if it is done; of each subclass."""
+        raise NotImplementedError
 
     def progress(self) -> tuple[float, float]:
         """Return the (completed, total) amount of work in `unit`; each subclass implements it."""
@@ -207,10 +203,6 @@ class CorpusStage(StageRunner):
         """Return the command lines, in order, of the stage's commands whose output does not exist."""
         return [megaenc_command(*words) for output, words in self.commands.items() if not output.exists()]
 
-    def next_command(self) -> list[str]:
-        """Return the command line of the first command without output; the last command if all have run."""
-        return [*self.remaining_commands(), megaenc_command(*[*self.commands.values()][-1])][0]
-
     def progress(self) -> tuple[float, float]:
         """Return (number of commands whose output exists, number of commands)."""
         is_complete = [output.exists() for output in self.commands]
@@ -276,10 +268,10 @@ class ExportStage(StageRunner):
         """Return the path of the certificate, in a directory that appears atomically."""
         return self.folder / "conversion.json"
 
-    def next_command(self) -> list[str]:
-        """Return the command line of `megaenc convert to-hf` that exports the checkpoint to the stage's directory."""
+    def remaining_commands(self) -> list[list[str]]:
+        """Return the command line of `megaenc convert to-hf` unless it has written the stage's directory."""
         flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
-        return megaenc_command("convert", "to-hf", *format_flags(flags))
+        return [] if self.is_done() else [megaenc_command("convert", "to-hf", *format_flags(flags))]
 
     def progress(self) -> tuple[float, float]:
         """Return (1.0, 1) if the export's conversion.json exists, otherwise (0.0, 1)."""

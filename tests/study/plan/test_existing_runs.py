@@ -21,7 +21,7 @@ def test_a_longer_model_does_not_turn_a_run_that_has_begun_into_its_branch(tmp_p
     assert starts(stages) == {"toy-mlm40-400": ("new", "", 0), "toy-mlm40-600": ("branch", "toy-mlm40-400", 380)}
     for node in stages.values():
         node.check()
-    command = stages["pretrain/toy-mlm40-400"].next_command()
+    [command] = stages["pretrain/toy-mlm40-400"].remaining_commands()
     assert "--branch-from" not in command and command[command.index("--save-steps") + 1] == "380"
 
 

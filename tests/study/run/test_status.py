@@ -63,7 +63,7 @@ def test_what_does_not_fit_has_failed_and_what_was_killed_stopped_or_is_to_be_co
     compared.made.touch()
     wrong.made.touch()
     for node in (killed, stopped):
-        stage_log.log_start(stage_log.log_path(tmp_path, node.id), node.next_command())
+        stage_log.log_start(stage_log.log_path(tmp_path, node.id), *node.remaining_commands())
     stage_log.log_end(stage_log.log_path(tmp_path, stopped.id), stage_log.STOPPED)
     nodes = [killed, stopped, compared, wrong]
     table = {row.stage: (row.state, row.reason) for row in build_table(nodes, tmp_path, find_mismatches(nodes))}

@@ -42,9 +42,10 @@ def test_each_begins_when_what_it_needs_is_done(tmp_path):
 class Twofold(FakeStage):
     """A stage of two commands."""
 
-    def next_command(self) -> list[str]:
+    def remaining_commands(self) -> list[list[str]]:
         half = self.study / "half"
-        return super().next_command() if half.exists() else ["touch", str(half)]
+        first = [] if half.exists() else [["touch", str(half)]]
+        return [*first, *super().remaining_commands()]
 
 
 def test_a_stage_of_two_commands_is_one_attempt_after_the_other(tmp_path):

@@ -79,7 +79,9 @@ def test_parts_of_a_grid_are_its_data_sets_and_one_job_if_it_waits_to_be_compare
     nodes = a_study(tmp_path)
     parts = nodes[-1].split_by_training_set()
     assert [part.id.partition("@")[2] for part in parts] == ["demo_sc", "demo_ir"]
-    assert all(f" --datasets {part.id.partition('@')[2]} --learning-rates " in " ".join(part.next_command()) for part in parts)
+    assert all(
+        f" --datasets {part.id.partition('@')[2]} --learning-rates " in " ".join(*part.remaining_commands()) for part in parts
+    )
     assert sum(part.progress()[1] for part in parts) == nodes[-1].progress()[1] == 12
     monkeypatch.setattr(type(nodes[-1]), "is_done", lambda self: True)
     jobs = submit_stages(nodes, tmp_path / "study", ClusterConfig())
