@@ -6,6 +6,7 @@ from pathlib import Path
 
 import manifests
 
+from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
@@ -80,12 +81,14 @@ def make_export(stage: ExportStage, weights: str = "weights", **facts) -> None:
 
 def make_results(stage: FinetuneStage) -> None:
     """Write every result, for the existing export and data."""
-    for training in stage.training_sets:
-        for dataset in training.datasets:
-            for rate in stage.flags["learning_rates"]:
-                for seed in range(stage.flags["seeds"]):
-                    folder = result_files.run_folder(stage.folder, training.family, dataset, training.train_on, rate, seed)
-                    fingerprints = stage._model_fingerprints() | stage.data.fingerprints.get(dataset, {})
-                    origin = {"protocol": asdict(stage.protocol), "fingerprints": fingerprints}
-                    split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
-                    result_files._write_json(folder / result_files.RESULTS, origin | {"validation": split, "test": split})
+    training = stage.training
+    [weights] = compute_model_fingerprints([str(stage._export)], str(stage.folder.parent))
+    model = {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(stage._export))}
+    for dataset in training.datasets:
+        for rate in stage.flags["learning_rates"]:
+            for seed in range(stage.flags["seeds"]):
+                folder = result_files.run_folder(stage.folder, training.family, dataset, training.train_on, rate, seed)
+                fingerprints = model | stage.data.fingerprints.get(dataset, {})
+                origin = {"protocol": asdict(stage.protocol), "fingerprints": fingerprints}
+                split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
+                result_files._write_json(folder / result_files.RESULTS, origin | {"validation": split, "test": split})

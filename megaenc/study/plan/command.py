@@ -91,12 +91,13 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
 
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the lines on the number and the hours of fine-tuning runs, and on the hours of the whole study."""
-    grid = next(iter(graph.grids.values()))
-    hardware = graph.manifest.hardware
-    sets = sum(len(training.datasets) for training in grid.training_sets)
-    rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
-    results = len(graph.grids) * grid.result_count
-    axes = ((len(graph.grids), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
+    manifest = graph.manifest
+    hardware = manifest.hardware
+    sets = sum(len(training.datasets) for training in manifest.training_sets)
+    rates = len(manifest.finetune_flags["learning_rates"])
+    seeds = manifest.finetune_flags["seeds"]
+    results = sum(grid.result_count for grid in graph.grids.values())
+    axes = ((len(graph.exports), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
     yield f"fine-tuning: {format_count(results, 'result')}, {' x '.join(format_count(number, noun) for number, noun in axes)}"
     if cost.finetune_runs != results:
         yield f"  from {format_count(cost.finetune_runs, 'run')}: retrieval trains once for all its sets"

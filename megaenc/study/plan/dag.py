@@ -7,6 +7,7 @@ its own, which others can branch off.
 """
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 from megaenc.study.plan.cost import compute_training_cost
 from megaenc.study.run.embed_stage import EmbedData, EmbedStage
-from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts
+from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts, dataset_result_name
 from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir
@@ -30,13 +31,14 @@ PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages of a study: its manifest, corpus or None, and by name, parents first, its runs, exports, grids and embeddings."""
+    """Stages of a study, by name, parents first."""
 
     manifest: Manifest
     corpus: CorpusStage | None
     runs: dict[str, PretrainStage]
     exports: dict[str, ExportStage]
     grids: dict[str, FinetuneStage]
+    """by id, as a model has one for each training set"""
     embeds: dict[str, EmbedStage]
 
     @property
@@ -92,29 +94,36 @@ def build_graph(
             processes=processes or hardware.devices,
             data_flags=data_flags or {},
         )
-    grids, embeds, flags = {}, {}, manifest.finetune_flags
+    flags = manifest.finetune_flags
     demo_folder = flags.get("demo_folder", str(study / "demo"))
+    embeds = {}
     if manifest.embed:
         data = EmbedData(manifest.embed, demo_folder)
-        stage = EmbedStage(study=study, name="", data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds)
-        embeds = {name: replace(stage, name=name) for name in exports}
+        for name in exports:
+            embeds[name] = EmbedStage(
+                study=study, name=name, data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds
+            )
+    grids = {}
     if manifest.finetune:
         texts = choose_study_texts(flags)
         labelled_flags = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
         if "pair_template" in texts:
             labelled_flags["pair_template"] = texts.pop("pair_template")
-        protocol = replace(manifest.finetune.protocol, **texts)
-        grid = FinetuneStage(
-            study=study,
-            name="",
-            training_sets=manifest.training_sets,
-            flags=flags,
-            protocol=protocol.normalize_special_tokens(),
-            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags)),
-            jobs=grid_jobs,
-            run_seconds=hardware.finetune_seconds,
-        )
-        grids = {name: replace(grid, name=name) for name in exports}
+        protocol = replace(manifest.finetune.protocol, **texts).normalize_special_tokens()
+        labelled_data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags))
+        for name, training in itertools.product(exports, manifest.training_sets):
+            datasets = tuple(text for text in flags["datasets"] if dataset_result_name(text) in training.datasets)
+            grid = FinetuneStage(
+                study=study,
+                name=name,
+                training=training,
+                flags={**flags, "datasets": datasets},
+                protocol=protocol,
+                data=labelled_data,
+                jobs=grid_jobs,
+                run_seconds=hardware.finetune_seconds,
+            )
+            grids[grid.id] = grid
     return StageGraph(manifest, corpus, runs, exports, grids, embeds)
 
 

@@ -35,7 +35,7 @@ from megaenc.study.run.executor import execute_stages, with_dependencies
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.slurm import submit_stages
-from megaenc.study.run.stage import CorpusStage, StageRunner, check_stages, finished_stages
+from megaenc.study.run.stage import CorpusStage, StageRunner, check_stages, finished_stages, strip_training_set
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ def print_summary(
     """Print failures (`failed`: reasons by id), counts, and the report command if all are done, else exit with 1."""
     done = finished_stages(stages).difference(failed)
     for stage in stages:
-        if isinstance(stage, FinetuneStage) and stage.is_done() and (count := stage.count_failed_runs()):
-            print_rank_0(f"{stage.id}: {count} runs have no score: their learning rate made the loss NaN")
+        if isinstance(stage, FinetuneStage) and stage.is_done() and (sentence := stage.describe_failed_runs()):
+            print_rank_0(f"{stage.id}: {sentence}")
     for id, reason in failed.items():
         print_rank_0(f"failed: {id}: {reason}")
     if waiting := [stage.id for stage in stages if stage.id not in done and stage.id not in failed]:
@@ -211,11 +211,17 @@ def resolve_study_dir(output: str, command: str) -> Path:
 
 
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
-    """Return stages whose id or name matches any of `only` (all if empty), and their needs; InputError without match."""
+    """Return stages whose id or name matches any of `only` (all if empty), and their needs; InputError without match.
+
+    The id of a grid's stage also matches without its training set.
+    """
     ids: list[str] = [] if only else list(stages)
-    names = {id: id.rpartition("/")[2] for id in stages}
+    names = {id: strip_training_set(id).rpartition("/")[2] for id in stages}
     for pattern in only:
-        matches = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
+        matches = []
+        for id, name in names.items():
+            if any(fnmatch.fnmatchcase(text, pattern) for text in (id, strip_training_set(id), name)):
+                matches.append(id)
         if not matches:
             near = closest_match(pattern, [*names.values(), *names])
             raise InputError(

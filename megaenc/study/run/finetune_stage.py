@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
                 message = f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
                 raise InputError(f"{message}, expected a directory name of at most 180 bytes; name the set with NAME=PATH")
         members.setdefault((train_on, family), []).append(name)
+    for train_on, times in Counter(train_on for train_on, _ in members).items():
+        if times > 1:
+            found = f"{truncate_text(train_on, 60)} as a training set of {times} task families"
+            raise InputError(f"finetune: field `datasets`: found {found}, expected one; name a path with NAME=PATH")
     return tuple(TrainingSet(*key, tuple(sets)) for key, sets in members.items())
 
 
@@ -114,25 +119,23 @@ class LabelledData:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneStage(StageRunner):
-    """Stage of `megaenc finetune grid`: one exported model on all data sets, learning rates and seeds, or a part of them."""
+    """Stage of `megaenc finetune grid`: an exported model, trained on one data set at all learning rates and seeds."""
 
-    training_sets: tuple[TrainingSet, ...] = field(repr=False)
+    training: TrainingSet
     flags: Mapping[str, Any] = field(repr=False)
-    """Flags of the grid in the manifest, always with datasets, learning_rates and seeds."""
+    """Flags of the grid in the manifest, always with learning_rates, seeds, and the datasets of `training`."""
     protocol: FinetuneConfig
     data: LabelledData
     jobs: int
     """runs in parallel; 0: as many as the machine has room for"""
     run_seconds: float
     """planned seconds per run; 0 if unknown"""
-    part: str = ""
-    """name of the training set, if this is one part of a grid"""
     kind, subfolder, unit = "finetune", "results", "results"
 
     @property
     def id(self) -> str:
-        """Return `finetune/NAME`, or `finetune/NAME@PART` for the part of the grid that trains on the set PART."""
-        return f"{super().id}@{self.part}" if self.part else super().id
+        """Return `finetune/NAME@SET`; SET is the data set to train on."""
+        return f"{super().id}@{self.training.train_on}"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -141,18 +144,13 @@ class FinetuneStage(StageRunner):
 
     @property
     def run_count(self) -> int:
-        """Return the number of training runs: sets to train on x rates x seeds, often fewer than results in retrieval."""
-        return len(self.training_sets) * self._runs_per_dataset
+        """Return the number of training runs: learning rates x seeds, often fewer than results in retrieval."""
+        return len(self.flags["learning_rates"]) * self.flags["seeds"]
 
     @property
     def result_count(self) -> int:
         """Return the number of results of the complete grid: data sets x learning rates x seeds."""
-        return sum(len(training.datasets) for training in self.training_sets) * self._runs_per_dataset
-
-    @property
-    def _runs_per_dataset(self) -> int:
-        """Return the number of combinations of learning rate and seed."""
-        return len(self.flags["learning_rates"]) * self.flags["seeds"]
+        return len(self.training.datasets) * self.run_count
 
     @property
     def work(self) -> float:
@@ -163,15 +161,6 @@ class FinetuneStage(StageRunner):
     def planned_seconds(self) -> float | None:
         """Return the planned seconds of all training runs, one at a time; None if the manifest has no seconds a run."""
         return self.run_count * self.run_seconds or None
-
-    def split_by_training_set(self) -> list["FinetuneStage"]:
-        """Return one FinetuneStage for each set to train on, with only its data sets and that set's name as `part`."""
-        stages = []
-        for training in self.training_sets:
-            datasets = tuple(text for text in self.flags["datasets"] if dataset_result_name(text) in training.datasets)
-            flags = {**self.flags, "datasets": datasets}
-            stages.append(replace(self, training_sets=(training,), flags=flags, part=training.train_on))
-        return stages
 
     @property
     def _export(self) -> Path:
@@ -191,23 +180,21 @@ class FinetuneStage(StageRunner):
         """Return (number of existing results, recorded failures included; number of results of the complete grid)."""
         return len(self._result_files()), self.result_count
 
-    def count_failed_runs(self) -> int:
-        """Return the number of results recorded as failed.json: their learning rate made the loss NaN."""
-        return sum(file.name == result_files.FAILED for file in self._result_files())
+    def describe_failed_runs(self) -> str:
+        """Return a sentence on the number of results recorded as failed.json; empty if there are none."""
+        count = sum(file.name == result_files.FAILED for file in self._result_files())
+        return f"{count} runs have no score: their learning rate made the loss NaN" if count else ""
 
     def _result_files(self) -> list[Path]:
         """Return the path of results.json or failed.json of each run that has one."""
         if not self.folder.is_dir():
             return []
         results = []
-        sets = [(training, dataset) for training in self.training_sets for dataset in training.datasets]
-        rates, seeds = map(float, self.flags["learning_rates"]), range(self.flags["seeds"])
-        for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
-            run = (dataset, training.train_on, rate, seed)
-            folders = [
-                result_files.run_folder(self.folder, family, *run)
-                for family in ([training.family] if training.family else TaskFamily)
-            ]
+        families = [self.training.family] if self.training.family else TaskFamily
+        rates = map(float, self.flags["learning_rates"])
+        for dataset, rate, seed in itertools.product(self.training.datasets, rates, range(self.flags["seeds"])):
+            run = (dataset, self.training.train_on, rate, seed)
+            folders = [result_files.run_folder(self.folder, family, *run) for family in families]
             candidates = (folder / name for folder in folders for name in (result_files.RESULTS, result_files.FAILED))
             results += [file for file in candidates if file.is_file()][:1]
         return results
@@ -215,15 +202,13 @@ class FinetuneStage(StageRunner):
     def check(self) -> None:
         """Raise StaleArtifactError if an existing result was made by another protocol, model, tokenizer or data set."""
         files = self._result_files()
-        model_fingerprints = self._model_fingerprints() if files and (self._export / "config.json").is_file() else {}
+        model_fingerprints = {}
+        if files and (self._export / "config.json").is_file():
+            [weights] = compute_model_fingerprints([str(self._export)], str(self.folder.parent))
+            model_fingerprints = {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(self._export))}
         for file in files:
             fingerprints = {**model_fingerprints, **self.data.fingerprints.get(file.parent.parent.name, {})}
             if difference := result_files.find_protocol_difference(file, self.protocol, fingerprints):
                 raise StaleArtifactError(
                     self.folder, f"made with other settings: finetune: {difference} ({file.relative_to(self.folder)})"
                 )
-
-    def _model_fingerprints(self) -> dict[str, str]:
-        """Return the fingerprints of the exported model and its tokenizer."""
-        weights = compute_model_fingerprints([str(self._export)], str(self.folder.parent))
-        return {"model": weights[0], "tokenizer": compute_tokenizer_fingerprint(str(self._export))}

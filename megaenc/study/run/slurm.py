@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,8 @@ from megaenc.processes import python_environment, set_child_environment, with_pd
 from megaenc.study.run import stage_log
 from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.run.executor import execute_stages, stage_environment
-from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
-from megaenc.study.run.stage import StageRunner, finished_stages
+from megaenc.study.run.stage import StageRunner, finished_stages, strip_training_set
 
 _MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
 _SAVE_SECONDS = 80.0  # submitit signals 90 seconds before the end of a job
@@ -109,45 +109,54 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
 def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
     """Submit the stages neither done nor queued, after those they need; return new Job objects by stage id.
 
-    submitit's local and debug executors know no dependencies: they get a stage when the stages that it needs have ended.
+    The stages of a model's grid are an array, by its id without a training set. submitit's local and debug executors know no
+    dependencies: they get a stage when the stages that it needs have ended.
     """
     submitit = import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
     ids = read_queue(study) if on_slurm else {}
     jobs: dict[str, list[Any]] = {}
     done = finished_stages(stages)
-    remaining = [stage for stage in stages if stage.id not in done]
-    queued = [stage.id for stage in remaining if stage.id in ids]
-    for stage in remaining:
-        if stage.id in queued:
+    batches: dict[str, list[StageRunner]] = defaultdict(list)
+    for stage in stages:
+        if stage.id not in done:
+            batches[strip_training_set(stage.id)].append(stage)
+    queued = ids.keys() & batches.keys()
+    for id, batch in batches.items():
+        if id in queued:
             continue
-        needs = [need for need in stage.needs if need in ids]
+        needs = [need for need in batch[0].needs if need in ids]
         if not on_slurm and not all(_wait_for_success(job) for need in needs for job in jobs[need]):
-            print_rank_0(f"{stage.id}: not submitted, because a stage that it needs has failed")
+            print_rank_0(f"{id}: not submitted, because a stage that it needs has failed")
             continue
         after = [ids[need] for need in needs]
         try:
             with set_child_environment(python_environment()):
-                jobs[stage.id] = _submit_stage(submitit, stage, study, cluster, after)
+                jobs[id] = _submit_batch(submitit, job_name(study, id), batch, study, cluster, after)
         except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
-            raise InputError(f"--slurm: {stage.id} could not be submitted: {error}") from None
-        ids[stage.id] = jobs[stage.id][0].job_id.partition("_")[0]
-        print_rank_0(f"{stage.id}: job {ids[stage.id]}" + (f" after {', '.join(after)}" if after else ""))
+            raise InputError(f"--slurm: {id} could not be submitted: {error}") from None
+        ids[id] = jobs[id][0].job_id.partition("_")[0]
+        print_rank_0(f"{id}: job {ids[id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
         for job in (job for several in jobs.values() for job in several):
             _wait_for_success(job)
-    waiting = f", {len(queued):,} already queued" if queued else ""
-    summary = f"{format_count(len(stages), 'stage')}: {len(stages) - len(remaining):,} done{waiting}, {len(jobs):,} submitted"
+    queued_count = sum(len(batches[id]) for id in queued)
+    waiting = f", {queued_count:,} already queued" if queued else ""
+    submitted = sum(len(batches[id]) for id in jobs)
+    summary = f"{format_count(len(stages), 'stage')}: {len(done):,} done{waiting}, {submitted:,} submitted"
     print_rank_0(f"{summary}; logs: {study / 'logs'}")
     print_rank_0("`megaenc study status` shows the progress; rerun the same command to submit stages that failed")
     return jobs
 
 
-def _submit_stage(submitit: Any, stage: StageRunner, study: Path, cluster: ClusterConfig, after: Sequence[str]) -> list[Any]:
-    """Return the job of a stage, or the jobs of an array with a task for each part of a grid."""
-    machine_count, parameters = count_machines(cluster, stage), cluster.build_submitit_parameters()
-    parts = [part for part in stage.split_by_training_set() if not part.is_done()] if isinstance(stage, FinetuneStage) else []
-    tasks = [StageTask(part, study, machine_count) for part in parts or [stage]]  # a complete grid must still be compared
+def _submit_batch(
+    submitit: Any, name: str, stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig, after: Sequence[str]
+) -> list[Any]:
+    """Return the job of a stage, or the jobs of an array with a task for each stage of a grid."""
+    stage = stages[0]
+    machine_count = count_machines(cluster, stage)
+    parameters = cluster.build_submitit_parameters()
+    tasks = [StageTask(stage, study, machine_count) for stage in stages]
     if cluster.slurm_cluster == "slurm":
         extra = parameters.pop("slurm_additional_parameters", {})
         if after:
@@ -158,7 +167,7 @@ def _submit_stage(submitit: Any, stage: StageRunner, study: Path, cluster: Clust
         parameters |= {"nodes": machine_count, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster
     executor = submitit.AutoExecutor(folder=logs, cluster=kind, slurm_max_num_timeout=_MAX_TIMEOUTS)
-    executor.update_parameters(name=job_name(study, stage.id), timeout_min=cluster.slurm_minutes, **parameters)
+    executor.update_parameters(name=name, timeout_min=cluster.slurm_minutes, **parameters)
     with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
         return [executor.submit(task) for task in tasks]
 

@@ -83,6 +83,11 @@ class StageRunner:
         """Do nothing here; a subclass raises StaleArtifactError if its output does not match the manifest or its inputs."""
 
 
+def strip_training_set(stage: str) -> str:
+    """Return the id of a stage without its training set: `finetune/NAME` of `finetune/NAME@SET`, others unchanged."""
+    return stage.partition("@")[0]
+
+
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
     """Return the ids of `stages`, in order of need, that are done and need only done ones; needs outside count as done.
 

@@ -64,12 +64,11 @@ def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[
     """Return a StatusRow per stage, in order, from output, logs and locks; `mismatches`: messages of stale stages by id."""
     table: dict[str, StatusRow] = {}
     for stage in stages:
-        grid = stage if isinstance(stage, FinetuneStage) else None
-        names = [stage.id, *(part.id for part in grid.split_by_training_set())] if grid else [stage.id]
-        attempts = {name: stage_log.read_attempts(stage_log.log_path(study, name)) for name in names}
-        last = {name: stage_attempts[-1] for name, stage_attempts in attempts.items() if stage_attempts}
+        log = stage_log.log_path(study, stage.id)
+        attempts = stage_log.read_attempts(log)
+        seconds = total_seconds(attempts)
         done, total = stage.progress()
-        seconds, share = sum(map(total_seconds, attempts.values())), done / total if total else 0.0
+        share = done / total if total else 0.0
         needs = [need for need in stage.needs if need in table and table[need].state != "done"]
         state, reason = "waiting", f"needs {', '.join(needs)}" if needs else ""
         if any(table[need].state == "failed" for need in needs):
@@ -78,19 +77,13 @@ def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[
             state, reason = "failed", mismatches[stage.id]
         elif stage.is_done() and not needs:
             state, share = "done", 1.0
-            reason = (
-                f"{failed_runs} runs have no score: their learning rate made the loss NaN"
-                if grid and (failed_runs := grid.count_failed_runs())
-                else ""
-            )
-        elif running := [name for name in names if stage_log.is_locked(study, name)]:
+            reason = stage.describe_failed_runs() if isinstance(stage, FinetuneStage) else ""
+        elif stage_log.is_locked(study, stage.id):
             state, reason = "running", ""
-            seconds += sum(
-                time.time() - last[name].start_time for name in running if name in last and last[name].end_time is None
-            )
-        elif failed := [name for name in last if last[name].is_failed]:
-            attempt, log = last[failed[-1]], stage_log.log_path(study, failed[-1])
-            state, reason = "failed", f"{attempt.outcome}: {attempt.message} ({log})"
+            if attempts and attempts[-1].end_time is None:
+                seconds += time.time() - attempts[-1].start_time
+        elif attempts and attempts[-1].is_failed:
+            state, reason = "failed", f"{attempts[-1].outcome}: {attempts[-1].message} ({log})"
         table[stage.id] = StatusRow(stage.id, state, format_progress(done, total, stage.unit), share, seconds, reason)
     return list(table.values())
 

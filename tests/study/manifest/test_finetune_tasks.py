@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 
+from megaenc.errors import InputError
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.command import GridConfig
@@ -63,6 +64,12 @@ def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
         (("demo_sc",), "SC", "demo_sc"),
         (("demo_ir",), "IR", "two"),
     ]
+
+
+def test_a_training_set_has_one_family(data):
+    flags = DatasetConfig(train_on="sst2=sets/two")
+    with pytest.raises(InputError, match="found sst2 as a training set of 2 task families"):
+        plan_training_sets(GridConfig(datasets=("sst2", "demo_ir"), data=flags), data)
 
 
 def test_a_path_may_not_be_there_yet(data):

@@ -84,9 +84,8 @@ def test_hours_bytes_and_waits(tmp_path):
     assert cost.longest_chain.hours == pytest.approx((400 / 2 + 100 / 2 + 36) / 3600)
     assert cost.longest_chain.stages[:2] == ("pretrain/toy-clm-400", "pretrain/toy-clm-dec400-mlm40-500")
     assert cost.longest_chain_run_by_run.hours == pytest.approx((400 / 2 + 300 / 2 + 36) / 3600)
-    assert cost.longest_chain_run_by_run.stages[1:] == tuple(
-        f"{kind}/toy-clm-100-mlm40-400" for kind in ("pretrain", "export", "finetune")
-    )
+    name = "toy-clm-100-mlm40-400"
+    assert cost.longest_chain_run_by_run.stages[1:] == (f"pretrain/{name}", f"export/{name}", f"finetune/{name}@demo_sc")
 
 
 def test_bf16_keeps_master_weights_and_without_a_rate_no_hours_are_made_up(tmp_path):

@@ -16,8 +16,11 @@ def test_only_takes_what_is_needed_along(tmp_path):
     nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").stages
     ids = [node.id for node in select_stages(nodes, ["toy-clm-dec400-mlm40-420"])]
     name = "toy-clm-dec400-mlm40-420"
-    assert ids == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
+    grid = [f"finetune/{name}@demo_sc", f"finetune/{name}@demo_ir"]
+    assert ids == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", *grid]
     assert [node.id for node in select_stages(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
+    assert [node.id for node in select_stages(nodes, [f"finetune/{name}"])] == ids
+    assert [node.id for node in select_stages(nodes, ["finetune/*@demo_ir"])][-1].endswith("@demo_ir")
     assert select_stages(nodes, []) == list(nodes.values()) == with_dependencies(nodes, nodes)
     with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400"):
         select_stages(nodes, ["toy-clm-40"])
@@ -38,12 +41,14 @@ def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
         *3 * ["corpus"],
         "pretrain/toy-clm-400",
         "export/toy-clm-400",
-        "finetune/toy-clm-400",
+        "finetune/toy-clm-400@demo_sc",
+        "finetune/toy-clm-400@demo_ir",
     ]
     assert lines[0] == f"corpus: would run: megaenc demo --output {tmp_path / 'study' / 'corpus'}"
     assert ": would run: megaenc tokenizer " in lines[1] and ": would run: megaenc preprocess " in lines[2]
     assert ": would run: megaenc pretrain --" in lines[3] and " --seq-length 64 " in lines[3]
     assert " --objective-schedule clm --train-iters 400 " in lines[3]
+    assert " --datasets demo_sc --learning-rates " in lines[5] and " --datasets demo_ir --learning-rates " in lines[6]
     corpus = tmp_path / "study" / "corpus"
     assert f" --data-path {corpus}/corpus_text_document --tokenizer {corpus}/tokenizer " in f"{lines[3]} "
     assert not (tmp_path / "study").exists()

@@ -66,7 +66,7 @@ def test_results_of_another_export_are_not_this_models(study):
     with pytest.raises(
         StaleArtifactError, match=r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
     ):
-        stages["finetune/more"].check()
+        stages["finetune/more@demo_sc"].check()
 
 
 def test_an_export_that_does_not_say_of_which_run_it_is(study):
@@ -83,7 +83,7 @@ def test_an_export_that_does_not_say_of_which_run_it_is(study):
 def test_every_result_is_compared_and_not_the_first_alone(study):
     two_seeds = {**GRID, "seeds": 2}
     stages = nodes(study, finetune=two_seeds)
-    grid = stages["finetune/base"]
+    grid = stages["finetune/base@demo_sc"]
     assert not grid.is_done()
     make(grid)
     grid.check()
@@ -101,13 +101,13 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     local = {**GRID, "datasets": ["mine=sc"], "task": "SC"}
     stages = nodes(tmp_path, finetune=local)
     make(*stages.values())
-    nodes(tmp_path, finetune=local)["finetune/base"].check()
+    nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
     with (data / "train.jsonl").open("a") as stream:
         stream.write('{"text": "three", "label": 1}\n')
     with pytest.raises(StaleArtifactError, match="finetune: dataset is "):
-        nodes(tmp_path, finetune=local)["finetune/base"].check()
+        nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
     shutil.rmtree(data)
-    nodes(tmp_path, finetune=local)["finetune/base"].check()
+    nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
 
 
 def test_a_run_on_a_blend_that_has_changed(small_corpus, tmp_path):

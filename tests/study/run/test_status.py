@@ -100,10 +100,10 @@ def test_tries_of_a_log_cut_in_a_line(tmp_path):
 def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
     main([str(manifests.write(tmp_path)), "--output", str(tmp_path / "study"), "--only", "toy-mlm40-400"])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "4 stages: 4 waiting; 0 %"
+    assert first == "5 stages: 5 waiting; 0 %"
     kinds = [line.split()[0].partition("/")[0] for line in lines]
-    assert kinds == ["corpus", "pretrain", "export", "finetune"]
-    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 12 results" in lines[3]
+    assert kinds == ["corpus", "pretrain", "export", "finetune", "finetune"]
+    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 6 results" in lines[3]
     assert not (tmp_path / "study").exists()
 
 

@@ -55,7 +55,7 @@ def cluster(tmp_path, monkeypatch) -> Slurm:
 
 def a_study(folder: Path) -> list:
     nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).stages
-    ids = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400"]
+    ids = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400@demo_sc", "finetune/toy-clm-400@demo_ir"]
     return [nodes[id] for id in ids]
 
 
@@ -75,17 +75,14 @@ def test_each_job_waits_for_those_that_it_needs(tmp_path, cluster):
     assert job_name(tmp_path / "study", "pretrain/toy-clm-400") in name
 
 
-def test_parts_of_a_grid_are_its_data_sets_and_one_job_if_it_waits_to_be_compared(tmp_path, cluster, monkeypatch):
-    nodes = a_study(tmp_path)
-    parts = nodes[-1].split_by_training_set()
-    assert [part.id.partition("@")[2] for part in parts] == ["demo_sc", "demo_ir"]
-    assert all(
-        f" --datasets {part.id.partition('@')[2]} --learning-rates " in " ".join(*part.remaining_commands()) for part in parts
-    )
-    assert sum(part.progress()[1] for part in parts) == nodes[-1].progress()[1] == 12
-    monkeypatch.setattr(type(nodes[-1]), "is_done", lambda self: True)
-    jobs = submit_stages(nodes, tmp_path / "study", ClusterConfig())
-    assert [job.job_id for job in jobs["finetune/toy-clm-400"]] == ["14"]
+def test_a_grid_is_an_array_of_its_data_sets_also_of_those_that_wait_to_be_compared(tmp_path, cluster, monkeypatch, capsys):
+    *nodes, one, other = a_study(tmp_path)
+    monkeypatch.setattr(type(one), "is_done", lambda stage: True)
+    jobs = submit_stages([*nodes, one, other], tmp_path / "study", ClusterConfig())
+    assert [job.job_id for job in jobs["finetune/toy-clm-400"]] == ["14_0", "14_1"]
+    assert "5 stages: 0 done, 5 submitted" in capsys.readouterr().out
+    cluster.queue.write_text(f"14 {job_name(tmp_path / 'study', 'finetune/toy-clm-400')}\n")
+    assert submit_stages([one, other], tmp_path / "study", ClusterConfig()) == {}
 
 
 def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, cluster, capsys):
