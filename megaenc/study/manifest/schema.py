@@ -14,11 +14,11 @@ from megaenc import flags
 from megaenc.console import escape_unprintable, truncate_text
 from megaenc.errors import InputError
 from megaenc.finetune.grid.command import GridConfig
+from megaenc.study.manifest.embed_entry import EmbedEntry, build_embed_entry
 from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_errors, resolve_flag_paths
-from megaenc.study.run.embed_stage import EmbedEntry, build_embed_entry
-from megaenc.study.run.finetune_stage import TrainingSet, plan_training_sets, resolve_dataset_path
+from megaenc.study.manifest.training_sets import TrainingSet, plan_training_sets, resolve_dataset_path
 
 _MAX_SEEDS, _MAX_RESULTS = 10_000, 1_000_000
 _MAX_FILE_NAME = 255  # bytes

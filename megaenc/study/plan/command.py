@@ -20,9 +20,10 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.grid.command import format_count
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import StageChain, StudyCost, TrainingCost, compute_study_cost
+from megaenc.study.plan.cost import StageChain, StudyCost, compute_study_cost
 from megaenc.study.plan.dag import StageGraph, build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree
+from megaenc.study.plan.training_cost import TrainingCost
 
 _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 

@@ -6,34 +6,14 @@ Hours follow from the manifest's tokens per second, bytes from the parameter cou
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from megaenc.study.manifest.expand import PlannedModel
-from megaenc.study.manifest.schema import Manifest
-
-if TYPE_CHECKING:
-    from megaenc.study.plan.dag import StageGraph
-    from megaenc.study.run.pretrain_stage import PretrainStage
+from megaenc.study.plan.dag import StageGraph
+from megaenc.study.plan.training_cost import TrainingCost, compute_training_cost
+from megaenc.study.run.pretrain_stage import PretrainStage
 
 RESULT_BYTES = 272_000
 """Average size of a fine-tuning result: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
-
-
-@dataclass(frozen=True)
-class TrainingCost:
-    """Cost of some training steps: their number, tokens, FLOPs, and device hours (None if the throughput is unknown)."""
-
-    steps: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    device_hours: float | None = 0.0
-    """None if the throughput is unknown"""
-
-    def __add__(self, other: "TrainingCost") -> "TrainingCost":
-        """Return the sum of two costs; device hours are None if either is unknown."""
-        hours = (self.device_hours, other.device_hours)
-        total = None if None in hours else sum(hours)
-        return TrainingCost(self.steps + other.steps, self.tokens + other.tokens, self.flops + other.flops, total)
 
 
 class StageChain(NamedTuple):
@@ -68,7 +48,7 @@ class StudyCost:
     """Critical path if a branch waits for its parent's end."""
 
 
-def compute_study_cost(graph: "StageGraph") -> StudyCost:
+def compute_study_cost(graph: StageGraph) -> StudyCost:
     """Return the StudyCost of `graph`: pretraining with and without sharing, fine-tuning, disk bytes, critical paths."""
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():
@@ -92,21 +72,7 @@ def compute_study_cost(graph: "StageGraph") -> StudyCost:
     )
 
 
-def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
-    """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
-    config, tokens_per_second = model.config, manifest.hardware.rate(model.key.size)
-    packs, vocab_size = config.global_batch_size, manifest.vocab_size(model)
-    parts = [
-        (share * steps * phase.passes * packs, work)
-        for phase, share in model.phase_shares(after, last)
-        for work, steps in phase.parts
-    ]
-    flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)
-    tokens, tokens_read = (count * config.data.seq_length for count in ((last - after) * packs, sum(reads for reads, _ in parts)))
-    return TrainingCost(last - after, tokens, flops, tokens_read / tokens_per_second / 3600 if tokens_per_second else None)
-
-
-def _compute_disk_bytes(graph: "StageGraph") -> dict[str, int]:
+def _compute_disk_bytes(graph: StageGraph) -> dict[str, int]:
     """Return the bytes of checkpoints, exports, results, and embedding models.
 
     A checkpoint holds the weights, the float32 master weights of bfloat16 ones, and AdamW's moments.
@@ -126,14 +92,14 @@ def _compute_disk_bytes(graph: "StageGraph") -> dict[str, int]:
     return kinds | ({"contrastively trained models": embeddings} if embeddings else {})
 
 
-def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
+def _find_longest_chain(graph: StageGraph, wait_for_end: bool) -> StageChain:
     """Return the chain of stages that ends last; with `wait_for_end`, branches start when their parent has ended."""
     if any(run.cost.device_hours is None for run in graph.runs.values()):
         return StageChain(None, ())
     hardware = graph.manifest.hardware
     starts: dict[str, StageChain] = {}
 
-    def end_hours(run: "PretrainStage", step: int) -> float:
+    def end_hours(run: PretrainStage, step: int) -> float:
         duration = (run.cost.device_hours or 0.0) / hardware.devices * (step - run.branch_step) / run.steps
         return starts[run.name].hours + duration
 

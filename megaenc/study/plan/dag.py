@@ -18,9 +18,10 @@ from megaenc.errors import InputError
 from megaenc.flags import flatten
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
-from megaenc.study.plan.cost import compute_training_cost
+from megaenc.study.manifest.training_sets import dataset_result_name
+from megaenc.study.plan.training_cost import compute_training_cost
 from megaenc.study.run.embed_stage import EmbedData, EmbedStage
-from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts, dataset_result_name
+from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts
 from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir

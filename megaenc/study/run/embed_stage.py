@@ -4,92 +4,27 @@ import contextlib
 import functools
 import json
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
-from megaenc.console import truncate_text
-from megaenc.embed.config import RULES, TRAINING_DETAILS, ContrastiveConfig, EmbeddingFlags
+from megaenc.embed.config import RULES, TRAINING_DETAILS, EmbeddingFlags
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import compute_test_fingerprint
 from megaenc.finetune.datasets.registry import parse_dataset_name
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_model_stamp, compute_tokenizer_fingerprint
 from megaenc.json_files import read_json_or_empty
-from megaenc.study.manifest.pretrain_args import prefix_errors
-from megaenc.study.run.finetune_stage import dataset_result_name, resolve_dataset_path
+from megaenc.study.manifest.embed_entry import DEMO_SET, EmbedEntry
 from megaenc.study.run.stage import StageRunner, StaleArtifactError, compute_size, format_flags, megaenc_command
 from megaenc.training.run_dir import describe_difference
 
 PRETRAINED = "pretrained"
 """Name of the model without contrastive training in an evaluation, and of its file."""
-_DEMO = "demo_ir"
-_MAX_SEEDS = 1_000
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 _PAIRS = "pairs.json"  # record of the pairs that were there before the trainings
-
-
-@dataclass(frozen=True)
-class EmbedEntry:
-    """Manifest's `embed`: retrieval sets, pairs and flags of contrastive training, number of its seeds, and BM25."""
-
-    datasets: tuple[str, ...] = ()
-    """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
-    train: str = ""
-    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the pretrained models are evaluated"""
-    seeds: int = 3
-    """seeds of contrastive training"""
-    bm25: bool = True
-    """rank by BM25 too"""
-    training: ContrastiveConfig = field(default_factory=ContrastiveConfig)
-
-    @property
-    def training_seeds(self) -> range:
-        """Return the seeds of contrastive training; empty without pairs to train on."""
-        return range(self.seeds if self.train else 0)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the data sets in results."""
-        return tuple(map(dataset_result_name, self.datasets))
-
-
-def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedEntry, dict[str, Any]]:
-    """Return the manifest's `embed` with paths under `data_dir`, and the flags of contrastive training that it sets.
-
-    Raises InputError for unknown, repeated, missing or impossible values; files need not exist yet.
-    """
-    if "seed" in values:
-        raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")
-    entry = flags.replace_fields(EmbedEntry(), dict(values), source="embed")
-    if not entry.datasets:
-        raise InputError("embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir")
-    for dataset in entry.datasets:
-        if parse_dataset_name(dataset)[1] is None and dataset != _DEMO:
-            text = truncate_text(dataset, 60)
-            raise InputError(f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
-    for name, times in Counter(entry.names).items():
-        if not _NAME.fullmatch(name):
-            message = f"embed: field `datasets`: found the name {name[:60]!r}"
-            raise InputError(f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH")
-        if times > 1:
-            raise InputError(f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH")
-    if not 1 <= entry.seeds <= _MAX_SEEDS:
-        raise InputError(f"embed: field `seeds`: found {entry.seeds:,}, expected 1 to {_MAX_SEEDS:,}")
-    with prefix_errors("embed"):
-        entry.training.check()
-    training = flags.flatten(entry.training)
-    set_flags = {name: training[name] for name in values if name in training}
-    if not entry.train and (unused := [name for name in values if name == "seeds" or (name in set_flags and name not in RULES)]):
-        raise InputError(f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both")
-    datasets = tuple(resolve_dataset_path(dataset, data_dir) for dataset in entry.datasets)
-    train = entry.train if entry.train in ("", _DEMO) else str(data_dir / entry.train)
-    return replace(entry, datasets=datasets, train=train), set_flags
 
 
 @dataclass(frozen=True)
@@ -108,12 +43,12 @@ class EmbedData:
     @property
     def pairs(self) -> Path:
         """Return the path of the pairs of contrastive training."""
-        return Path(self.demo_folder if self.entry.train == _DEMO else "", self.entry.train)
+        return Path(self.demo_folder if self.entry.train == DEMO_SET else "", self.entry.train)
 
     @property
     def demo(self) -> Path | None:
         """Return the folder of demo_ir, which the study builds; None if the manifest does not name it."""
-        return Path(self.demo_folder, _DEMO) if _DEMO in (*self.entry.datasets, self.entry.train) else None
+        return Path(self.demo_folder, DEMO_SET) if DEMO_SET in (*self.entry.datasets, self.entry.train) else None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

@@ -12,9 +12,9 @@ from megaenc.errors import InputError
 from megaenc.machine import select_visible_devices, usable_core_count
 from megaenc.processes import ChildProcess, describe_exit_code, python_environment, with_pdeathsig
 from megaenc.study.run import stage_log
+from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages
-from megaenc.study.run.stage_log import EtaEstimator
 from megaenc.torchelastic import EXIT_CODE_FILE
 
 _INPUT_ERROR, _STOPPED = 2, 75  # exit codes: wrong input; pretraining stopped by a signal, after saving

@@ -16,7 +16,7 @@ from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_or_empty
 from megaenc.objectives import Schedule
 from megaenc.study.manifest.expand import PlannedModel
-from megaenc.study.plan.cost import TrainingCost
+from megaenc.study.plan.training_cost import TrainingCost
 from megaenc.study.run.stage import (
     StageRunner,
     StaleArtifactError,

@@ -22,10 +22,11 @@ from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import stage_log
 from megaenc.study.run.command import resolve_study_dir, select_stages
+from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.executor import format_progress
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.stage import StageRunner
-from megaenc.study.run.stage_log import EtaEstimator, total_seconds
+from megaenc.study.run.stage_log import total_seconds
 
 _STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # colors of states, in the order of the table
 _REFRESH_SECONDS = 2.0  # seconds

@@ -8,7 +8,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.command import GridConfig
-from megaenc.study.run.finetune_stage import dataset_result_name, plan_training_sets, resolve_dataset_path
+from megaenc.study.manifest.training_sets import dataset_result_name, plan_training_sets, resolve_dataset_path
 
 
 @pytest.fixture

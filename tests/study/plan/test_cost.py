@@ -10,8 +10,9 @@ from megaenc.model.config import ModelConfig, get_preset
 from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import compute_study_cost, compute_training_cost
+from megaenc.study.plan.cost import compute_study_cost
 from megaenc.study.plan.dag import build_graph
+from megaenc.study.plan.training_cost import compute_training_cost
 
 
 def graph(folder, **changes):

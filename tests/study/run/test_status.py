@@ -11,8 +11,8 @@ from fake_stages import SUCCEED, FakeStage
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import stage_log, status
+from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.executor import execute_stages
-from megaenc.study.run.stage_log import EtaEstimator
 from megaenc.study.run.status import build_table, find_mismatches, format_headline, main
 
 

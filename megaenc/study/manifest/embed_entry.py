@@ -1,0 +1,79 @@
+"""Section `embed` of a manifest: zero-shot retrieval, before and after contrastive training."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megaenc import flags
+from megaenc.console import truncate_text
+from megaenc.embed.config import RULES, ContrastiveConfig
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.registry import parse_dataset_name
+from megaenc.study.manifest.pretrain_args import prefix_errors
+from megaenc.study.manifest.training_sets import dataset_result_name, resolve_dataset_path
+
+DEMO_SET = "demo_ir"
+"""Retrieval set that the study builds."""
+_MAX_SEEDS = 1_000
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
+
+
+@dataclass(frozen=True)
+class EmbedEntry:
+    """Manifest's `embed`: retrieval sets, pairs and flags of contrastive training, number of its seeds, and BM25."""
+
+    datasets: tuple[str, ...] = ()
+    """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
+    train: str = ""
+    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the pretrained models are evaluated"""
+    seeds: int = 3
+    """seeds of contrastive training"""
+    bm25: bool = True
+    """rank by BM25 too"""
+    training: ContrastiveConfig = field(default_factory=ContrastiveConfig)
+
+    @property
+    def training_seeds(self) -> range:
+        """Return the seeds of contrastive training; empty without pairs to train on."""
+        return range(self.seeds if self.train else 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the data sets in results."""
+        return tuple(map(dataset_result_name, self.datasets))
+
+
+def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedEntry, dict[str, Any]]:
+    """Return the manifest's `embed` with paths under `data_dir`, and the flags of contrastive training that it sets.
+
+    Raises InputError for unknown, repeated, missing or impossible values; files need not exist yet.
+    """
+    if "seed" in values:
+        raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")
+    entry = flags.replace_fields(EmbedEntry(), dict(values), source="embed")
+    if not entry.datasets:
+        raise InputError("embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir")
+    for dataset in entry.datasets:
+        if parse_dataset_name(dataset)[1] is None and dataset != DEMO_SET:
+            text = truncate_text(dataset, 60)
+            raise InputError(f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
+    for name, times in Counter(entry.names).items():
+        if not _NAME.fullmatch(name):
+            message = f"embed: field `datasets`: found the name {name[:60]!r}"
+            raise InputError(f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH")
+        if times > 1:
+            raise InputError(f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH")
+    if not 1 <= entry.seeds <= _MAX_SEEDS:
+        raise InputError(f"embed: field `seeds`: found {entry.seeds:,}, expected 1 to {_MAX_SEEDS:,}")
+    with prefix_errors("embed"):
+        entry.training.check()
+    training = flags.flatten(entry.training)
+    set_flags = {name: training[name] for name in values if name in training}
+    if not entry.train and (unused := [name for name in values if name == "seeds" or (name in set_flags and name not in RULES)]):
+        raise InputError(f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both")
+    datasets = tuple(resolve_dataset_path(dataset, data_dir) for dataset in entry.datasets)
+    train = entry.train if entry.train in ("", DEMO_SET) else str(data_dir / entry.train)
+    return replace(entry, datasets=datasets, train=train), set_flags

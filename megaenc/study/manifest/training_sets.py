@@ -1,0 +1,76 @@
+"""Training sets of a study's fine-tuning grid, determined from the names of its data sets without opening them."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaenc.console import truncate_text
+from megaenc.errors import InputError, closest_match
+from megaenc.finetune.datasets import beir, demo, hub
+from megaenc.finetune.datasets.registry import parse_dataset_name
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.grid.command import GridConfig
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Data set to fine-tune on, its task family, and the data sets to evaluate on afterwards (several in retrieval)."""
+
+    train_on: str
+    family: str
+    """task family SC, TC, QA or IR; "" for local files, which determine it when they are read"""
+    datasets: tuple[str, ...]
+
+
+def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
+    """Return a TrainingSet for each set that `grid` trains on. InputError for an unknown data set or an impossible name."""
+    members: dict[tuple[str, str], list[str]] = {}
+    for dataset in grid.datasets:
+        name, family, train_on = _parse_dataset(dataset, grid, data_dir)
+        for part in (name, train_on):
+            if part.startswith(".") or "/" in part or not part.isprintable() or not 0 < len(part.encode()) <= 180:
+                message = f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
+                raise InputError(f"{message}, expected a directory name of at most 180 bytes; name the set with NAME=PATH")
+        members.setdefault((train_on, family), []).append(name)
+    for train_on, times in Counter(train_on for train_on, _ in members).items():
+        if times > 1:
+            found = f"{truncate_text(train_on, 60)} as a training set of {times} task families"
+            raise InputError(f"finetune: field `datasets`: found {found}, expected one; name a path with NAME=PATH")
+    return tuple(TrainingSet(*key, tuple(sets)) for key, sets in members.items())
+
+
+def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
+    """Return `dataset`, a known name, PATH or NAME=PATH, with PATH put under `data_dir`; a known name is unchanged."""
+    if parse_dataset_name(dataset)[1] is None:
+        return dataset
+    name, equals, path = dataset.partition("=")
+    return f"{name}={data_dir / path}" if equals and "/" not in name else str(data_dir / dataset)
+
+
+def dataset_result_name(dataset: str) -> str:
+    """Return a data set's name in results: the known name, NAME of NAME=PATH, or the file or folder name of a PATH."""
+    return parse_dataset_name(dataset)[0]
+
+
+def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str, str, str]:
+    """Return the result name of a data set, its task family, and the name of the set to train on before evaluating on it."""
+    name, path = parse_dataset_name(resolve_dataset_path(dataset, data_dir))
+    is_on_hub = path is None and name in hub.HUB_DATASETS
+    if is_on_hub:
+        family = str(hub.HUB_DATASETS[name].family)
+    elif path is None:
+        family = name.removeprefix("demo_").upper()
+    else:
+        if "=" not in dataset and "/" not in dataset:  # a path need not exist before the study runs
+            names = [*hub.HUB_DATASETS, *demo.DEMO_DATASETS]
+            near = closest_match(dataset.lower(), names)
+            if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
+                hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
+                raise InputError(f"finetune: field `datasets`: found {truncate_text(dataset)}; {hint}")
+        family = grid.data.task or ("IR" if os.path.isdir(path) and beir.is_beir_folder(path) else "")
+    if family != TaskFamily.IR:
+        return name, family, name
+    if grid.data.train_on:
+        return name, family, dataset_result_name(resolve_dataset_path(grid.data.train_on, data_dir))
+    return name, family, hub.TRAINING_PAIRS if is_on_hub else name

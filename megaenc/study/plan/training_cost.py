@@ -1,0 +1,37 @@
+"""Cost of training steps: tokens, FLOPs as training counts them, and device hours by the manifest's tokens per second."""
+
+from dataclasses import dataclass
+
+from megaenc.study.manifest.expand import PlannedModel
+from megaenc.study.manifest.schema import Manifest
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Cost of some training steps: their number, tokens, FLOPs, and device hours (None if the throughput is unknown)."""
+
+    steps: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    device_hours: float | None = 0.0
+    """None if the throughput is unknown"""
+
+    def __add__(self, other: "TrainingCost") -> "TrainingCost":
+        """Return the sum of two costs; device hours are None if either is unknown."""
+        hours = (self.device_hours, other.device_hours)
+        total = None if None in hours else sum(hours)
+        return TrainingCost(self.steps + other.steps, self.tokens + other.tokens, self.flops + other.flops, total)
+
+
+def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
+    """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
+    config, tokens_per_second = model.config, manifest.hardware.rate(model.key.size)
+    packs, vocab_size = config.global_batch_size, manifest.vocab_size(model)
+    parts = [
+        (share * steps * phase.passes * packs, work)
+        for phase, share in model.phase_shares(after, last)
+        for work, steps in phase.parts
+    ]
+    flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)
+    tokens, tokens_read = (count * config.data.seq_length for count in ((last - after) * packs, sum(reads for reads, _ in parts)))
+    return TrainingCost(last - after, tokens, flops, tokens_read / tokens_per_second / 3600 if tokens_per_second else None)

@@ -1,0 +1,63 @@
+"""Estimate of the time that the stages of a study still take."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from megaenc.study.run.stage import StageRunner
+from megaenc.study.run.stage_log import log_path, read_attempts, total_seconds
+
+
+class EtaEstimator:
+    """Estimator of the seconds that stages still take, by logged durations of the same kind of stage, else by the plan."""
+
+    def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
+        """Read the durations of the stages that are done from their logs."""
+        self._stages = {stage.id: stage for stage in stages}
+        self._shares: dict[str, float] = {}
+        self._durations: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
+        for stage in self._stages.values():
+            self._shares[stage.id] = float(stage.is_done())
+            attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
+            has_unknown_duration = any(attempt.end_time is None for attempt in attempts)  # killed
+            if not has_unknown_duration and (seconds := total_seconds(attempts)):
+                self.record_duration(stage, seconds)
+
+    def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
+        """Mark a stage as done, and use for estimates that `share` of its work, from 0 to 1, took `seconds`."""
+        self._shares[stage.id] = 1.0
+        sums = self._durations[_stage_kind(stage)]
+        sums[0] += seconds
+        sums[1] += share * stage.work
+
+    def record_progress(self, stage: StageRunner, share: float) -> None:
+        """Set the completed share of a stage, from 0 to 1, for the estimates of remaining time."""
+        self._shares[stage.id] = share
+
+    def _remaining(self, stage: StageRunner) -> float | None:
+        """Return the remaining seconds of a stage, from stages of its kind or else the plan; None if neither is known."""
+        seconds, work = self._durations[_stage_kind(stage)]
+        total = seconds * stage.work / work if work else stage.planned_seconds
+        return None if total is None else total * (1 - self._shares[stage.id])
+
+    def remaining_seconds(self, slots: int) -> float | None:
+        """Return the seconds left with `slots` processes at a time, at least the longest chain's; None if unknown."""
+        remaining = [(stage.processes, self._remaining(stage)) for id, stage in self._stages.items() if self._shares[id] < 1]
+        if any(seconds is None for _, seconds in remaining):
+            return None
+        return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
+
+    def longest_chains(self) -> dict[str, float]:
+        """Return by stage id its seconds left plus the longest chain's of stages that need it; unknown ones count 0."""
+        chains: dict[str, float] = {}
+        later: dict[str, float] = defaultdict(float)
+        for id, stage in reversed(self._stages.items()):
+            chains[id] = later[id] + (self._remaining(stage) or 0.0)
+            for need in stage.needs:
+                later[need] = max(later[need], chains[id])
+        return chains
+
+
+def _stage_kind(stage: StageRunner) -> str:
+    """Return the kind of a stage, from its id."""
+    return stage.id.partition("/")[0]
