@@ -279,6 +279,11 @@ def format_number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
 def format_duration(seconds: float) -> str:
     """Return `seconds`, rounded to whole ones, as `minutes:seconds` or `hours:minutes:seconds`: 0:42, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)

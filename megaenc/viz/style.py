@@ -15,17 +15,21 @@ AXIS_LABELS: dict[Against, str] = {
     "flops": "FLOPs of the matrix products, forward and backward",
 }
 GREY = "#555555"
+GRID = {"color": "#dddddd", "linewidth": 0.6}
 HELD_OUT = {"markerfacecolor": "white", "clip_on": False}
 LEGEND = {"fontsize": 9, "edgecolor": "none", "framealpha": 0.8}
 
 # Okabe-Ito palette, which is safe for colour-blind readers
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY_BLUE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY_BLUE)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that pairs repeat only after 42 names
+STYLES = [(_COLOURS[number % 6], _MARKERS[number % 7]) for number in range(42)]
+"""All pairs of a colour and a marker, in the order in which lines get them."""
 
 
 def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
     """Return (colour, marker) by name, assigned in order of first appearance; pairs repeat after 42 names."""
-    return dict(zip(dict.fromkeys(names), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False), strict=False))
+    return dict(zip(dict.fromkeys(names), itertools.cycle(STYLES), strict=False))
 
 
 def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +52,7 @@ def format_count_ticks(axis: Any) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def format_count(count: float) -> str:
+def format_tick(count: float) -> str:
     """Return a count as text with an SI prefix: 1500000 as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
@@ -59,5 +63,5 @@ def style_axes(*panels: Any) -> None:
     """Remove the top and right spines of matplotlib axes and add thin horizontal grid lines behind the data."""
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
+        panel.grid(axis="y", **GRID)
         panel.set_axisbelow(True)

@@ -6,6 +6,7 @@ from run_folders import write_rows, write_run
 
 from megaenc.viz import plot, run_metrics
 from megaenc.viz.run_metrics import read_validations
+from megaenc.viz.style import assign_styles
 
 
 @pytest.fixture
@@ -133,3 +134,8 @@ def test_pseudo_perplexities_of_any_shift_share_a_panel(runs):
     add(runs[1], "mlm/pseudo_perplexity(passes=2)", 4.0)
     picture, _ = plot.draw_comparison(curves(runs), "step")
     assert legend(picture.axes[3]) == ["long  (4.000, 54.6)", "short  (4.000, 54.6)"]
+
+
+def test_42_lines_look_different():
+    names = [str(number) for number in range(43)]
+    assert len(set(assign_styles(names).values())) == 42

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megaenc import flags
-from megaenc.console import capture_messages, format_duration, print_rank_0, silence_libraries
+from megaenc.console import capture_messages, format_count, format_duration, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_minimums
 from megaenc.finetune.datasets.local import DatasetConfig
@@ -108,11 +108,6 @@ def _count_unkept(plan: GridPlan) -> int:
             has_model = any((folder / result_files.KEPT_MODEL).is_dir() for folder in folders)
             kept[job.name if job.keep == "all" else job.model.name, job.train_on].append(has_model)
     return sum(len(group) for group in kept.values() if not any(group))
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def print_grid_result(

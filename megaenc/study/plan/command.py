@@ -15,12 +15,11 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_files
-from megaenc.console import print_rank_0, silence_libraries
+from megaenc.console import format_count, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.grid.command import format_count
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import StageChain, StudyCost, compute_study_cost
+from megaenc.study.plan.cost import StudyCost, compute_study_cost
 from megaenc.study.plan.dag import StageGraph, build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree
 from megaenc.study.plan.training_cost import TrainingCost
@@ -138,15 +137,11 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         ("branches wait for their parent's end (`study run`)", cost.longest_chain_run_by_run),
         ("branches start once their checkpoint exists", cost.longest_chain),
     ):
-        yield f"  {_format_duration(chain.hours)} if {condition}: {_format_chain(chain)}"
+        stages = " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
+        yield f"  {_format_duration(chain.hours)} if {condition}: {stages}"
     total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0) + (cost.embed_hours or 0.0)
     devices = f"{hardware.devices} x {hardware.device}"
     yield f"  {_format_duration(total / hardware.devices)} on {devices} in total, one stage at a time"
-
-
-def _format_chain(chain: StageChain) -> str:
-    """Return the stages of a chain without exports, joined by `>`."""
-    return " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
 
 
 def _format_device_hours(amount: TrainingCost) -> str:

@@ -11,10 +11,9 @@ from megaenc.estimate.work import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.training.lr_schedule import DECAY_COEFFICIENTS
-from megaenc.viz.style import GREY, LEGEND, assign_styles, format_count_ticks, without_math_text
+from megaenc.viz.style import BLUE, GREY, GRID, LEGEND, ORANGE, STYLES, format_count_ticks, without_math_text
 
 _MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
-_CLM_COLOUR, _MLM_COLOUR = "#0072B2", "#D55E00"
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     format_count_ticks(panel.xaxis)
     panel.set_xticks([tick for tick in panel.get_xticks() if tick <= last])
     panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panel.grid(axis="x", **GRID)
     panel.set_axisbelow(True)
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -183,11 +182,10 @@ def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:
 
     parts = {format_phase(phase): phase for row in rows for phase in row.run.model.phases}
     masks = sorted((phase.parts[0][0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
-    colours: dict[str, Any] = {"CLM": _CLM_COLOUR} if "CLM" in parts else {}
+    colours: dict[str, Any] = {"CLM": BLUE} if "CLM" in parts else {}
     for number, (_, name) in enumerate(masks):
         depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)
-        colours[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(_MLM_COLOUR)])
+        colours[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(ORANGE)])
     others = [name for name in parts if name not in colours]
-    spare = [colour for colour, _ in assign_styles([*"abcdef"]).values() if colour not in (_CLM_COLOUR, _MLM_COLOUR)]
-    spare += ["#6A3D9A", "#8C8C8C"]
+    spare = [colour for colour, _ in STYLES[2:6]] + ["#6A3D9A", "#8C8C8C"]
     return colours | {name: spare[number % len(spare)] for number, name in enumerate(others)}

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from megaenc.study.claims.decision import format_p_value
 from megaenc.study.claims.verdicts import Verdict
-from megaenc.study.report.figures.base import FigureSpec, embed_svg
+from megaenc.study.report.figures.base import embed_svg
 from megaenc.study.report.figures.registry import ReportFigure
 from megaenc.study.report.methods import Fact
 from megaenc.study.report.table import Table, format_cell
@@ -55,7 +55,7 @@ def render_page(report: ReportPage) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
-        finalize=_keep_percent_together,
+        finalize=lambda value: value.replace(" %", "\u00a0%") if type(value) is str else value,  # no break before %
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -66,7 +66,7 @@ def render_page(report: ReportPage) -> str:
         "signed": lambda value: "" if math.isnan(value) else _use_minus_signs(f"{value:+.2f}"),
         "minus": _use_minus_signs,
         "reach": _axis_limits,
-        "inline_svg": _inline_svg,
+        "inline_svg": lambda figure, name, alt: Markup(embed_svg(figure.svg, name, alt)),
         "p_value": lambda value: "" if math.isnan(value) else format_p_value(value),
         "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
         "seeds": lambda needed: "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
@@ -90,11 +90,6 @@ def render_page(report: ReportPage) -> str:
     return environment.get_template("report.html.j2").render(report=report, counts=counts)
 
 
-def _keep_percent_together(value: object) -> object:
-    """Replace the space before percent signs by a no-break space in plain text; return other values unchanged."""
-    return value.replace(" %", "\u00a0%") if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
 def _class_attribute(**on: bool) -> Markup:
     """Return an HTML class attribute with the names whose value is True, or empty markup."""
     names = " ".join(name for name, is_on in on.items() if is_on)
@@ -113,8 +108,3 @@ def _axis_limits(verdict: Verdict) -> dict[str, float]:
         ends = [abs(end) for end in (one.low, one.high, one.difference) if math.isfinite(end)]
         limits[one.unit] = max([*ends, limits.get(one.unit, 0.0)])
     return {unit: limit or 1.0 for unit, limit in limits.items()}
-
-
-def _inline_svg(spec: FigureSpec, name: str, alt: str) -> Markup:
-    """Return a figure as inline SVG with ids that begin with `name` and the alternative text `alt`."""
-    return Markup(embed_svg(spec.svg, name, alt))

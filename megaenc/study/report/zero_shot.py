@@ -9,9 +9,9 @@ from megaenc.finetune.results.aggregate import IntervalKind, compute_interval
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures.base import MUTED_COLOUR, OBJECTIVE_STYLES, FigureLine, FigurePanel, FigurePoint, FigureSpec
 from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_score
-from megaenc.study.results.groups import format_percent, objective_name, reference_mask_ratio, sort_sizes
+from megaenc.study.results.groups import format_percent, objective_name, recipe_label, reference_mask_ratio, sort_sizes
 from megaenc.study.results.zero_shot import BASELINES, METRIC, RECALL, QueryScores, ZeroShotResults
-from megaenc.viz.style import assign_styles
+from megaenc.viz.style import STYLES
 
 _LABELS = {METRIC: "NDCG@10", RECALL: "recall@100"}
 _BEFORE, _AFTER = "as pretrained", "after contrastive training"
@@ -30,7 +30,7 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     rows, previous = [], None
     for model in sort_models(results):
         one = results.model_keys.get(model)
-        known = [None] * 4 if one is None else [one.size, _name_line(one), format_percent(one.mask_ratio), one.steps]
+        known = [None] * 4 if one is None else [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
         head = [model, *known, *[one.seed if one else None] * has_seeds]
         cells: list[CellValue] = []
         for dataset in results.datasets:
@@ -149,9 +149,9 @@ def _build_point(results: ZeroShotResults, model: str, one: ModelKey, state: str
 def _build_lines(models: Mapping[str, ModelKey], points: Mapping[str, FigurePoint]) -> Iterable[FigureLine]:
     """Yield a line per objective (and size, if several), over all models' styles; further pretraining seeds as points."""
     several = len({one.size for one in models.values()}) > 1
-    names = {model: _name_line(one) + (f", {one.size}" if several else "") for model, one in models.items()}
+    names = {model: recipe_label(one) + (f", {one.size}" if several else "") for model, one in models.items()}
     distinct = list(dict.fromkeys(names.values()))
-    spare = [style for style in assign_styles([*map(str, range(42))]).values() if style not in OBJECTIVE_STYLES.values()]
+    spare = [style for style in STYLES if style not in OBJECTIVE_STYLES.values()]
     others = [name for name in distinct if name not in OBJECTIVE_STYLES]
     styles = OBJECTIVE_STYLES | {name: spare[at % len(spare)] for at, name in enumerate(others)}
     for name in distinct:
@@ -162,16 +162,6 @@ def _build_lines(models: Mapping[str, ModelKey], points: Mapping[str, FigurePoin
         for at, (_, members) in enumerate(sorted(by_seed.items())):
             ordered = tuple(sorted(members, key=lambda point: point.x))
             yield FigureLine(name, *styles[name], ordered, joined=not at, light=bool(at), labelled=not at)
-
-
-def _name_line(one: ModelKey) -> str:
-    """Return the name of a model's way of training, such as `25 % CLM, then MLM`."""
-    if one.schedule:
-        return one.schedule
-    first = objective_name(one)
-    if first == "CLM + MLM":
-        first = f"{format_percent(one.clm_share)} CLM, then MLM"
-    return f"{first}, then more MLM" if one.cpt_mlm_steps else first
 
 
 def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[FigureLine]:

@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 
-from megaenc.console import print_rank_0, silence_libraries
+from megaenc.console import format_count, print_rank_0, silence_libraries
 from megaenc.errors import InputError
-from megaenc.finetune.grid.command import format_count
 from megaenc.finetune.grid.slurm import ClusterConfig, import_submitit
 from megaenc.processes import python_environment, set_child_environment, with_pdeathsig
 from megaenc.study.run import stage_log

@@ -81,7 +81,7 @@ def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
     write_study(tmp_path, dict.fromkeys([*names, "small-mlm40-300", "unknown"], 0.3), seeds=1)
     results = read_zero_shot(tmp_path / "embed")
     before, after = build_zero_shot_figure(results, "normal").panels
-    expected = ["MLM, small", "MLM, tiny", "CLM, then more MLM, tiny", "25 % CLM, then MLM, tiny", "BM25"]
+    expected = ["MLM, small", "MLM, tiny", "MLM on CLM, tiny", "25 % CLM, then MLM, tiny", "BM25"]
     assert sorted(line.name for line in before.lines) == sorted(line.name for line in after.lines) == sorted(expected)
     assert len({(line.colour, line.marker) for line in before.lines}) == len(expected)
 

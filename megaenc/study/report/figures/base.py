@@ -12,9 +12,8 @@ from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import AVERAGE, FAMILY_LABELS, dataset_label, datasets_by_family, is_average
-from megaenc.viz.style import format_count_ticks
+from megaenc.viz.style import BLUE, GREEN, ORANGE, format_count_ticks
 
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe-Ito palette, as in megaenc.viz.style
 OBJECTIVE_STYLES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
 """Colour and marker of each objective in all figures."""
 TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = "#1a1a1a", "#5f5f5f", "#dcdcdc", "#ffffff"

@@ -8,10 +8,7 @@ from typing import Any
 
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures.base import (
-    BLUE,
     OBJECTIVE_STYLES,
-    ORANGE,
-    PURPLE,
     FigureLine,
     FigurePanel,
     FigureSeries,
@@ -35,7 +32,7 @@ from megaenc.study.results.groups import (
     recipe_label,
     select_schedule_peers,
 )
-from megaenc.viz.style import assign_styles, format_count
+from megaenc.viz.style import BLUE, ORANGE, PURPLE, STYLES, assign_styles, format_tick
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -108,7 +105,7 @@ def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | 
         return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({where[:2] for where in with_clm}) > 1
     series: dict[str, tuple] = {}
-    colours = iter(_list_styles(2 * len(with_clm)))
+    colours = itertools.cycle(STYLES)
     for size, steps, first in with_clm:
         for clm_steps in (0, first):
             members = several[size, steps, clm_steps]
@@ -132,11 +129,6 @@ def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
     return {"dodge": 100 * (ratios[-1] - ratios[0]) / 60, "ticks": ticks, "x_label": "tokens hidden"}
 
 
-def _list_styles(count: int) -> list[tuple[str, str]]:
-    """Return `count` (colour, marker) pairs."""
-    return list(assign_styles([f"{at}" for at in range(count)]).values())
-
-
 def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of intermediate checkpoints' scores over training steps; no panels below two numbers of steps."""
     places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
@@ -144,7 +136,7 @@ def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None 
     axis = {
         "x_label": "step",
         "unit": "steps",
-        "ticks": {place: format_count(place) for place in steps} if len(steps) <= 8 else None,
+        "ticks": {place: format_tick(place) for place in steps} if len(steps) <= 8 else None,
     }
     return _build_efficiency_figure("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
 
@@ -182,7 +174,8 @@ def _build_efficiency_figure(
         colour, marker = OBJECTIVE_STYLES.get(name, (PURPLE, "D"))
         label = name + (f" {format_percent(mask)}" if mask is not None and len(masks) > 1 else "")
         if len(sizes) > 1:
-            label, marker = f"{label}, {size}", _list_styles(len(sizes))[sizes.index(size)][1]
+            label = f"{label}, {size}"
+            _, marker = STYLES[sizes.index(size) % len(STYLES)]
         series.append((label, (colour, marker), groups[kind]))
     log = max(places.values()) >= 8 * min(places.values())
     caption = "Intermediate checkpoints, before the learning rate decays."
@@ -269,7 +262,7 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
             place = at + 0.8 * ((labels.index(recipe_label(one)) + 0.5) / len(labels) - 0.5)
             placed[recipe_label(one)] += [(place, key) for key in recipes[one]]
     order = [*(label for label in _PLAIN_STYLES if label in placed), *(label for label in placed if label not in _PLAIN_STYLES)]
-    free = itertools.cycle(look for look in _list_styles(42) if look[0] not in (BLUE, ORANGE))
+    free = itertools.cycle(style for style in STYLES if style[0] not in (BLUE, ORANGE))
     series = [(label, _PLAIN_STYLES.get(label) or next(free), placed[label]) for label in order]
     ticks = {float(at): name.removesuffix(" steps") for at, name in enumerate(names.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"

@@ -9,12 +9,8 @@ from megaenc.finetune.config import format_learning_rate
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import (
-    BLUE,
-    GREEN,
     MUTED_COLOUR,
     OBJECTIVE_STYLES,
-    ORANGE,
-    PURPLE,
     FigureLine,
     FigurePanel,
     FigurePoint,
@@ -28,7 +24,7 @@ from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.groups import objective_name
 from megaenc.study.results.pretrain_runs import TrainedRun, published_model_flops
 from megaenc.viz.run_metrics import held_out_curves
-from megaenc.viz.style import assign_styles
+from megaenc.viz.style import BLUE, GREEN, ORANGE, PURPLE, assign_styles
 
 
 @dataclass(frozen=True)
