@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -348,6 +348,25 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
     raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a {expected}")
+
+
+def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
+    """Raise InputError, naming the flag, unless floats are finite, `positive` fields above 0, and `shares` in [0, 1)."""
+    for name, value in vars(settings).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{flag}: found {value}, expected a finite number")
+        if name in positive and value <= 0:
+            raise InputError(f"{flag}: found {value}, expected more than 0")
+        if name in shares and not 0 <= value < 1:
+            raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
+
+
+def check_minimums(settings: Any, **minimums: int) -> None:
+    """Raise InputError, naming the flag, if a field of `settings` is NaN or below its minimum, given as `field=minimum`."""
+    for name, bound in minimums.items():
+        if not (value := getattr(settings, name)) >= bound:
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
 _TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
-from megaenc.finetune.config import check_minimums, check_ranges
+from megaenc.flags import check_minimums, check_ranges
 
 TRAINING_DETAILS, TRAINING_LOG = "training.json", "training.jsonl"
 """Files next to a trained model: its settings, digests and counts, and the losses by step."""

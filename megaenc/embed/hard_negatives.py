@@ -17,7 +17,7 @@ from megaenc.atomic_io import atomic_files
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import check_minimums
+from megaenc.flags import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm
 

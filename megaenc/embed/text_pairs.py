@@ -19,7 +19,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, ResolvedInputs, read_blocks, resolve_inputs
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import check_minimums
+from megaenc.flags import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
 from megaenc.processes import exit_on_sigterm
 

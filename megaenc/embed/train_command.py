@@ -20,7 +20,7 @@ from megaenc.console import ProgressLine, format_duration, print_rank_0, silence
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import check_minimums
+from megaenc.flags import check_minimums
 from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.locks import try_lock
 from megaenc.machine import check_process_count

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import FinetuneConfig, check_minimums
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import DataUnavailable, TaskFamily
 from megaenc.finetune.grid.jobs import (
@@ -23,6 +23,7 @@ from megaenc.finetune.grid.jobs import (
 from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
+from megaenc.flags import check_minimums
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
 from megaenc.processes import exit_on_sigterm

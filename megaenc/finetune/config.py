@@ -1,12 +1,11 @@
 """Configuration of fine-tuning: hyperparameters, precision and limits."""
 
-import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
+from megaenc.flags import check_minimums, check_ranges
 
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
@@ -109,25 +108,6 @@ class FinetuneConfig:
     def uses_best_weights(self) -> bool:
         """Return whether the weights with the best validation score are used instead of the last ones."""
         return self.best_checkpoint or self.early_stopping > 0
-
-
-def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
-    """Raise InputError, naming the flag, unless floats are finite, `positive` fields above 0, and `shares` in [0, 1)."""
-    for name, value in vars(settings).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{flag}: found {value}, expected a finite number")
-        if name in positive and value <= 0:
-            raise InputError(f"{flag}: found {value}, expected more than 0")
-        if name in shares and not 0 <= value < 1:
-            raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
-
-
-def check_minimums(settings: Any, **minimums: int) -> None:
-    """Raise InputError, naming the flag, if a field of `settings` is NaN or below its minimum, given as `field=minimum`."""
-    for name, bound in minimums.items():
-        if not (value := getattr(settings, name)) >= bound:
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
 def format_learning_rate(rate: float) -> str:

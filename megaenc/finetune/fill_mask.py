@@ -14,7 +14,7 @@ from megaenc.console import build_rich_console, print_rank_0, silence_libraries
 from megaenc.counter_rng import SampleRandomness, permutation
 from megaenc.data.sources.resolve import InputConfig, JsonKey, read_texts, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import check_minimums
+from megaenc.flags import check_minimums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

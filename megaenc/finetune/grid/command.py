@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from megaenc import flags
 from megaenc.console import capture_messages, format_count, format_duration, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_minimums
+from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.executor import FailedJob, LocalExecution, execute_jobs
 from megaenc.finetune.grid.jobs import DatasetFinder, FinetuneJob, build_jobs, check_learning_rate, select_remaining_work
@@ -19,6 +19,7 @@ from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
 from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
+from megaenc.flags import check_minimums
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
 from megaenc.processes import exit_on_sigterm

@@ -1,6 +1,5 @@
 """Submission of a study to Slurm through submitit: a job for each remaining stage, after the jobs that it needs."""
 
-import contextlib
 import hashlib
 import subprocess
 import time
@@ -14,15 +13,14 @@ import psutil
 
 from megaenc.console import format_count, print_rank_0, silence_libraries
 from megaenc.errors import InputError
-from megaenc.finetune.grid.slurm import ClusterConfig, import_submitit
-from megaenc.processes import python_environment, set_child_environment, with_pdeathsig
+from megaenc.processes import with_pdeathsig
+from megaenc.slurm import ClusterConfig, import_submitit, submit_tasks
 from megaenc.study.run import stage_log
 from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.stage import StageRunner, finished_stages, strip_training_set
 
-_MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
 _SAVE_SECONDS = 80.0  # submitit signals 90 seconds before the end of a job
 _POLL_SECONDS = 1.0  # interval of reading the first machine's log
 _REQUEUE_SECONDS = 300.0  # time for Slurm to requeue or cancel a stopped job
@@ -111,7 +109,7 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
     The stages of a model's grid are an array, by its id without a training set. submitit's local and debug executors know no
     dependencies: they get a stage when the stages that it needs have ended.
     """
-    submitit = import_submitit()
+    import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
     ids = read_queue(study) if on_slurm else {}
     jobs: dict[str, list[Any]] = {}
@@ -129,11 +127,7 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
             print_rank_0(f"{id}: not submitted, because a stage that it needs has failed")
             continue
         after = [ids[need] for need in needs]
-        try:
-            with set_child_environment(python_environment()):
-                jobs[id] = _submit_batch(submitit, job_name(study, id), batch, study, cluster, after)
-        except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
-            raise InputError(f"--slurm: {id} could not be submitted: {error}") from None
+        jobs[id] = _submit_batch(job_name(study, id), batch, study, cluster, after)
         ids[id] = jobs[id][0].job_id.partition("_")[0]
         print_rank_0(f"{id}: job {ids[id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
@@ -149,7 +143,7 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
 
 
 def _submit_batch(
-    submitit: Any, name: str, stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig, after: Sequence[str]
+    name: str, stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig, after: Sequence[str]
 ) -> list[Any]:
     """Return the job of a stage, or the jobs of an array with a task for each stage of a grid."""
     stage = stages[0]
@@ -164,11 +158,7 @@ def _submit_batch(
         per_machine = min(cluster.slurm_gpus, stage.processes) if has_own_count else cluster.slurm_gpus
         parameters |= {"gpus_per_node": per_machine} if per_machine else {}
         parameters |= {"nodes": machine_count, "tasks_per_node": 1, "slurm_additional_parameters": extra}
-    logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster
-    executor = submitit.AutoExecutor(folder=logs, cluster=kind, slurm_max_num_timeout=_MAX_TIMEOUTS)
-    executor.update_parameters(name=name, timeout_min=cluster.slurm_minutes, **parameters)
-    with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
-        return [executor.submit(task) for task in tasks]
+    return submit_tasks(tasks, study / ".slurm", name, cluster, parameters)
 
 
 def _wait_for_success(job: Any) -> bool:

@@ -66,7 +66,7 @@ def test_what_sbatch_gets(tmp_path, monkeypatch):
 
 def test_what_cannot_be_submitted_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(InputError, match="--slurm: could not be submitted"):
+    with pytest.raises(InputError, match="--slurm: megaenc-finetune could not be submitted"):
         submit(FakeGrid(tmp_path))
     with pytest.raises(InputError, match="--slurm-extra: found 'account', expected key=value"):
         submit(FakeGrid(tmp_path), "--slurm-extra", "account")

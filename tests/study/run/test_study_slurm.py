@@ -13,7 +13,7 @@ import runs
 from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
-from megaenc.finetune.grid.slurm import ClusterConfig
+from megaenc.slurm import ClusterConfig
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
