@@ -181,22 +181,34 @@ class CorpusStage(StageRunner):
     unit = "parts"
 
     @property
+    def prefix(self) -> Path:
+        """Return the prefix of the corpus's files, as `megaenc preprocess` takes it."""
+        return self.folder / "corpus"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Return the directory of the tokenizer."""
+        return self.folder / "tokenizer"
+
+    @property
     def flags(self) -> dict[str, Any]:
         """Return the flags data_path and tokenizer of `megaenc pretrain` for this corpus, by field name."""
-        return {"data_path": [f"{self.folder / 'corpus'}_text_document"], "tokenizer": str(self.folder / "tokenizer")}
+        return {"data_path": [f"{self.prefix}_text_document"], "tokenizer": str(self.tokenizer)}
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
         """Return the arguments of each megaenc command of the stage, in order, by the path that the command writes last."""
-        [data], tokenizer = self.flags.values()
-        demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
+        demo = self.folder / "corpus.jsonl"
         text = [str(path) for path in self.text] or [str(demo)]
-        preprocess = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
-        return {
-            **({demo: ("demo", "--output", str(self.folder))} if self.demo else {}),
-            Path(tokenizer): ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", tokenizer),
-            Path(f"{data}.idx"): preprocess,
-        }
+        tokenizer = str(self.tokenizer)
+        commands = {}
+        if self.demo:
+            commands[demo] = ("demo", "--output", str(self.folder))
+        vocab_size = str(self.vocab_size)
+        commands[self.tokenizer] = ("tokenizer", "--input", *text, "--vocab-size", vocab_size, "--output", tokenizer)
+        output = ("--output-prefix", str(self.prefix), "--tokenizer", tokenizer, "--append-eod")
+        commands[Path(f"{self.prefix}_text_document.idx")] = ("preprocess", "--input", *text, *output)
+        return commands
 
     def prepare(self) -> None:
         """Write vocabulary size, `demo`, and text names and sizes to asked.json for `check`, if no command is done yet."""
