@@ -129,9 +129,9 @@ def draw_run(
     metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
     """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    phases, validations = split_phases(steps, against, start_progress), held_out_curves(validation_rows, against)
+    phases = split_phases(steps, against, start_progress)
+    validations = held_out_curves(validation_rows, against)
     style = assign_styles([*(phase.objective for phase in phases), *validations])
     first, last = phases[0].start, phases[-1].end
 
@@ -146,44 +146,13 @@ def draw_run(
         _draw_positions(others[0], validation_rows[-1], style)
     if is_blend:
         _draw_corpora(others[-1], validation_rows, against)
-    labelled: set[str] = set()
     for phase in phases:
         colour, _ = style[phase.objective]
+        bottom = max(phase.top - phase.share, 0.0)
         for panel in (loss, rate):
-            bottom = max(phase.top - phase.share, 0.0)
             panel.axvspan(phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0)
-        loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
-        loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
-        wide = (phase.end - phase.start) / ((last - first) or 1)
-        if wide >= _LETTER * len(phase.objective):  # else the label would overlap its neighbours
-            labelled.add(phase.objective)
-            place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
-            loss.text((phase.start + phase.end) / 2, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
-    for objective, (x, losses) in validations.items():
-        colour, marker = style[objective]
-        loss.plot(
-            x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
-            label=f"held out, {objective}",
-        )  # fmt: skip
-    handles = [
-        Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"),
-        Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
-        *loss.get_legend_handles_labels()[0],
-    ]
-    for objective in dict.fromkeys(phase.objective for phase in phases if phase.objective not in labelled):
-        handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
-    loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
-    loss.set_ylabel("loss (nats a predicted token)")
-    loss.set_xlim(first, last if last > first else first + 1)
-    loss.margins(y=0.12)
-
-    rate.plot([row[against] for row in steps], [row["learning_rate"] for row in steps], color=GREY, linewidth=1.4)
-    peak = max(row["learning_rate"] for row in steps)
-    if peak:
-        rate.set_yticks([0, peak], ["0", f"{peak:g}"])
-        rate.set_ylim(0, 1.15 * peak)
-    rate.set_ylabel("learning\nrate")
-    rate.set_xlabel(AXIS_LABELS[against])
+    _draw_losses(loss, phases, validations, style)
+    _draw_rate(rate, steps, against)
     if against == "step" and steps[-1]["tokens"] and last:
         tokens_a_step = steps[-1]["tokens"] / last
         above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
@@ -191,10 +160,55 @@ def draw_run(
         above.set_xlabel("tokens")
     elif against != "step":
         format_count_ticks(rate.xaxis)
+    loss.set_xlim(first, last if last > first else first + 1)
     loss.set_title(title, loc="left", fontsize=11, pad=8)
     style_axes(loss, rate)
     loss.spines[["top"]].set_visible(True)
     return figure
+
+
+def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCurves, style: dict[str, tuple[str, str]]) -> None:
+    """Draw the training loss of each phase, as logged and smoothed, and the held-out losses, with a legend."""
+    from matplotlib.lines import Line2D
+
+    width = (phases[-1].end - phases[0].start) or 1
+    labelled: set[str] = set()
+    for phase in phases:
+        colour, _ = style[phase.objective]
+        panel.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
+        panel.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
+        if (phase.end - phase.start) / width >= _LETTER * len(phase.objective):  # else the label would overlap its neighbours
+            labelled.add(phase.objective)
+            place = {"transform": panel.get_xaxis_transform(), "ha": "center", "va": "top"}
+            middle = (phase.start + phase.end) / 2
+            panel.text(middle, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
+    for objective, (x, losses) in validations.items():
+        colour, marker = style[objective]
+        panel.plot(
+            x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
+            label=f"held out, {objective}",
+        )  # fmt: skip
+    handles = [
+        Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"),
+        Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
+        *panel.get_legend_handles_labels()[0],
+    ]
+    for objective in dict.fromkeys(phase.objective for phase in phases if phase.objective not in labelled):
+        handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
+    panel.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
+    panel.set_ylabel("loss (nats a predicted token)")
+    panel.margins(y=0.12)
+
+
+def _draw_rate(panel: Any, steps: list[Row], against: Against) -> None:
+    """Draw the learning rate of the logged steps."""
+    panel.plot([row[against] for row in steps], [row["learning_rate"] for row in steps], color=GREY, linewidth=1.4)
+    peak = max(row["learning_rate"] for row in steps)
+    if peak:
+        panel.set_yticks([0, peak], ["0", f"{peak:g}"])
+        panel.set_ylim(0, 1.15 * peak)
+    panel.set_ylabel("learning\nrate")
+    panel.set_xlabel(AXIS_LABELS[against])
 
 
 def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
