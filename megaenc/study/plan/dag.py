@@ -9,7 +9,7 @@ its own, which others can branch off.
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -95,8 +95,11 @@ def build_graph(
             processes=processes or hardware.devices,
             data_flags=data_flags or {},
         )
-    flags = manifest.finetune_flags
-    demo_folder = flags.get("demo_folder", str(study / "demo"))
+    demo_folder = manifest.finetune_flags.get("demo_folder", str(study / "demo"))
+    grids = {}
+    if manifest.finetune:
+        for grid in _build_grids(manifest, study, exports, demo_folder, grid_jobs):
+            grids[grid.id] = grid
     embeds = {}
     if manifest.embed:
         data = EmbedData(manifest.embed, demo_folder)
@@ -104,28 +107,33 @@ def build_graph(
             embeds[name] = EmbedStage(
                 study=study, name=name, data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds
             )
-    grids = {}
-    if manifest.finetune:
-        texts = choose_study_texts(flags)
-        labelled_flags = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
-        if "pair_template" in texts:
-            labelled_flags["pair_template"] = texts.pop("pair_template")
-        protocol = replace(manifest.finetune.protocol, **texts).normalize_special_tokens()
-        labelled_data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags))
-        for name, training in itertools.product(exports, manifest.training_sets):
-            datasets = tuple(text for text in flags["datasets"] if dataset_result_name(text) in training.datasets)
-            grid = FinetuneStage(
-                study=study,
-                name=name,
-                training=training,
-                flags={**flags, "datasets": datasets},
-                protocol=protocol,
-                data=labelled_data,
-                jobs=grid_jobs,
-                run_seconds=hardware.finetune_seconds,
-            )
-            grids[grid.id] = grid
     return StageGraph(manifest, corpus, runs, exports, grids, embeds)
+
+
+def _build_grids(manifest: Manifest, study: Path, models: Iterable[str], demo_folder: str, jobs: int) -> Iterator[FinetuneStage]:
+    """Yield the stage of each of `models` and each training set of the manifest."""
+    flags = manifest.finetune_flags
+    texts = choose_study_texts(flags)
+    labelled_flags = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
+    if "pair_template" in texts:
+        labelled_flags["pair_template"] = texts.pop("pair_template")
+    protocol = replace(manifest.finetune.protocol, **texts).normalize_special_tokens()
+    data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags))
+    flags_by_training = {}
+    for training in manifest.training_sets:
+        datasets = tuple(text for text in flags["datasets"] if dataset_result_name(text) in training.datasets)
+        flags_by_training[training] = {**flags, "datasets": datasets}
+    for name, (training, own_flags) in itertools.product(models, flags_by_training.items()):
+        yield FinetuneStage(
+            study=study,
+            name=name,
+            training=training,
+            flags=own_flags,
+            protocol=protocol,
+            data=data,
+            jobs=jobs,
+            run_seconds=manifest.hardware.finetune_seconds,
+        )
 
 
 def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str, PlannedStart]:

@@ -1,6 +1,7 @@
 """Fine-tuning of a model on one data set as a stage of a study."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.local import STUDY_PAIRS, DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_model_stamp, compute_tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
 from megaenc.study.manifest.training_sets import TrainingSet
 from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flags, megaenc_command
@@ -138,11 +139,21 @@ class FinetuneStage(StageRunner):
         files = self._result_files()
         model_fingerprints = {}
         if files and (self._export / "config.json").is_file():
-            [weights] = compute_model_fingerprints([str(self._export)], str(self.folder.parent))
-            model_fingerprints = {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(self._export))}
+            model = str(self._export)
+            model_fingerprints = _fingerprint_export(model, str(self.folder.parent), compute_model_stamp(model))
         for file in files:
             fingerprints = {**model_fingerprints, **self.data.fingerprints.get(file.parent.parent.name, {})}
             if difference := result_files.find_protocol_difference(file, self.protocol, fingerprints):
                 raise StaleArtifactError(
                     self.folder, f"made with other settings: finetune: {difference} ({file.relative_to(self.folder)})"
                 )
+
+
+@functools.lru_cache(maxsize=10_000)
+def _fingerprint_export(folder: str, results: str, stamp: str) -> dict[str, str]:
+    """Return the fingerprints of a model and its tokenizer, read once for all training sets of the model.
+
+    `stamp` tells versions of the files apart. See `compute_model_fingerprints` for `results`.
+    """
+    [weights] = compute_model_fingerprints([folder], results)
+    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(folder)}
