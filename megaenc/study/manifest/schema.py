@@ -135,7 +135,8 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
         raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
     values = {str(key): value for key, value in values.items()}
     with prefix_errors(str(path)):
-        _check_values(values)
+        for name, value in values.items():
+            _check_values(name, value)
     sections = _build_section(_ManifestFile(), values, str(path))
     data_root = (path.parent if data_dir is None else Path(data_dir)).absolute()
     with prefix_errors(str(path)):
@@ -193,31 +194,26 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     return manifest
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise InputError, naming the field, for absurdly large or non-finite values; aliased values are visited once."""
-    pending: list[tuple[str, Any]] = list(values.items())
-    visited_ids: set[int] = set()
-    while pending:
-        place, value = pending.pop()
-        if isinstance(value, dict | list):
-            if id(value) in visited_ids:
-                continue
-            visited_ids.add(id(value))
-        if isinstance(value, dict):
-            pending += [(f"{place}.{_format_value(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
-        elif isinstance(value, list):
-            pending += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
-        for wrong, expected in (
-            (isinstance(value, list | dict) and len(value) > _MAX_LENGTH, f"at most {_MAX_LENGTH:,} values"),
-            (
-                isinstance(value, str) and (len(value) > _MAX_LENGTH or value != escape_unprintable(value, keep="\n\t")),
-                f"a text of at most {_MAX_LENGTH:,} printable letters",
-            ),
-            (isinstance(value, int) and abs(value) > _MAX_INTEGER, f"a number of at most {_MAX_INTEGER:,}"),
-            (isinstance(value, float) and not math.isfinite(value), "a finite number"),
-        ):
-            if wrong:
-                raise InputError(f"field `{place}`: found {_format_value(value)}, expected {expected}")
+def _check_values(place: str, value: Any) -> None:
+    """Raise InputError, naming the field `place`, for an absurdly large, non-finite or unprintable value in `value`."""
+    expected = ""
+    if isinstance(value, list | dict) and len(value) > _MAX_LENGTH:
+        expected = f"at most {_MAX_LENGTH:,} values"
+    elif isinstance(value, str) and (len(value) > _MAX_LENGTH or value != escape_unprintable(value, keep="\n\t")):
+        expected = f"a text of at most {_MAX_LENGTH:,} printable letters"
+    elif isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        expected = f"a number of at most {_MAX_INTEGER:,}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        expected = "a finite number"
+    if expected:
+        raise InputError(f"field `{place}`: found {_format_value(value)}, expected {expected}")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_values(place, key)
+            _check_values(f"{place}.{_format_value(key)}", part)
+    elif isinstance(value, list):
+        for number, part in enumerate(value, 1):
+            _check_values(f"{place} {number}", part)
 
 
 def _format_value(value: Any) -> str:
