@@ -133,7 +133,8 @@ def draw_run(
     phases = split_phases(steps, against, start_progress)
     validations = held_out_curves(validation_rows, against)
     style = assign_styles([*(phase.objective for phase in phases), *validations])
-    first, last = phases[0].start, phases[-1].end
+    first = phases[0].start
+    last = phases[-1].end
 
     is_by_position = any("by_position" in result for row in validation_rows[-1:] for result in row["objectives"].values())
     is_blend = bool(_find_corpus_losses(validation_rows)[1])
@@ -263,7 +264,8 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
     for at, path in enumerate(paths):
         if path in paths[:at]:
             raise InputError(f"{runs[at]}: given twice, expected different runs")
-    count, names = 0, []
+    count = 0
+    names = []
     while len(set(names)) < len(paths):
         count += 1
         names = [os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace") for path in paths]
@@ -286,7 +288,8 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     if not shared:
         objectives_by_run = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
         raise InputError(f"no objective that all runs were validated under: {objectives_by_run}; expected one in common")
-    style, columns = assign_styles(list(curves)), min(3, len(shared))
+    style = assign_styles(list(curves))
+    columns = min(3, len(shared))
     rows = -(-len(shared) // columns)
     figure = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -73,9 +73,13 @@ class RunSummary:
 
 def summarise(run: str | Path) -> RunSummary:
     """Return the RunSummary of a run directory. InputError for invalid files, or a run without a step or a validation."""
-    steps, facts, start_progress = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
+    steps = read_steps(run)
+    facts = read_model_size_and_steps(run)
+    start_progress = read_start_progress(run)
     validations = read_held_out_validations(run)
-    first, last, newest = validations[0], validations[-1], steps[-1]
+    first = validations[0]
+    last = validations[-1]
+    newest = steps[-1]
     gains = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)

@@ -238,7 +238,8 @@ def _expand_entry(
 ) -> Iterator[PlannedModel]:
     """Yield every model of an entry; `models` are the ones that it may continue, by name."""
     runs: dict[tuple, PretrainConfig] = {}  # reading flags takes most of a model's time
-    origins, rates = entry.after or entry.size, entry.peak_rate or (None,)
+    origins = entry.after or entry.size
+    rates = entry.peak_rate or (None,)
     for origin, steps, rate, seed in itertools.product(origins, entry.steps, rates, entry.seed):
         parent = models.get(origin) if entry.after else None
         if entry.after and not parent:
@@ -324,17 +325,21 @@ def expected_length_model(run: PretrainConfig) -> LengthModel:
 
     This overestimates the attention FLOPs by some percent at most.
     """
-    length, window = run.data.seq_length, run.shape.window_size
+    length = run.data.seq_length
+    window = run.shape.window_size
     if run.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK:
-        squares, pairs = mean_squared_chunk_lengths(length), mean_chunk_pairs(length, window)
+        squares = mean_squared_chunk_lengths(length)
+        pairs = mean_chunk_pairs(length, window)
     else:
-        squares, pairs = float(length * length), 0.0 if window is None else float(visible_pairs(length, window))
+        squares = float(length * length)
+        pairs = 0.0 if window is None else float(visible_pairs(length, window))
     return LengthModel(squares, 0.0, 0.0, "", local_pairs=pairs)
 
 
 def _build_model_key(base: ModelKey, model_phases: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:
     """Return the key of a model, with the schedule if the other columns cannot express it."""
-    clm_steps, total = round(sum(map(_count_clm_steps, model_phases))), model_phases[-1].last
+    clm_steps = round(sum(map(_count_clm_steps, model_phases)))
+    total = model_phases[-1].last
     masked_works = [
         (work, steps) for phase in model_phases for work, steps in phase.parts if work.visible_squares == work.squares
     ]

@@ -60,7 +60,8 @@ def format_model_name(key: ModelKey) -> str:
     Raises ValueError for MLM without a mask ratio, and for an intermediate checkpoint behind the end of its run.
     """
     size = key.size.lower() if _PARAMETER_COUNT.fullmatch(key.size.lower()) else key.size
-    first, last = key.clm_steps + key.mlm_steps, key.cpt_mlm_steps
+    first = key.clm_steps + key.mlm_steps
+    last = key.cpt_mlm_steps
     checkpoint_step = last or first
     end = checkpoint_step if key.decayed else key.budget or DEFAULT_BUDGET
     if not key.decayed and checkpoint_step >= end:
@@ -105,7 +106,8 @@ def parse_model_name(name: str) -> ModelKey | None:
         return None
     budget = 0
     if step:
-        checkpoint_step, budget = int(step), cpt or clm + mlm
+        checkpoint_step = int(step)
+        budget = cpt or clm + mlm
         if not 0 < checkpoint_step < budget:
             return None
         clm, mlm, cpt = (clm, mlm, checkpoint_step) if cpt else (min(clm, checkpoint_step), max(0, checkpoint_step - clm), 0)

@@ -279,7 +279,8 @@ def _check_log_names(manifest: Manifest) -> None:
         max(names, key=lambda name: len(name.encode()), default="")
         for names in (manifest.model_keys(), [training.train_on for training in manifest.training_sets])
     )
-    length, excess = len(dataset.encode()), len(f"{model}@{dataset}.log".encode()) - _MAX_FILE_NAME
+    length = len(dataset.encode())
+    excess = len(f"{model}@{dataset}.log".encode()) - _MAX_FILE_NAME
     if dataset and excess > 0:
         raise InputError(
             f"finetune: field `datasets`: found {truncate_text(dataset, 40)} of {length} bytes, expected at most "

@@ -59,7 +59,8 @@ def _format_counts(graph: StageGraph) -> str:
     """Return the numbers of models and intermediate checkpoints."""
     models = graph.manifest.models
     evaluated = sum(model.evaluate for model in models)
-    on_the_way, unevaluated = len(graph.exports) - evaluated, len(models) - evaluated
+    on_the_way = len(graph.exports) - evaluated
+    unevaluated = len(models) - evaluated
     text = format_count(len(models), "model") + (
         f" and {format_count(on_the_way, 'intermediate checkpoint')}" if on_the_way else ""
     )
@@ -110,7 +111,9 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
 
 def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the lines on the evaluations of zero-shot retrieval, and the number and hours of contrastive trainings."""
-    stage, hardware, checkpoints = next(iter(graph.embeds.values())), graph.manifest.hardware, len(graph.embeds)
+    stage = next(iter(graph.embeds.values()))
+    hardware = graph.manifest.hardware
+    checkpoints = len(graph.embeds)
     sets = format_count(len(stage.data.entry.datasets), "data set")
     evaluations = format_count(checkpoints * len(stage.models), "evaluation")
     yield f"zero-shot retrieval: {evaluations} on {sets}, {format_count(checkpoints, 'checkpoint')} as pretrained"
@@ -165,7 +168,8 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
     """Return a number with three digits and its unit."""
     power = 0
     while count >= 1000 and power < len(units) - 1:
-        count, power = count / 1000, power + 1
+        count /= 1000
+        power += 1
     return f"{count:.3g}{units[power]}"
 
 

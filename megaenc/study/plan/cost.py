@@ -56,8 +56,10 @@ def compute_study_cost(graph: StageGraph) -> StudyCost:
         model_cost = compute_training_cost(graph.manifest, run.model, 0, run.model.steps)
         groups[run.model.group] = (shared + run.cost, unshared + model_cost)
     shared, unshared = (sum(each, TrainingCost()) for each in zip(*groups.values(), strict=True))
-    finetune_runs, seconds = sum(grid.run_count for grid in graph.grids.values()), graph.manifest.hardware.finetune_seconds
-    embed_runs, embed_seconds = sum(stage.run_count for stage in graph.embeds.values()), graph.manifest.hardware.embed_seconds
+    finetune_runs = sum(grid.run_count for grid in graph.grids.values())
+    seconds = graph.manifest.hardware.finetune_seconds
+    embed_runs = sum(stage.run_count for stage in graph.embeds.values())
+    embed_seconds = graph.manifest.hardware.embed_seconds
     return StudyCost(
         groups=groups,
         with_sharing=shared,

@@ -65,13 +65,15 @@ def build_graph(
     the machine has room for). `data_flags`: data_path and tokenizer of pretraining, replacing the manifest's.
     """
     starts = _plan_starts(manifest.models, study)
-    study, hardware = study or Path(), manifest.hardware
+    study = study or Path()
+    hardware = manifest.hardware
     corpus = None
     if manifest.corpus.is_built_by_study:
         paths = tuple(manifest.data_dir / path for path in manifest.corpus.text)
         corpus = CorpusStage(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
         data_flags = corpus.flags
-    exports, checkpoint_steps = {}, defaultdict(set)
+    exports = {}
+    checkpoint_steps = defaultdict(set)
     for _, parent, branch_step in starts.values():
         checkpoint_steps[parent].update([branch_step] if branch_step else [])
     for name, key, model, step in manifest.checkpoints():
@@ -80,7 +82,8 @@ def build_graph(
             run = starts[run][1]
         exports[name] = ExportStage(study=study, name=name, key=key, run=run, step=step)
         checkpoint_steps[run].update([] if key.decayed else [step])
-    models, runs = {model.name: model for model in manifest.models}, {}
+    models = {model.name: model for model in manifest.models}
+    runs = {}
     for name, (start, parent, branch_step) in starts.items():
         runs[name] = PretrainStage(
             study=study,
@@ -181,13 +184,15 @@ def _choose_start(
     model: PlannedModel, candidates: Iterable[PlannedModel], starts: Mapping[str, PlannedStart], study: Path | None
 ) -> PlannedStart:
     """Return the start as a branch of the run in `placed` that shares most steps, of equals the first; unshared if none does."""
-    parent, branch_step = "", 0
+    parent = ""
+    branch_step = 0
     for other in candidates:
         shared = count_shared_steps(model, other)
         shared = _find_branch_step(study / "runs" / other.name, shared) if study else shared
         kind, _, other_branch_step = starts[other.name]
         if shared > branch_step and (kind != "branch" or shared > other_branch_step):  # a step that it trains itself
-            parent, branch_step = other.name, shared
+            parent = other.name
+            branch_step = shared
     return ("branch", parent, branch_step) if parent else _unshared_start(model)
 
 
@@ -203,7 +208,8 @@ def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None
         children: set[str] = set()
         while starts[name][0] == "branch":
             children.add(name)
-            model, (_, parent, branch_step) = models[name], starts[name]
+            model = models[name]
+            _, parent, branch_step = starts[name]
             if parent not in starts or parent in children or _sharing_key(model) != _sharing_key(models[parent]):
                 return False
             if not 0 < branch_step <= count_shared_steps(model, models[parent]):
@@ -231,12 +237,14 @@ def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
 
     A phase within which an option changes is shared as a whole or not at all.
     """
-    phases, other_phases = model.phases, other.phases
+    phases = model.phases
+    other_phases = other.phases
     index = other_index = step = 0
     while index < len(phases) and other_index < len(other_phases) and phases[index].text == other_phases[other_index].text:
         ends = phases[index].last, other_phases[other_index].last
         if ends[0] != ends[1] and "->" in phases[index].text:
             break
         step = min(ends)
-        index, other_index = index + (ends[0] == step), other_index + (ends[1] == step)
+        index += ends[0] == step
+        other_index += ends[1] == step
     return min(step, model.last_undecayed_step, other.last_undecayed_step)

@@ -68,7 +68,8 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
     width = max(len(row.rails + row.run.name) for row in rows)
     size = ""
     for row in rows:
-        run, model = row.run, row.run.model
+        run = row.run
+        model = row.run.model
         if model.key.size != size and not run.parent:
             size = model.key.size
             yield f"{size}:"
@@ -91,7 +92,8 @@ def _format_phases(run: PretrainStage) -> str:
 
 def format_phase(phase: PhaseWork) -> str:
     """Return the label of a phase: `CLM`, `MLM 40 %` or `MNTP 40 %`, otherwise its text in the schedule."""
-    name, (work, _) = phase.text.partition("(")[0], phase.parts[0]
+    name = phase.text.partition("(")[0]
+    work, _ = phase.parts[0]
     if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
         return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
     return "CLM" if phase.text == "clm" else phase.text
@@ -112,7 +114,9 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
         raise InputError(
             f"--picture: {graph.manifest.path} has {count:,} phases, expected at most {_MAX_BARS:,}; plan it without"
         )
-    last, colours, positions = max(row.end for row in rows), _choose_phase_colours(rows), _row_positions(rows)
+    last = max(row.end for row in rows)
+    colours = _choose_phase_colours(rows)
+    positions = _row_positions(rows)
     figure = Figure(figsize=(11, 2.0 + 0.235 * positions[-1]), dpi=130, layout="constrained")
     panel = figure.subplots()
     for row, y in zip(rows, positions, strict=True):
@@ -165,7 +169,8 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     """Return (x, half height) of a bar over the steps first..last of a run; the height follows the learning rate."""
     import numpy as np
 
-    model, optimizer = row.run.model, row.run.model.config.optimizer
+    model = row.run.model
+    optimizer = row.run.model.config.optimizer
     curve = np.linspace(model.last_undecayed_step, model.steps, 2 if optimizer.lr_wsd_decay_style == "linear" else 12)
     corners = {first, last, *(step for step in (model.warmup, *curve) if first < step < last)}
     x = np.array(sorted(corners), dtype=np.float64)

@@ -25,8 +25,10 @@ class TrainingCost:
 
 def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
     """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
-    config, tokens_per_second = model.config, manifest.hardware.rate(model.key.size)
-    packs, vocab_size = config.global_batch_size, manifest.vocab_size(model)
+    config = model.config
+    tokens_per_second = manifest.hardware.rate(model.key.size)
+    packs = config.global_batch_size
+    vocab_size = manifest.vocab_size(model)
     parts = [
         (share * steps * phase.passes * packs, work)
         for phase, share in model.phase_shares(after, last)

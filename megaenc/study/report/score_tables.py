@@ -110,11 +110,13 @@ def _build_setup_tables(
 ) -> list[Table]:
     """Build a table of the score columns `places` for each setup; `key` and `title` are templates for the setup's."""
     tables = []
-    groups, names = evidence.group_by_setup(), evidence.model_names()
+    groups = evidence.group_by_setup()
+    names = evidence.model_names()
     unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.model_key is None))
     seed = ["Seed"] * (len({one.seed for one in names}) > 1)
     for setup, (together, setup_columns) in _SETUP_COLUMNS.items():
-        model_keys, others = groups.get(setup, []), unnamed if setup == "other" else []
+        model_keys = groups.get(setup, [])
+        others = unnamed if setup == "other" else []
         if not model_keys and not others:
             continue
         heads = ["Model"] * bool(others) + setup_columns + seed
@@ -126,10 +128,12 @@ def _build_setup_tables(
         shown_scores: list[Score] = []
         previous = None
         for one in [*model_keys, *others]:
-            head, group = [one, *[None] * (len(heads) - 1)], None
+            head = [one, *[None] * (len(heads) - 1)]
+            group = None
             if one in names:
                 values = [_MODEL_COLUMNS[name](one) for name in setup_columns + seed]
-                head, group = [names[one]] * bool(others) + values, values[:together]
+                head = [names[one]] * bool(others) + values
+                group = values[:together]
             row_scores = [source.find(one, name, family) for _, source, family, name in places]
             shown_scores += [each for each in row_scores if each is not None]
             rule = None not in (previous, group) and group != previous
@@ -193,11 +197,14 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
 
 def _build_csv_row(setup: str, score: Score, metric: str) -> list[object]:
     """Return the CSV cells of a score."""
-    key, half = score.model_key, "" if score.half_width is None else f"{100 * score.half_width:.2f}"
-    model, seed = [""] * 5, ""
+    key = score.model_key
+    half = "" if score.half_width is None else f"{100 * score.half_width:.2f}"
+    model = [""] * 5
+    seed = ""
     if key is not None:
         mask = "" if key.mask_ratio is None else f"{key.mask_ratio:g}"
-        model, seed = [key.size, key.clm_steps, key.mlm_steps, key.cpt_mlm_steps, mask], key.seed
+        model = [key.size, key.clm_steps, key.mlm_steps, key.cpt_mlm_steps, mask]
+        seed = key.seed
     runs = (score.collapsed_at_rate, score.ended_runs, score.planned_runs) if score.planned_runs else ("", "", "")
     numbers = [score.family, dataset_label(score.family, score.dataset), f"{100 * score.mean:.2f}", half]
     return [setup, *model, *numbers, score.model, seed, len(score.seed_scores) or "", metric, *runs]

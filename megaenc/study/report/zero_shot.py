@@ -27,7 +27,8 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     """Return the Table of one measure: a row per model, then the baselines; columns before and after by data set."""
     states = [_BEFORE, _AFTER] if results.is_trained else [_BEFORE]
     has_seeds = len({one.seed for one in results.model_keys.values()}) > 1
-    rows, previous = [], None
+    rows = []
+    previous = None
     for model in sort_models(results):
         one = results.model_keys.get(model)
         known = [None] * 4 if one is None else [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
@@ -104,7 +105,8 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
     Decayed models with a known recipe count, of masked language models those at the reference mask ratio, and data sets that all
     of them have. BM25 is a horizontal line.
     """
-    key, title = "zero-shot", "Zero-shot retrieval"
+    key = "zero-shot"
+    title = "Zero-shot retrieval"
     ratio = reference_mask_ratio(results.scope.model_keys.values() or results.model_keys.values())
     models = {
         model: one

@@ -99,7 +99,8 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
     models of the same budget to two-stage models, "cpt" adds the parents of continued models. Budgets and parents come from the
     `planned` models if there are any, so that a model's tables do not change as more results arrive. `size_order`: all sizes.
     """
-    unique_keys, planned = list(dict.fromkeys(model_keys)), list(planned)
+    unique_keys = list(dict.fromkeys(model_keys))
+    planned = list(planned)
     decayed = [one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule]
     sizes = sort_sizes(unique_keys, size_order)
     longest = {**_longest_budgets(unique_keys), **_longest_budgets(planned)}
@@ -112,9 +113,11 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
     parents = {parent_key(one) for one in decayed if one.cpt_mlm_steps}
     members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {setup: [] for setup in SETUP_TITLES}
     for one in unique_keys:
-        mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective_name(one)
+        mask = math.inf if one.mask_ratio is None else one.mask_ratio
+        kind = objective_name(one)
         base = _is_single_objective(one) and one.steps == longest[one.size]
-        usual, first = one.decayed and not one.schedule, not one.cpt_mlm_steps
+        usual = one.decayed and not one.schedule
+        first = not one.cpt_mlm_steps
         scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_is_single_objective(one) and not base))
         places: dict[Setup, tuple[bool, tuple]] = {
             "base": (usual and base, (one.clm_steps, mask)),

@@ -87,7 +87,8 @@ def flops_by_model(runs: Mapping[str, TrainedRun], model_keys: Mapping[str, Mode
 
 def _ancestor_flops(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
     """Return the FLOPs of all ancestors from whose weights a run started, which its own log does not count."""
-    flops, visited = 0.0, set()
+    flops = 0.0
+    visited = set()
     while run.name not in visited and (parent := runs.get(run.parent)) is not None:
         visited.add(run.name)
         flops += float(parent.steps[-1].get("flops", 0.0)) if run.start == "weights" else 0.0

@@ -33,7 +33,8 @@ def read_published_rows() -> list[dict[str, str]]:
 def parse_model_key(row: dict[str, str]) -> ModelKey:
     """Return the ModelKey that a published row describes; rows of setup "efficiency" are intermediate checkpoints."""
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
-    mask, is_intermediate = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
+    mask = float(row["mask_ratio"]) if row["mask_ratio"] else None
+    is_intermediate = row["setup"] == "efficiency"
     return ModelKey(row["size"], *steps, mask, not is_intermediate, budget=DEFAULT_BUDGET if is_intermediate else 0)
 
 
@@ -42,7 +43,9 @@ def published() -> Evidence:
     """Return the published tables as Evidence: means and half widths of 46 models, no scores by seed, rate or example."""
     scores: dict[tuple[ModelKey, str, str], Score] = {}
     for row in read_published_rows():
-        model_key, family, dataset = parse_model_key(row), row["task"], DATASET_NAMES[row["dataset"]]
+        model_key = parse_model_key(row)
+        family = row["task"]
+        dataset = DATASET_NAMES[row["dataset"]]
         score = Score(
             format_model_name(model_key), model_key, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100
         )

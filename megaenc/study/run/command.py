@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc study run`: execute, submit (--slurm) or list (--dry-run) the stages left to do; exit 1 on failure."""
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
-    study, cluster = resolve_study_dir(settings.output, "run"), settings.slurm
+    study = resolve_study_dir(settings.output, "run")
+    cluster = settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
@@ -146,7 +147,8 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
 
 def _print_dry_run(stages: Sequence[StageRunner]) -> None:
     """Print the state of each stage, and its remaining commands one per line as they can be typed."""
-    done, start = finished_stages(stages), python_command("-m")
+    done = finished_stages(stages)
+    start = python_command("-m")
     for stage in stages:
         if stage.id in done:
             print_rank_0(f"{stage.id}: done")
@@ -163,7 +165,8 @@ def _print_dry_run(stages: Sequence[StageRunner]) -> None:
 
 def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunConfig) -> None:
     """Run `stages` on this machine and print the summary."""
-    slots, start_time = device_slots(settings.jobs), time.monotonic()
+    slots = device_slots(settings.jobs)
+    start_time = time.monotonic()
     remaining = len(stages) - len(finished_stages(stages))
     print_rank_0(
         f"{study}: {len(stages):,} stages, {len(stages) - remaining:,} done, {remaining:,} to do, {len(slots)} in parallel"

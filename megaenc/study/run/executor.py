@@ -77,8 +77,11 @@ class _Executor:
     def __init__(
         self, stages: Sequence[StageRunner], study: Path, slots: list[str], max_attempts: int, display: ProgressLine
     ) -> None:
-        self.study, self.free_slots, self.slot_count = study, slots, len(slots)
-        self.max_attempts, self.display = max_attempts, display
+        self.study = study
+        self.free_slots = slots
+        self.slot_count = len(slots)
+        self.max_attempts = max_attempts
+        self.display = display
         self.finished = finished_stages(stages)
         self.eta = EtaEstimator(stages, study)
         chains = self.eta.longest_chains()
@@ -182,7 +185,9 @@ class _Executor:
 
     def update_display(self) -> None:
         """Redraw the rows of the running stages, and the study's row with finished stages and time left."""
-        share, rows, parts = float(len(self.finished)), {}, []
+        share = float(len(self.finished))
+        rows = {}
+        parts = []
         for id, running in self.running.items():
             done, total = running.stage.progress()
             part = done / total if total else 0.0
@@ -191,7 +196,8 @@ class _Executor:
             words = format_progress(done, total, running.stage.unit)
             rows[id] = ProgressRow(id, done, total, f"{words}  {format_duration(time.monotonic() - running.start_time)}")
             parts.append(f"{id} {words}")
-        remaining, stages = self.eta.remaining_seconds(self.slot_count), len(self.stage_ids)
+        remaining = self.eta.remaining_seconds(self.slot_count)
+        stages = len(self.stage_ids)
         tail = "" if remaining is None else f"about {format_duration(remaining)} left"
         words = f"study: {len(self.finished):,} of {stages:,} stages" + (f", {len(self.failed):,} failed" if self.failed else "")
         summary = {None: ProgressRow(words, share, stages, tail)}

@@ -214,7 +214,9 @@ def read_run_init(run: Path) -> RunInit | None:
     """Return a run's start (kind, parent, step) from `run`/run.json; None without the file, InputError if damaged."""
     if not (run / RUN_FILE).exists():
         return None
-    facts, place, expected = read_run_json(run), f"{run / RUN_FILE}: field", "expected the value that `megaenc pretrain` writes"
+    facts = read_run_json(run)
+    place = f"{run / RUN_FILE}: field"
+    expected = "expected the value that `megaenc pretrain` writes"
     try:
         start = RunInit.from_run_metadata(facts)
     except (TypeError, AttributeError):

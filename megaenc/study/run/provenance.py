@@ -75,7 +75,8 @@ def current_environment() -> dict[str, str]:
 @cache
 def _describe_hardware() -> str:
     """Return accelerator names, processor, number of cores and memory."""
-    cores, memory = usable_core_count(), psutil.virtual_memory().total / 2**30
+    cores = usable_core_count()
+    memory = psutil.virtual_memory().total / 2**30
     names: list[str] = []
     with contextlib.suppress(InputError):  # a stage that needs them reports the error
         names = accelerator_names()

@@ -55,7 +55,8 @@ class StageTask:
         """Run this machine's torchrun of several; the first machine writes the log and holds the lock."""
         import submitit
 
-        job, each = submitit.JobEnvironment(), self.stage.processes // self.machines
+        job = submitit.JobEnvironment()
+        each = self.stage.processes // self.machines
         port = _FIRST_PORT + int(job.raw_job_id) % _PORT_COUNT
         rendezvous = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
         stage = replace(self.stage, processes=each, launcher=("--nnodes", str(self.machines), *rendezvous))

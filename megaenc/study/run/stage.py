@@ -93,7 +93,8 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
 
     Output that remains after a needed stage was rerun must still be compared with it (`StageRunner.check`).
     """
-    stage_ids, done = set(), set()
+    stage_ids = set()
+    done = set()
     for stage in stages:
         stage_ids.add(stage.id)
         if stage.is_done() and done.issuperset(stage_ids.intersection(stage.needs)):
@@ -130,7 +131,8 @@ class StaleArtifactError(InputError):
 
     def __init__(self, folder: Path, reason: str, remove: str = "that directory and everything made from it") -> None:
         super().__init__(f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output")
-        self.folder, self.reason = folder, reason
+        self.folder = folder
+        self.reason = reason
 
 
 def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
@@ -232,7 +234,8 @@ class CorpusStage(StageRunner):
 
     def check(self) -> None:
         """Raise StaleArtifactError if asked.json has another vocabulary size, demo or text than now; pass without one."""
-        file, request = self.folder / CORPUS_REQUEST, self._request()
+        file = self.folder / CORPUS_REQUEST
+        request = self._request()
         if not file.exists():
             return
         recorded = read_json_object(file, "the request of a corpus")
@@ -299,7 +302,8 @@ class ExportStage(StageRunner):
         if not self.is_done():
             check_checkpoint_exists(self._run, self.step, self.id)
             return
-        certificate, identity = read_json_object(self._certificate, "the certificate of an export"), read_identity(self._run)
+        certificate = read_json_object(self._certificate, "the certificate of an export")
+        identity = read_identity(self._run)
         if (export_step := certificate.get("step", self.step)) != self.step:
             raise manifest_mismatch(self.folder, f"step is {export_step} there, {self.step} here")
         if "identity" not in certificate or (identity is not None and certificate["identity"] != identity_digest(identity)):

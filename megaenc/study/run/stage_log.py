@@ -109,9 +109,11 @@ def read_attempts(log: Path) -> list[Attempt]:
     except OSError:
         return []
     attempts: list[Attempt] = []
-    start_time, output = None, []
+    start_time = None
+    output = []
     for line in [*lines, "==> end $ "]:
-        start, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
+        start = _BEGIN.fullmatch(line)
+        end = _END.fullmatch(line)
         if not start and (not end or start_time is None):
             output.append(line)
             continue

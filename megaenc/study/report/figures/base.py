@@ -179,7 +179,8 @@ def _draw_panels(spec: FigureSpec) -> Any:
     longest = max(map(len, names), default=0)
     across = max(1, min(len(names), 2 * columns, int(columns * _WIDTH // (_HANDLE + _LETTER * longest))))
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
-    width, height = columns * _WIDTH, rows * _HEIGHT + legend
+    width = columns * _WIDTH
+    height = rows * _HEIGHT + legend
     figure = Figure(figsize=(width, height))
     figure.subplots_adjust(
         _LEFT / width, _BOTTOM / height, 1 - _RIGHT / width, 1 - (legend + _TOP) / height,

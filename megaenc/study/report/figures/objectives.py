@@ -37,8 +37,10 @@ from megaenc.viz.style import BLUE, ORANGE, PURPLE, STYLES, assign_styles, forma
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of CLM and MLM base models' scores by size, or data set if one size; no panels without both."""
-    key, title = "objectives", "CLM and MLM"
-    base, mask = evidence.group_by_setup().get("base", []), evidence.reference_mask_ratio
+    key = "objectives"
+    title = "CLM and MLM"
+    base = evidence.group_by_setup().get("base", [])
+    mask = evidence.reference_mask_ratio
     models = {
         name: [one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")
     }
@@ -81,7 +83,8 @@ def _build_dataset_panels(
 
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of scores of MLM base models over the mask ratio, a line per size; no panels below two ratios."""
-    key, title = "mask-ratios", "Mask ratios"
+    key = "mask-ratios"
+    title = "Mask ratios"
     base = [one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
@@ -94,7 +97,8 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of scores over the mask ratio, with and without CLM first; no panels unless a budget has both."""
-    key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
+    key = "mask-ratios-with-clm"
+    title = "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, int], list[ModelKey]] = defaultdict(list)
     for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
@@ -145,7 +149,8 @@ def build_flop_efficiency_figure(
     evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> FigureSpec:
     """Return the figure of intermediate checkpoints' scores over training FLOPs; models not in `flops` are left out."""
-    key, title = "efficiency-flops", "Data efficiency by FLOP"
+    key = "efficiency-flops"
+    title = "Data efficiency by FLOP"
     checkpoints = [one for one in evidence.model_keys() if not one.decayed]
     places = {one: flops[one] for one in checkpoints if one in flops}
     if len(set(places.values())) < 2 and len({one.steps for one in checkpoints}) > 1:
@@ -164,7 +169,8 @@ def _build_efficiency_figure(
     """Build the figure of intermediate checkpoints at the given x positions, a line per objective, mask ratio and size."""
     if len(set(places.values())) < 2:
         return FigureSpec(key, title, "Fewer than two intermediate checkpoints have scores.")
-    sizes, masks = evidence.sort_sizes(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
+    sizes = evidence.sort_sizes(places)
+    masks = {one.mask_ratio for one in places if one.mask_ratio is not None}
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one, at in places.items():
         groups[objective_name(one), one.mask_ratio, one.size].append((at, one))
@@ -184,7 +190,9 @@ def _build_efficiency_figure(
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of scores over the share of CLM before MLM, a line per budget; no panels if none is two-stage."""
-    key, title, mask = "clm-shares", "CLM share at each budget", evidence.reference_mask_ratio
+    key = "clm-shares"
+    title = "CLM share at each budget"
+    mask = evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
@@ -212,7 +220,9 @@ def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> d
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of scores over MLM steps of continued pretraining by parent (at 0); no panels if none."""
-    key, title, model_keys = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
+    key = "continued-pretraining"
+    title = "Continued pretraining by length"
+    model_keys = evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in model_keys:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
@@ -223,7 +233,8 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
                 members.append(parent)
     if not groups:
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
-    sizes, masks = evidence.sort_sizes(parent for parent, _ in groups), {mask for _, mask in groups}
+    sizes = evidence.sort_sizes(parent for parent, _ in groups)
+    masks = {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective_name(parent) for parent, _ in order]
     names = [f"from {kind}" for kind in kinds]

@@ -49,7 +49,8 @@ def build_figures(
         """Call each builder for the evidence, and for the published results if they do not fit into the same figure."""
         figures = []
         for build in builders:
-            ours, theirs = build(evidence, published), build(published) if published else None
+            ours = build(evidence, published)
+            theirs = build(published) if published else None
             is_separate = theirs and theirs.panels and not has_published_lines(ours.panels)
             figures.append(ReportFigure(ours, theirs if is_separate else None))
         return figures
@@ -89,7 +90,8 @@ _RUN_KIND_STYLES = {
 
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Return the figure of pretraining runs' held-out losses over steps, a panel per objective; no panels without any."""
-    key, title = "losses", "Held-out loss of the runs"
+    key = "losses"
+    title = "Held-out loss of the runs"
     curves = {name: run_curves for name, run in runs.items() if (run_curves := held_out_curves(run.validations))}
     if not curves:
         why = "No run has a validation." if runs else "No runs were given; pass their directory with --runs."
@@ -117,7 +119,8 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
     """Return the figure of points lost at each fine-tuning rate against a model's best, by model and mean per objective."""
-    key, title = "learning-rates", "Sensitivity to the learning rate"
+    key = "learning-rates"
+    title = "Sensitivity to the learning rate"
     panels = []
     for family, dataset in headline_datasets(evidence).items():
         of_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
