@@ -65,9 +65,7 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
     if "data_path" in resolved:
         words = resolved["data_path"]
         words = [word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""]
-        resolved["data_path"] = [
-            word if parse_weight(str(word)) is not None else _resolve_corpus(str(word), data_dir) for word in words
-        ]
+        resolved["data_path"] = [_resolve_corpus(word, data_dir) for word in words]
     if "valid_data_path" in resolved:
         words = resolved["valid_data_path"]
         parts = [str(word).partition("=") for word in (words if isinstance(words, list | tuple) else [words])]
