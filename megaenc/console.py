@@ -285,7 +285,9 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds`, rounded to whole ones, as `minutes:seconds` or `hours:minutes:seconds`: 0:42, 1:02:03."""
+    """Return `seconds` as `minutes:seconds` or `hours:minutes:seconds`, from two days on in days: 0:42, 1:02:03, 2.5 days."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -6,8 +6,13 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, build_rich_console, escape_unprintable, print_rank_0
+from megaenc.console import ProgressLine, build_rich_console, escape_unprintable, format_duration, print_rank_0
 from megaenc.errors import InputError, handle_command_errors
+
+
+def test_durations():
+    seconds = (42, 3_723.4, 172_799, 172_800, 216_000)
+    assert [format_duration(count) for count in seconds] == ["0:42", "1:02:03", "47:59:59", "2.0 days", "2.5 days"]
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
-from megaenc.console import build_rich_console, silence_libraries
+from megaenc.console import build_rich_console, format_duration, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.estimate.devices import Utilization, get_device
 from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.length_model import LengthModel, build_length_model, read_vocab_size
-from megaenc.estimate.report import EstimateReport, format_time
+from megaenc.estimate.report import EstimateReport
 from megaenc.estimate.total import Workload, estimate_layout, find_simplest_layout
 from megaenc.estimate.work import build_phases, build_schedule
 from megaenc.objectives import pseudo_perplexity_shifts
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(phases) > 1:
         seconds = sum(report.estimate.seconds for report in reports)
         hours = sum(report.estimate.hours for report in reports)
-        console.print(f"all phases: {format_time(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours", style="bold")
+        console.print(f"all phases: {format_duration(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours", style="bold")
         values = {"phases": [report.to_dict() for report in reports], "seconds": seconds, "device_hours": hours}
     if config.output:
         create_parent_dir(Path(config.output), "--output")

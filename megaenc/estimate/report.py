@@ -51,7 +51,7 @@ class EstimateReport:
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
         hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
-        console.print(f"the run: {format_time(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
+        console.print(f"the run: {format_duration(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
         for line in self._suggestion_lines():
             console.print(line, soft_wrap=True)
 
@@ -76,7 +76,7 @@ class EstimateReport:
 
         def cost_cells(seconds: float) -> tuple[str, ...]:
             hours = seconds * values["devices"] / 3600
-            return (format_time(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
+            return (format_duration(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
 
         phases, validation = self.estimate.phases, self.estimate.validation
         rows = [
@@ -110,7 +110,7 @@ class EstimateReport:
             gain = "simpler"
         else:
             gain = f"{own.seconds / better.seconds:.2f} x as fast"
-        cost = f"{format_time(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
+        cost = f"{format_duration(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
         return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(better.case))]
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,8 +207,3 @@ def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def format_time(seconds: float) -> str:
-    """Return a duration in days, or as H:MM:SS below two days."""
-    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else format_duration(seconds)

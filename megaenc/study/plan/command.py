@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_files
-from megaenc.console import format_count, print_rank_0, silence_libraries
+from megaenc.console import format_count, format_duration, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.study.manifest.schema import read_manifest
@@ -141,22 +141,15 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         ("branches start once their checkpoint exists", cost.longest_chain),
     ):
         stages = " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
-        yield f"  {_format_duration(chain.hours)} if {condition}: {stages}"
+        yield f"  {format_duration(3600 * chain.hours)} if {condition}: {stages}"
     total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0) + (cost.embed_hours or 0.0)
     devices = f"{hardware.devices} x {hardware.device}"
-    yield f"  {_format_duration(total / hardware.devices)} on {devices} in total, one stage at a time"
+    yield f"  {format_duration(3600 * total / hardware.devices)} on {devices} in total, one stage at a time"
 
 
 def _format_device_hours(amount: TrainingCost) -> str:
     """Return the device hours of a cost, or `-` if unknown."""
     return "-" if amount.device_hours is None else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
-
-
-def _format_duration(hours: float) -> str:
-    """Return a number of hours in minutes, hours or days."""
-    if hours >= 96:
-        return f"{hours / 24:.1f} days"
-    return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
 
 
 def _format_bytes(count: float) -> str:
