@@ -86,10 +86,19 @@ def summarise(run: str | Path) -> RunSummary:
         if before is not None and None not in (*before.values(), *after.values()):  # else the held-out packs have no target
             pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
             gains.append(HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after)))
-    seconds = training_seconds(steps, start_progress["step"])
-    counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
-    is_same_text = first.get("held_out") == last.get("held_out")
-    return RunSummary(*counts, seconds, start_progress["step"], start_progress["tokens"], gains, is_same_text)
+    return RunSummary(
+        step=newest["step"],
+        train_iters=facts["train_iters"],
+        first_validation=first["step"],
+        last_validation=last["step"],
+        parameters=facts["parameters"],
+        tokens=newest["tokens"],
+        seconds=training_seconds(steps, start_progress["step"]),
+        branched_at=start_progress["step"],
+        tokens_before=start_progress["tokens"],
+        gains=gains,
+        is_same_text=first.get("held_out") == last.get("held_out"),
+    )
 
 
 def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[float, float]]:
