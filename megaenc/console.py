@@ -105,7 +105,10 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Redirect standard output to /dev/null, so that Python does not fail to flush it at exit."""
+    """Redirect standard output to /dev/null.
+
+    Otherwise Python would fail to flush it at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -280,12 +283,12 @@ def format_number(value: Any) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
+    """Return a number and its noun, with an s unless it is 1: `1 model`, `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` as `minutes:seconds` or `hours:minutes:seconds`, from two days on in days: 0:42, 1:02:03, 2.5 days."""
+    """Return a duration as 0:42 or 1:02:03, from two days on as 2.5 days."""
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.1f} days"
     minutes, seconds = divmod(round(seconds), 60)

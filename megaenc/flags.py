@@ -351,7 +351,10 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
 
 
 def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
-    """Raise InputError, naming the flag, unless floats are finite, `positive` fields above 0, and `shares` in [0, 1)."""
+    """Check that floats are finite, `positive` fields above 0 and `shares` in [0, 1).
+
+    Raises InputError, naming the flag.
+    """
     for name, value in vars(settings).items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -363,7 +366,7 @@ def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection
 
 
 def check_minimums(settings: Any, **minimums: int) -> None:
-    """Raise InputError, naming the flag, if a field of `settings` is NaN or below its minimum, given as `field=minimum`."""
+    """Raise InputError for a field that is NaN or below its minimum, `field=minimum`."""
     for name, bound in minimums.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")

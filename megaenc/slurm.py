@@ -15,7 +15,7 @@ _MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Options of submission to Slurm: partition, time limit, GPUs and cores of a job, concurrent tasks, sbatch options."""
+    """Options of submission to Slurm."""
 
     slurm: bool = False
     """submit the pending work to Slurm instead of running it on this machine"""
@@ -36,11 +36,14 @@ class ClusterConfig:
     `debug` runs them in this process"""
 
     def check(self) -> None:
-        """Raise InputError if the minutes, CPU cores or concurrent tasks are below 1, or the GPUs below 0."""
+        """Raise InputError for a number that is too small."""
         check_minimums(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def build_submitit_parameters(self) -> dict[str, Any]:
-        """Return Slurm's parameters by submitit's names, {} for its other executors; InputError for bad --slurm-extra."""
+        """Return Slurm's parameters by submitit's names; {} for its other executors.
+
+        Raises InputError for bad --slurm-extra.
+        """
         if self.slurm_cluster != "slurm":
             return {}
         for text in self.slurm_extra:
@@ -57,7 +60,7 @@ class ClusterConfig:
 
 
 def import_submitit() -> Any:
-    """Import the package submitit and return the module; InputError if it is not installed."""
+    """Return the module submitit. InputError if it is not installed."""
     try:
         import submitit
     except ImportError:
@@ -68,9 +71,9 @@ def import_submitit() -> Any:
 def submit_tasks(
     tasks: Sequence[Callable[[], Any]], logs: Path, name: str, cluster: ClusterConfig, parameters: Mapping[str, Any]
 ) -> list[Any]:
-    """Submit picklable `tasks` as a job, several as an array; return submitit's Job of each. InputError if it fails.
+    """Submit picklable `tasks` as a job, several as an array, and return their Jobs.
 
-    `logs`: directory of submitit's files. `parameters`: Slurm's, by submitit's names.
+    `logs`: directory of submitit's files. `parameters`: Slurm's, by submitit's names. Raises InputError if it fails.
     """
     submitit = import_submitit()
     try:

@@ -169,7 +169,7 @@ def draw_run(
 
 
 def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCurves, style: dict[str, tuple[str, str]]) -> None:
-    """Draw the training loss of each phase, as logged and smoothed, and the held-out losses, with a legend."""
+    """Draw the training loss of each phase and the held-out losses, with a legend."""
     from matplotlib.lines import Line2D
 
     width = (phases[-1].end - phases[0].start) or 1

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 
 @dataclass(frozen=True)
 class EmbedEntry:
-    """Manifest's `embed`: retrieval sets, pairs and flags of contrastive training, number of its seeds, and BM25."""
+    """Manifest's `embed`: what zero-shot retrieval evaluates and trains on."""
 
     datasets: tuple[str, ...] = ()
     """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
@@ -47,9 +47,10 @@ class EmbedEntry:
 
 
 def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedEntry, dict[str, Any]]:
-    """Return the manifest's `embed` with paths under `data_dir`, and the flags of contrastive training that it sets.
+    """Return the manifest's `embed` and the flags of its contrastive training.
 
-    Raises InputError for unknown, repeated, missing or impossible values; files need not exist yet.
+    Its paths get `data_dir` before them, files need not exist yet. Raises InputError for unknown, repeated, missing or impossible
+    values.
     """
     if "seed" in values:
         raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")

@@ -195,7 +195,10 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
 
 
 def _check_values(place: str, value: Any) -> None:
-    """Raise InputError, naming the field `place`, for an absurdly large, non-finite or unprintable value in `value`."""
+    """Raise InputError for an absurdly large, non-finite or unprintable value.
+
+    Values within `value` are checked too; `place` is its field.
+    """
     expected = ""
     if isinstance(value, list | dict) and len(value) > _MAX_LENGTH:
         expected = f"at most {_MAX_LENGTH:,} values"
@@ -235,7 +238,7 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
 
 
 def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
-    """Raise InputError for an unknown size or a number that is too small in `hardware`."""
+    """Raise InputError for an unknown size or a number that is too small."""
     for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0), ("embed_seconds", 0)):
         value = getattr(hardware, name)
         if value < least:

@@ -15,7 +15,7 @@ from megaenc.finetune.grid.command import GridConfig
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Data set to fine-tune on, its task family, and the data sets to evaluate on afterwards (several in retrieval)."""
+    """Data set to fine-tune on, with those to evaluate on (several in retrieval)."""
 
     train_on: str
     family: str
@@ -24,7 +24,10 @@ class TrainingSet:
 
 
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
-    """Return a TrainingSet for each set that `grid` trains on. InputError for an unknown data set or an impossible name."""
+    """Return a TrainingSet for each set that `grid` trains on.
+
+    Raises InputError for an unknown data set or an impossible name.
+    """
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in grid.datasets:
         name, family, train_on = _parse_dataset(dataset, grid, data_dir)
@@ -35,13 +38,16 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
         members.setdefault((train_on, family), []).append(name)
     for train_on, times in Counter(train_on for train_on, _ in members).items():
         if times > 1:
-            found = f"{truncate_text(train_on, 60)} as a training set of {times} task families"
-            raise InputError(f"finetune: field `datasets`: found {found}, expected one; name a path with NAME=PATH")
+            problem = f"found {truncate_text(train_on, 60)} as a training set of {times} task families"
+            raise InputError(f"finetune: field `datasets`: {problem}, expected one; name a path with NAME=PATH")
     return tuple(TrainingSet(*key, tuple(sets)) for key, sets in members.items())
 
 
 def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
-    """Return `dataset`, a known name, PATH or NAME=PATH, with PATH put under `data_dir`; a known name is unchanged."""
+    """Return `dataset`, PATH or NAME=PATH, with `data_dir` before PATH.
+
+    The name of a known data set is unchanged.
+    """
     if parse_dataset_name(dataset)[1] is None:
         return dataset
     name, equals, path = dataset.partition("=")
@@ -49,12 +55,15 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 
 
 def dataset_result_name(dataset: str) -> str:
-    """Return a data set's name in results: the known name, NAME of NAME=PATH, or the file or folder name of a PATH."""
+    """Return a data set's name in results: its own, or NAME of NAME=PATH.
+
+    Of a PATH it is the file's or folder's name.
+    """
     return parse_dataset_name(dataset)[0]
 
 
 def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str, str, str]:
-    """Return the result name of a data set, its task family, and the name of the set to train on before evaluating on it."""
+    """Return the result name, task family and training set of a data set."""
     name, path = parse_dataset_name(resolve_dataset_path(dataset, data_dir))
     is_on_hub = path is None and name in hub.HUB_DATASETS
     if is_on_hub:

@@ -8,7 +8,7 @@ from megaenc.study.manifest.schema import Manifest
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of some training steps: their number, tokens, FLOPs, and device hours (None if the throughput is unknown)."""
+    """Cost of some training steps."""
 
     steps: int = 0
     tokens: int = 0
@@ -24,7 +24,7 @@ class TrainingCost:
 
 
 def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
-    """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
+    """Return the TrainingCost of steps after + 1..last of a model's run."""
     config = model.config
     tokens_per_second = manifest.hardware.rate(model.key.size)
     packs = config.global_batch_size

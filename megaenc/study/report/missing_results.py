@@ -10,7 +10,10 @@ MISSING = "missing-results"
 
 
 def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
-    """Return the Table of missing runs and a sentence on their number, each in a list; empty lists if none is missing."""
+    """Return the Table of missing runs and a sentence on their number.
+
+    Each is in a list, which is empty if none is missing.
+    """
     incomplete = [(grid, rate) for grid in evidence.grids for rate in grid.incomplete_rates]
     if not incomplete:
         return [], []

@@ -18,7 +18,7 @@ _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # 
 
 
 def check_report_dir(output: Path) -> set[str]:
-    """Return the files, relative to `output`, that an earlier report wrote to it; empty for a new directory.
+    """Return the paths, relative to `output`, of the files of an earlier report.
 
     Raises InputError for a file, a symbolic link, or a directory that is neither empty nor a report.
     """
@@ -43,7 +43,7 @@ def check_report_dir(output: Path) -> set[str]:
 
 
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Create `output` with tables/ and figures/, and list the files `names` and `earlier` in files.txt.
+    """Create `output`, and list the files `names` and `earlier` in files.txt.
 
     Raises InputError if a file that only `names` has exists, or if the directory cannot be written.
     """
@@ -62,7 +62,7 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
 
 
 def remove_stale_files(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Delete the files of an `earlier` report that are not in `names`, and list only `names` in files.txt."""
+    """Delete the `earlier` files that are not in `names`, and list only `names`."""
     for name in set(earlier).difference(names):
         with contextlib.suppress(OSError):
             (output / name).unlink()

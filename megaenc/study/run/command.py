@@ -214,9 +214,10 @@ def resolve_study_dir(output: str, command: str) -> Path:
 
 
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
-    """Return stages whose id or name matches any of `only` (all if empty), and their needs; InputError without match.
+    """Return the stages whose id or name matches any of `only`, and their needs.
 
-    The id of a grid's stage also matches without its training set.
+    All stages if `only` is empty. The id of a grid's stage also matches without its training set. Raises InputError for a pattern
+    without a match.
     """
     ids: list[str] = [] if only else list(stages)
     names = {id: strip_training_set(id).rpartition("/")[2] for id in stages}

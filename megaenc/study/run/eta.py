@@ -9,7 +9,10 @@ from megaenc.study.run.stage_log import log_path, read_attempts, total_seconds
 
 
 class EtaEstimator:
-    """Estimator of the seconds that stages still take, by logged durations of the same kind of stage, else by the plan."""
+    """Estimator of the seconds that stages still take.
+
+    It uses logged durations of the same kind of stage, or else the plan.
+    """
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
         """Read the durations of the stages that are done from their logs."""
@@ -24,31 +27,37 @@ class EtaEstimator:
                 self.record_duration(stage, seconds)
 
     def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
-        """Mark a stage as done, and use for estimates that `share` of its work, from 0 to 1, took `seconds`."""
+        """Mark a stage as done; `share` of its work, from 0 to 1, took `seconds`."""
         self._shares[stage.id] = 1.0
         sums = self._durations[_stage_kind(stage)]
         sums[0] += seconds
         sums[1] += share * stage.work
 
     def record_progress(self, stage: StageRunner, share: float) -> None:
-        """Set the completed share of a stage, from 0 to 1, for the estimates of remaining time."""
+        """Set the completed share of a stage, from 0 to 1."""
         self._shares[stage.id] = share
 
     def _remaining(self, stage: StageRunner) -> float | None:
-        """Return the remaining seconds of a stage, from stages of its kind or else the plan; None if neither is known."""
+        """Return the remaining seconds of a stage; None if they are unknown."""
         seconds, work = self._durations[_stage_kind(stage)]
         total = seconds * stage.work / work if work else stage.planned_seconds
         return None if total is None else total * (1 - self._shares[stage.id])
 
     def remaining_seconds(self, slots: int) -> float | None:
-        """Return the seconds left with `slots` processes at a time, at least the longest chain's; None if unknown."""
+        """Return the seconds left with `slots` processes at a time; None if unknown.
+
+        They are at least those of the longest chain.
+        """
         remaining = [(stage.processes, self._remaining(stage)) for id, stage in self._stages.items() if self._shares[id] < 1]
         if any(seconds is None for _, seconds in remaining):
             return None
         return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
 
     def longest_chains(self) -> dict[str, float]:
-        """Return by stage id its seconds left plus the longest chain's of stages that need it; unknown ones count 0."""
+        """Return by stage id the seconds left of its longest chain of stages.
+
+        It begins with the stage, and goes on with stages that need it. Unknown seconds count 0.
+        """
         chains: dict[str, float] = {}
         later: dict[str, float] = defaultdict(float)
         for id, stage in reversed(self._stages.items()):

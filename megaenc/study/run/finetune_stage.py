@@ -54,7 +54,7 @@ class LabelledData:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneStage(StageRunner):
-    """Stage of `megaenc finetune grid`: an exported model, trained on one data set at all learning rates and seeds."""
+    """Stage of `megaenc finetune grid`: an exported model on one training set."""
 
     training: TrainingSet
     flags: Mapping[str, Any] = field(repr=False)
@@ -79,7 +79,7 @@ class FinetuneStage(StageRunner):
 
     @property
     def run_count(self) -> int:
-        """Return the number of training runs: learning rates x seeds, often fewer than results in retrieval."""
+        """Return the number of training runs: learning rates x seeds."""
         return len(self.flags["learning_rates"]) * self.flags["seeds"]
 
     @property
@@ -103,7 +103,10 @@ class FinetuneStage(StageRunner):
         return self.study / "hf" / self.name
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command line of `megaenc finetune grid`, which computes only missing results, unless none is missing."""
+        """Return the command line of `megaenc finetune grid` unless all results exist.
+
+        It computes only missing results.
+        """
         if self.is_done():
             return []
         paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
@@ -116,7 +119,7 @@ class FinetuneStage(StageRunner):
         return len(self._result_files()), self.result_count
 
     def describe_failed_runs(self) -> str:
-        """Return a sentence on the number of results recorded as failed.json; empty if there are none."""
+        """Return a sentence on the number of failed.json; empty if there are none."""
         count = sum(file.name == result_files.FAILED for file in self._result_files())
         return f"{count} runs have no score: their learning rate made the loss NaN" if count else ""
 
@@ -151,9 +154,10 @@ class FinetuneStage(StageRunner):
 
 @functools.lru_cache(maxsize=10_000)
 def _fingerprint_export(folder: str, results: str, stamp: str) -> dict[str, str]:
-    """Return the fingerprints of a model and its tokenizer, read once for all training sets of the model.
+    """Return the fingerprints of a model and its tokenizer.
 
-    `stamp` tells versions of the files apart. See `compute_model_fingerprints` for `results`.
+    They are read once for all training sets of the model; `stamp` tells versions of the files apart. `results` is that of
+    `compute_model_fingerprints`.
     """
     [weights] = compute_model_fingerprints([folder], results)
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(folder)}

@@ -111,9 +111,9 @@ class PretrainStage(StageRunner):
         return self.folder.with_name(self.parent) if self.parent else self.folder
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command line of `megaenc pretrain`, which also resumes a stopped run, unless the run has ended.
+        """Return the command line of `megaenc pretrain` unless the run has ended.
 
-        Several processes are started by torchrun.
+        It also resumes a stopped run. Several processes are started by torchrun.
         """
         if self.is_done():
             return []

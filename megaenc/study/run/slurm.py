@@ -146,7 +146,7 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
 def _submit_batch(
     name: str, stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig, after: Sequence[str]
 ) -> list[Any]:
-    """Return the job of a stage, or the jobs of an array with a task for each stage of a grid."""
+    """Submit a stage as a job, or those of a grid as an array; return the jobs."""
     stage = stages[0]
     machine_count = count_machines(cluster, stage)
     parameters = cluster.build_submitit_parameters()

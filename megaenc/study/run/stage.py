@@ -67,7 +67,10 @@ class StageRunner:
         """Do nothing here; a subclass writes records to the output directory before the stage's first command."""
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command lines, in order, that the stage still has to run, none if it is done; of each subclass."""
+        """Return the command lines that the stage still has to run, in order.
+
+        None if the stage is done; each subclass implements it.
+        """
         raise NotImplementedError
 
     def progress(self) -> tuple[float, float]:
@@ -84,7 +87,7 @@ class StageRunner:
 
 
 def strip_training_set(stage: str) -> str:
-    """Return the id of a stage without its training set: `finetune/NAME` of `finetune/NAME@SET`, others unchanged."""
+    """Return the id of a stage without its training set, `finetune/NAME` of a grid."""
     return stage.partition("@")[0]
 
 
@@ -289,7 +292,7 @@ class ExportStage(StageRunner):
         return self.folder / "conversion.json"
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command line of `megaenc convert to-hf` unless it has written the stage's directory."""
+        """Return the command line of `megaenc convert to-hf` unless the export exists."""
         flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
         return [] if self.is_done() else [megaenc_command("convert", "to-hf", *format_flags(flags))]
 
