@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
@@ -28,10 +30,17 @@ from megaenc.finetune.examples import (
 
 Qrels = dict[str, dict[str, int]]
 """Relevance grades by query and document; 0 is judged irrelevant."""
-QrelLine = tuple[str, str, str, int]
-"""Location (file:line), query, document and grade of a line in a qrels file."""
 _GRADE = re.compile(r"-?\d{1,9}")
 _QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
+
+
+class QrelLine(NamedTuple):
+    """Line of a qrels file: its location (file:line), a query, a document and its grade."""
+
+    location: str
+    query: str
+    document: str
+    grade: int
 
 
 def is_beir_folder(folder: Path) -> bool:
@@ -44,64 +53,70 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
 
     Judged are those of validation and test. Files are hashed now and parsed by `load_split`. Raises InputError without qrels.
     """
-    qrels = {
-        split: path
-        for split, words in _QRELS_FILES.items()
-        if (path := _find_first_file(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))) is not None
-    }
+    qrels = {}
+    for split, words in _QRELS_FILES.items():
+        path = _find_first_file(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))
+        if path is not None:
+            qrels[split] = path
     if not qrels:
         raise InputError(f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout")
     texts = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
     content = {key: compute_sha256(path) for key, path in (texts | qrels).items()}
     fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
+    reader = _SplitReader(name, texts, qrels, whole_corpus)
+    return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, reader.read_split)
 
-    @functools.cache
-    def read_all_qrels() -> tuple[dict[SplitName, list[QrelLine]], dict[SplitName, Qrels]]:
-        lines = {split: _read_qrels(path) for split, path in qrels.items()}
-        qrels_by_split: dict[SplitName, Qrels] = {split: {} for split in lines}
-        for split, split_lines in lines.items():
-            for _, query, document, grade in split_lines:
-                qrels_by_split[split].setdefault(query, {})[document] = grade
-        return lines, _add_validation_split(name, qrels, qrels_by_split)
 
-    @functools.cache
-    def read_texts() -> tuple[dict[str, str], dict[str, str]]:
-        lines, _ = read_all_qrels()
-        all_lines = [line for split_lines in lines.values() for line in split_lines]
-        queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(all_lines)})
-        documents = _read_judged_texts(
+@dataclass(frozen=True)
+class _SplitReader:
+    """Reader of the splits of a BEIR folder for fine-tuning."""
+
+    name: str
+    texts: Mapping[str, Path]
+    qrels: Mapping[SplitName, Path]
+    whole_corpus: bool
+
+    @functools.cached_property
+    def content(self) -> tuple[dict[SplitName, Qrels], dict[str, str], dict[str, str]]:
+        """Return the relevance grades of each split, the queries and the documents; the files are read once."""
+        lines = {split: _read_qrels(path) for split, path in self.qrels.items()}
+        grades = {split: _group_grades(of_split) for split, of_split in lines.items()}
+        grades = _add_validation_split(self.name, self.qrels, grades)
+        all_lines = [line for of_split in lines.values() for line in of_split]
+        queries = _read_texts("query", self.texts["queries"], all_lines)
+        documents = _read_texts(
             "document",
-            texts["corpus"],
-            {line[2]: line[0] for line in reversed(lines.get("train", []))},
-            optional={line[2] for line in all_lines},
+            self.texts["corpus"],
+            lines.get("train", []),
+            optional={line.document for line in all_lines},
             titles=". ",
-            everything=whole_corpus,
+            everything=self.whole_corpus,
         )
-        return queries, documents
+        return grades, queries, documents
 
-    def read_split(split: SplitName) -> Examples:
-        _, qrels_by_split = read_all_qrels()
-        if split not in qrels_by_split:
-            raise InputError(
-                f"{folder / 'qrels'}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv"
-                + ("; or train on another data set with --train-on" if split == "train" else "")
-            )
-        queries, documents = read_texts()
+    def read_split(self, split: SplitName) -> Examples:
+        """Return the pairs of training, or the queries of another split with the documents that are searched."""
+        # Without a file of its own, each of these two is drawn from the other or from training.
+        sources = ("train",) if split == "train" else ("validation", "test")
+        if not self.qrels.keys() & sources:
+            place = next(iter(self.qrels.values())).parent
+            advice = "; or train on another data set with --train-on" if split == "train" else ""
+            raise InputError(f"{place}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv{advice}")
+        grades, queries, documents = self.content
         if split == "train":
             return [
                 Pair(f"{query}/{document}", QUERY + queries[query], DOCUMENT + documents[document])
-                for query, grades in qrels_by_split["train"].items()
-                for document, grade in grades.items()
+                for query, judgements in grades["train"].items()
+                for document, grade in judgements.items()
                 if grade > 0
             ]
-        evaluated = [qrels_by_split[name] for name in ("validation", "test") if name in qrels_by_split]
-        labelled = {document for judgements in evaluated for grades in judgements.values() for document in grades}
-        searched_documents = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
-        examples = build_retrieval_examples(qrels_by_split[split], queries, searched_documents)
-        _report_misses(f"{name}: {split} split", examples.relevant, documents, texts["corpus"])
+        searched = documents
+        if not self.whole_corpus:
+            judged = {document for name in sources for judgements in grades[name].values() for document in judgements}
+            searched = {key: text for key, text in documents.items() if key in judged}
+        examples = build_retrieval_examples(grades[split], queries, searched)
+        _report_misses(f"{self.name}: {split} split", examples.relevant, documents, self.texts["corpus"])
         return dataclasses.replace(examples, ignore_identical_ids=True)
-
-    return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, read_split)
 
 
 def load_beir_test(folder: Path) -> RetrievalExamples:
@@ -113,14 +128,11 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
         InputError: A file or a judged query is missing, a query is empty, or no document in the corpus is relevant.
     """
     paths, lines = _read_beir_split(folder, "test")
-    relevant: Qrels = {}
-    for _, query, document, grade in lines:
-        if grade > 0:
-            relevant.setdefault(query, {})[document] = grade
-    queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
+    relevant = _group_grades(line for line in lines if line.grade > 0)
+    queries = _read_texts("query", paths["queries"], lines)
     if empty := [query for query in relevant if not queries[query].strip()]:
         raise InputError(f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for")
-    documents = _read_judged_texts("document", paths["corpus"], {}, titles=" ", everything=True)
+    documents = _read_texts("document", paths["corpus"], (), titles=" ", everything=True)
     _report_misses(str(paths["qrels"]), relevant, documents, paths["corpus"])
     judged_queries = {query: queries[query] for query in relevant}
     return RetrievalExamples(judged_queries, documents, relevant, ignore_identical_ids=True)
@@ -132,18 +144,17 @@ def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
     Texts are those of `load_beir_test`, and may be empty. Raises InputError if a file or text is missing, or no grade is above 0.
     """
     paths, lines = _read_beir_split(folder, "train")
-    lines = [line for line in lines if line[3] > 0]
-    queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
-    judged_documents = {line[2]: line[0] for line in reversed(lines)}
-    documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ")
-    return [(location, queries[query], documents[document]) for location, query, document, _ in lines]
+    lines = [line for line in lines if line.grade > 0]
+    queries = _read_texts("query", paths["queries"], lines)
+    documents = _read_texts("document", paths["corpus"], lines, titles=" ")
+    return [(line.location, queries[line.query], documents[line.document]) for line in lines]
 
 
 def load_beir_corpus(folder: Path) -> list[str]:
     """Return the documents of BEIR `folder`, as those of `load_beir_test`; InputError without a corpus.jsonl."""
     if (path := _find_data_file(folder, "corpus")) is None:
         raise InputError(f"{folder}: no corpus.jsonl, expected BEIR's layout")
-    return list(_read_judged_texts("document", path, {}, titles=" ", everything=True).values())
+    return list(_read_texts("document", path, (), titles=" ", everything=True).values())
 
 
 def compute_test_fingerprint(folder: Path) -> str:
@@ -168,30 +179,38 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
     """Read qrels/SPLIT.tsv; return the paths of corpus, queries and qrels, and its lines; InputError if no grade is above 0."""
     paths = _find_beir_files(folder, split)
     lines = _read_qrels(paths["qrels"])
-    if not any(line[3] > 0 for line in lines):
+    if not any(line.grade > 0 for line in lines):
         raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
     return paths, lines
 
 
-def _read_judged_texts(
-    kind: str,
+def _group_grades(lines: Iterable[QrelLine]) -> Qrels:
+    """Return the grades of `lines` by query and document."""
+    grades: Qrels = {}
+    for line in lines:
+        grades.setdefault(line.query, {})[line.document] = line.grade
+    return grades
+
+
+def _read_texts(
+    kind: Literal["query", "document"],
     path: Path,
-    judged_ids: dict[str, str],
+    lines: Sequence[QrelLine],
     *,
     optional: Collection[str] = (),
     titles: str = "",
     everything: bool = False,
 ) -> dict[str, str]:
-    """Read the texts with `judged_ids` or `optional` ids, or all, from a BEIR file.
+    """Read the queries or documents of `lines`, those with `optional` ids, or all, from a BEIR file.
 
     Args:
-        judged_ids: Location of the judgement that needs a text, by the text's id.
         optional: Ids of texts that may be missing.
         titles: Characters between title and text; empty: without titles.
 
     Raises:
-        InputError: A text of `judged_ids` is missing.
+        InputError: A text of `lines` is missing.
     """
+    judged_ids = {getattr(line, kind): line.location for line in reversed(lines)}
     texts: dict[str, str] = {}
     places: dict[str, str] = {}
     for location, row in formats.read_jsonl(path):
@@ -260,7 +279,7 @@ def _read_qrels(path: Path) -> list[QrelLine]:
         query, document, grade = cells
         if (query, document) in lines:
             raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
-        lines[query, document] = (place, query, document, int(grade))
+        lines[query, document] = QrelLine(place, query, document, int(grade))
     return list(lines.values())
 
 
