@@ -23,19 +23,13 @@ from megaenc.embed.embedder import Embedder
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
 from megaenc.finetune.model.gradient_caching import backward_by_packs
-from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
+from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup, count_training_steps
 
 STATE = "state.pt"
 
 
 class NonFiniteTrainingError(ArithmeticError):
     """Error that a loss or gradient norm is NaN or inf."""
-
-
-def count_steps(config: ContrastiveConfig, pairs: int) -> int:
-    """Return the number of steps on `pairs` training pairs: `epochs` epochs, at most `max_steps` steps unless that is 0."""
-    steps = math.ceil(config.epochs * (len(compute_batch_edges(pairs, config.batch_size)) - 1))
-    return min(steps, config.max_steps) if config.max_steps else steps
 
 
 def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
@@ -64,7 +58,7 @@ def iterate_contrastive_batches(
     edges = compute_batch_edges(len(data.queries), config.batch_size)
     batches = len(edges) - 1
     shuffled_epoch = -1
-    for step in range(first_step, count_steps(config, len(data.queries))):
+    for step in range(first_step, count_training_steps(config.epochs, config.max_steps, batches)):
         epoch, low = divmod(step, batches)
         if epoch != shuffled_epoch:
             order = permutation(config.seed, "fine-tuning order", len(data.queries), counters=(epoch,))
@@ -94,7 +88,8 @@ class ContrastiveTrainer:
 
     def __init__(self, embedder: Embedder, data: ContrastiveData, config: ContrastiveConfig) -> None:
         self.embedder, self.data, self.config = embedder, data, config
-        self.steps = count_steps(config, len(data.queries))
+        batches = len(compute_batch_edges(len(data.queries), config.batch_size)) - 1
+        self.steps = count_training_steps(config.epochs, config.max_steps, batches)
         check_warmup(self.steps, config.warmup)
         next(iterate_contrastive_batches(data, config))  # refuses pairs without a negative before any training
         full = embedder.backbone.hidden_size

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from megaenc.finetune.model.task_class import (
 )
 from megaenc.finetune.model_card import build_finetuned_card
 from megaenc.finetune.results import files as result_files
-from megaenc.finetune.results.files import SplitScores
+from megaenc.finetune.results.files import DatasetResult, SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts, choose_special_tokens
 from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
@@ -120,35 +120,37 @@ class ModelKeeper:
         self,
         model: TaskModel,
         data: TokenizedSplit,
-        validation: float,
         evaluate: Callable[[], Mapping[str, SplitScores]],
-        write_results: Iterable[Callable[[], None]],
-        training: Mapping[str, Any],
+        results: Sequence[DatasetResult],
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        `data`: the test split; `validation`: the run's score there; `evaluate`: returns the scores of the float32 model;
-        `training`: `steps`, `trained` (digest of the final weights) and, if they are the best, not the last ones, `best_step`.
+        `data`: the test split; `evaluate`: returns the scores of the float32 model; `results`: that of this data set first.
         """
         job = self.job
+        result = results[0]
         data = data["queries"] if isinstance(data, dict) else data
-        place = result_files.job_folder(job, self.task.dataset.name)
+        place = result_files.job_folder(job, result.dataset)
         targets = [Path(job.save_model)] if job.save_model else []
         with contextlib.ExitStack() as stack:
             rivals: list[Path] = []
             if job.keep != "none":
                 stack.enter_context(wait_for_lock(place.parent / f".{job.train_on}.keep.lock"))
-                better, rivals = self._compare_with_others(place, validation) if job.keep == "best" else (True, [])
-                targets += [place / result_files.KEPT_MODEL] * better
+                is_best = True
+                if job.keep == "best":
+                    is_best, rivals = self._compare_with_others(place, result.scores["validation"].score)
+                if is_best:
+                    targets.append(place / result_files.KEPT_MODEL)
             scores = evaluate() if targets else {}
             for target in targets:
                 if target == place / result_files.KEPT_MODEL:
                     remove_path(target)
-                self.write(target, model, data, scores, training)
+                self.write(target, model, data, scores, result)
                 rounded = "" if self.task.protocol.precision == "fp32" else " in float32"
                 print_rank_0(f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}")
-            for write in write_results:
-                write()
+            # The results come last: they mark the run as finished.
+            for one in results:
+                result_files.write_result(job, one)
             for rival in rivals:
                 remove_path(rival / result_files.KEPT_MODEL)
 
@@ -169,11 +171,11 @@ class ModelKeeper:
         model: TaskModel,
         data: TokenizedTexts,
         scores: Mapping[str, SplitScores],
-        training: Mapping[str, Any],
+        result: DatasetResult,
     ) -> None:
         """Write float32 `model` to the new folder `target`; InputError, and no folder, if transformers computes other outputs.
 
-        `data`: texts to compare outputs on; `scores`: of this model, by split; `training`: as for `keep`.
+        `data`: texts to compare outputs on; `scores`: of this model, by split; `result`: of the run.
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
             padding = padding_id(self.encoder.tokenizer)
@@ -186,7 +188,7 @@ class ModelKeeper:
             if self.task.family == TaskFamily.IR:
                 prompts = {"query": QUERY, "document": DOCUMENT}
                 write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts, pooling=pooling)
-            details = self._describe(scores, training)
+            details = self._describe(scores, result)
             write_json(folder / result_files.MODEL_DETAILS, details)
             needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(load_tokenizer(folder))
             architecture = config.architectures[0]
@@ -236,21 +238,27 @@ class ModelKeeper:
                     f"the run as {row.tolist()[:8]}; expected another model"
                 )
 
-    def _describe(self, scores: Mapping[str, SplitScores], training: Mapping[str, Any]) -> dict[str, Any]:
+    def _describe(self, scores: Mapping[str, SplitScores], result: DatasetResult) -> dict[str, Any]:
         """Return the content of finetuning.json."""
         job = self.job
-        return {
+        details = {
             "megaenc": __version__,
             "model": job.model.name,
             "family": str(job.family),
-            "dataset": self.task.dataset.name,
+            "dataset": result.dataset,
             "train_on": job.train_on,
             "learning_rate": job.learning_rate,
             "seed": job.seed,
-            **training,
-            **({"pair_template": template} if (template := self.task.dataset.pair_template) else {}),
-            "protocol": dict(vars(self.task.protocol)),
-            "fingerprints": job.fingerprints.for_dataset(self.task.dataset.name),
+            "steps": result.steps,
+            "trained": result.trained,
+        }
+        if result.protocol.uses_best_weights:
+            details["best_step"] = result.best_step
+        if self.task.dataset.pair_template:
+            details["pair_template"] = self.task.dataset.pair_template
+        return details | {
+            "protocol": vars(result.protocol),
+            "fingerprints": job.fingerprints.for_dataset(result.dataset),
             "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},
         }
 

@@ -27,6 +27,12 @@ class AdamWHyperparameters(Protocol):
     precision: str
 
 
+def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) -> int:
+    """Return the number of optimizer steps: those of `epochs` epochs, at most `max_steps` (0: any)."""
+    steps = math.ceil(epochs * steps_per_epoch)
+    return min(max_steps or steps, steps)
+
+
 def check_warmup(steps: int, warmup: float) -> None:
     """Raise InputError if there is only 1 step and a warmup above 0, as that step would have learning rate 0."""
     if steps == 1 and warmup:

@@ -1,14 +1,14 @@
 """A fine-tuning run: training of one model, evaluation and result files."""
 
+import contextlib
 import dataclasses
-import functools
 import hashlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
 from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
-from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
+from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup, count_training_steps
 from megaenc.finetune.results import files as result_files
+from megaenc.finetune.results.files import DatasetResult
 from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, choose_special_tokens, load_or_compute
-from megaenc.finetune.validation import ValidationHistory
+from megaenc.finetune.validation import ValidationHistory, Weights
 
 ProgressCallback = Callable[[RunProgress], None]
 _EVALUATION_SPLITS: tuple[SplitName, ...] = ("validation", "test")
@@ -42,163 +43,199 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 
     Result files are a deterministic function of `job`. Raises InputError for an unusable model or data set.
     """
-    began, reporter = time.monotonic(), _ProgressReporter(report)
-    reporter(RunProgress("loading"))
-    datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
-    _check_fingerprints(job, datasets)
-    make_deterministic(job.protocol.threads, kernels=job.protocol.deterministic)
-    backend = detect_backend()
-    precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
-    task = TASKS[job.family](datasets[0], job.protocol)
-    tokenizer = load_tokenizer(job.model.location, "--model")
-    backbone, native_head = load_model(job, task, tokenizer, device=backend.device, dtype=_DTYPES[precision])
-    max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
-    if max_length > backbone.context_length:
-        raise InputError(
-            f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
-        )
-    protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
-    encoder = TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol), reporter.report_texts)
-    reader = _TokenizedSplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, reporter)
-    task.protocol = protocol
-    keeper = ModelKeeper(job, task, encoder) if job.keeps_model else None
-    if keeper is not None:
-        keeper.check_tokenizer(backbone.model.config)
-    data = reader.load_training(task, datasets[0])
-    # Evaluation data is read before training, so that an error in it wastes no training.
-    held_out = [{split: reader.load_evaluation(task, dataset, split) for split in _EVALUATION_SPLITS} for dataset in datasets]
-    if job.family in (TaskFamily.SC, TaskFamily.TC):
-        counts = {split: task.count_labels(part) for split, (part, _) in held_out[0].items()}
-        for line in describe_label_counts(job.train_on, task.label_names, {"train": task.count_labels(data), **counts}):
-            print_rank_0(line)
-    steps = count_training_steps(protocol, task.count_examples(data))
-    _print_steps(job.train_on, protocol, steps, math.ceil(task.count_examples(data) / protocol.batch_size))
-    check_warmup(steps, protocol.warmup)
-    torch.manual_seed(job.seed)
-    # The head is small enough to compute in float32.
-    head_dtype = torch.bfloat16 if precision == "paper-bf16" else torch.float32
-    head = task.build_head(backbone.hidden_size) if native_head is None else native_head
-    if native_head is not None:
-        native_head.reset_parameters()
-    head = head.to(backend.device, head_dtype)
-    model = TaskModel(backbone, head)
-    seconds = {"loading": time.monotonic() - began}
-    order = iterate_batches(job.seed, task.count_examples(data), protocol.batch_size, steps)
-    optimizer = MasterWeightOptimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
-    # One for all evaluations of a data set: it caches the baseline, and embeddings that validation and test share.
-    evaluators = [TASKS[job.family](dataset, protocol) for dataset in datasets]
-    histories = [ValidationHistory(protocol) for _ in datasets]
-    fields: dict[str, float] = {}
-    model.train()
-    for step, rows in enumerate(order, start=1):
-        loss = task.backward(model, data, rows)
-        norm = optimizer.step()
-        for quantity, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                result_files.write_failure(job, f"the {quantity} is {value} in step {step}", step=step, protocol=protocol)
-                optimizer.close()
-                return False
-        progress = RunProgress("training", step, steps, {"loss": loss, **fields})
-        reporter(progress)
-        if not protocol.eval_interval or (step % protocol.eval_interval and step < steps):
-            continue
-        try:
-            fields = _validate(model, evaluators, held_out, histories, step, optimizer, functools.partial(reporter, progress))
-        except NonFinitePredictionError as error:
-            result_files.write_failure(job, f"{error} after step {step}", step=step, protocol=protocol)
-            optimizer.close()
-            return False
-        if step < steps and all(history.is_stopped for history in histories):
-            print_rank_0(f"{job.name}: stopped after {step:,} of {steps:,} steps: --early-stopping {protocol.early_stopping}")
-            break
-        model.train()
-    optimizer.close()
-    masters = optimizer.get_masters() if keeper is not None and not protocol.uses_best_weights else {}
-    del optimizer  # frees memory for the evaluation
-    trained = hash_weights(model)
-    seconds["training"] = time.monotonic() - began - sum(seconds.values())
-    writes: list[Callable[[], None]] = []
-    for at, (dataset, splits, history) in enumerate(zip(datasets, held_out, histories, strict=True)):
-        evaluation_start = time.monotonic()
-        if history.weights:
-            history.restore()
-            trained = hash_weights(model)
-        known = {} if history.scores is None else {"validation": history.scores}
-        last_step = history.evaluations[-1][0] if history.evaluations else steps
-        try:
-            scores = _evaluate(evaluators[at], model, splits, reporter, known)
-        except NonFinitePredictionError as error:
-            for write in writes:
-                write()
-            failed_job = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
-            result_files.write_failure(failed_job, f"{error} after step {last_step}, the last", step=last_step, protocol=protocol)
-            return False
-        seconds["evaluation"] = time.monotonic() - evaluation_start
-        identity = {"steps": last_step, "trained": trained, "protocol": protocol}
-        if history.evaluations:
-            identity |= {"evaluations": history.evaluations, "best_step": history.best_step}
-        writes.append(functools.partial(result_files.write_result, job, dataset.name, scores, **identity, seconds={**seconds}))
-        if at == 0:
-            first_scores, first_training = scores, {"steps": last_step, "trained": trained}
-        if keeper is None:
-            writes.pop()()
-    if keeper is not None:
-        if histories[0].weights:
-            masters, first_training["best_step"] = {**histories[0].weights}, histories[0].step
-        for parameter in model.parameters():
-            parameter.data = masters.pop(parameter, parameter.data).to(model.device, torch.float32)
-
-        def evaluate() -> dict[str, Scores]:
-            if precision == "fp32":
-                return first_scores
-            return _evaluate(evaluators[0], model, held_out[0], reporter)
-
-        # The results come last: they mark the run as finished.
-        keeper.keep(model, held_out[0]["test"][0], first_scores["validation"].score, evaluate, writes, first_training)
+    run = FinetuneRun(job, report)
+    results: list[DatasetResult] = []
+    try:
+        run.train()
+        for held_out in run.held_out:
+            result = run.evaluate(held_out)
+            results.append(result)
+            if run.keeper is None:
+                result_files.write_result(job, result)
+    except RunFailure as failure:
+        if run.keeper is not None:
+            for result in results:
+                result_files.write_result(job, result)
+        unscored = dataclasses.replace(job, evaluate_on=job.evaluate_on[len(results) :])
+        result_files.write_failure(unscored, str(failure), step=failure.step, protocol=run.protocol)
+        return False
+    if run.keeper is not None:
+        run.keep(results)
     return True
 
 
-def _evaluate(
-    task: FinetuneTask,
-    model: TaskModel,
-    splits: Mapping[SplitName, tuple[TokenizedSplit, Examples]],
-    reporter: "_ProgressReporter",
-    known: Mapping[SplitName, Scores] = MappingProxyType({}),
-) -> dict[SplitName, Scores]:
-    """Return the model's Scores on the splits of the data set of `task`, those of `known` as they are.
+class RunFailure(ArithmeticError):
+    """Error that a loss, a gradient norm or a prediction of a run is NaN or inf."""
 
-    Raises NonFinitePredictionError for a NaN or inf.
-    """
-    scores: dict[SplitName, Scores] = {}
-    task.progress = reporter.report_texts
-    for split, loaded_split in splits.items():
-        if split not in known:
-            reporter(RunProgress(split, fields={"data set": task.dataset.name}))
-        scores[split] = known[split] if split in known else task.evaluate(model, *loaded_split)
-    task.clear_cache()
-    return scores
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(reason)
+        self.step = step
 
 
-def _validate(
-    model: TaskModel,
-    evaluators: Sequence[FinetuneTask],
-    held_out: Sequence[Mapping[SplitName, tuple[TokenizedSplit, Examples]]],
-    histories: Sequence[ValidationHistory],
-    step: int,
-    optimizer: MasterWeightOptimizer,
-    report: Callable[[], None],
-) -> dict[str, float]:
-    """Add the validation scores after `step` to the histories of all data sets that have not stopped; return fields to display.
+@dataclass(frozen=True)
+class HeldOutData:
+    """Validation and test data of one data set in a run, and the validation scores during training."""
 
-    `report` reports the training's progress again, as a sign of life. Raises NonFinitePredictionError for a NaN or inf.
-    """
-    copy_weights = functools.cache(optimizer.copy_weights)
-    reporter = _ProgressReporter(lambda progress: report())
-    for evaluator, splits, history in zip(evaluators, held_out, histories, strict=True):
-        if not history.is_stopped:
-            scores = _evaluate(evaluator, model, {"validation": splits["validation"]}, reporter)
-            history.add(step, scores["validation"], copy_weights)
-    return {"validation": 100 * histories[0].evaluations[-1][1]}
+    task: FinetuneTask
+    """Task for all evaluations of the data set: it caches the baseline, and embeddings that validation and test share."""
+    splits: Mapping[SplitName, tuple[TokenizedSplit, Examples]]
+    history: ValidationHistory
+
+
+class FinetuneRun:
+    """Run of a job with its model and data loaded: training, evaluation, and the model that it keeps."""
+
+    def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:
+        """Load data and model of `job`; InputError if one is unusable."""
+        self.job = job
+        self.report = _ProgressReporter(report)
+        self.began = time.monotonic()
+        self.report(RunProgress("loading"))
+        datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+        _check_fingerprints(job, datasets)
+        make_deterministic(job.protocol.threads, kernels=job.protocol.deterministic)
+        backend = detect_backend()
+        precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
+        self.task = TASKS[job.family](datasets[0], job.protocol)
+        tokenizer = load_tokenizer(job.model.location, "--model")
+        backbone, native_head = load_model(job, self.task, tokenizer, device=backend.device, dtype=_DTYPES[precision])
+        max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
+        if max_length > backbone.context_length:
+            raise InputError(
+                f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
+            )
+        self.protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
+        self.task.protocol = self.protocol
+        encoder = TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, self.protocol), self.report.report_texts)
+        self.keeper = ModelKeeper(job, self.task, encoder) if job.keeps_model else None
+        if self.keeper is not None:
+            self.keeper.check_tokenizer(backbone.model.config)
+
+        loader = SplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, self.report)
+        self.data = loader.load_training(self.task)
+        # Evaluation data is read before training, so that an error in it wastes no training.
+        self.held_out = []
+        for dataset in datasets:
+            task = TASKS[job.family](dataset, self.protocol)
+            splits = {split: loader.load_evaluation(task, split) for split in _EVALUATION_SPLITS}
+            self.held_out.append(HeldOutData(task, splits, ValidationHistory(self.protocol)))
+        if job.family in (TaskFamily.SC, TaskFamily.TC):
+            counts = {"train": self.task.count_labels(self.data)}
+            for split, (tokens, _) in self.held_out[0].splits.items():
+                counts[split] = self.task.count_labels(tokens)
+            for line in describe_label_counts(job.train_on, self.task.label_names, counts):
+                print_rank_0(line)
+        steps_per_epoch = math.ceil(self.task.count_examples(self.data) / self.protocol.batch_size)
+        self.steps = count_training_steps(self.protocol.epochs, self.protocol.max_steps, steps_per_epoch)
+        _print_steps(job.train_on, self.protocol, self.steps, steps_per_epoch)
+        check_warmup(self.steps, self.protocol.warmup)
+
+        torch.manual_seed(job.seed)
+        if native_head is None:
+            head = self.task.build_head(backbone.hidden_size)
+        else:
+            head = native_head
+            native_head.reset_parameters()
+        # The head is small enough to compute in float32.
+        head_dtype = torch.bfloat16 if precision == "paper-bf16" else torch.float32
+        self.model = TaskModel(backbone, head.to(backend.device, head_dtype))
+        self.masters: Weights = {}
+        """Float32 weights of the trained model to keep, of the parameters that have others."""
+        self.digest = ""
+        """Digest of the model's weights after training."""
+        self.seconds = {"loading": time.monotonic() - self.began}
+
+    def train(self) -> None:
+        """Train to the last step, or to the end by early stopping; RunFailure at a NaN or inf."""
+        job = self.job
+        protocol = self.protocol
+        optimizer = MasterWeightOptimizer(self.model, learning_rate=job.learning_rate, steps=self.steps, protocol=protocol)
+        order = iterate_batches(job.seed, self.task.count_examples(self.data), protocol.batch_size, self.steps)
+        fields: dict[str, float] = {}
+        with contextlib.closing(optimizer):
+            self.model.train()
+            for step, rows in enumerate(order, start=1):
+                loss = self.task.backward(self.model, self.data, rows)
+                norm = optimizer.step()
+                for quantity, value in (("loss", loss), ("gradient norm", norm)):
+                    if not math.isfinite(value):
+                        raise RunFailure(f"the {quantity} is {value} in step {step}", step)
+                self.report(RunProgress("training", step, self.steps, {"loss": loss, **fields}))
+                if not protocol.eval_interval or (step % protocol.eval_interval and step < self.steps):
+                    continue
+                for held_out in self.held_out:
+                    self._validate(held_out, step, optimizer)
+                fields = {"validation": 100 * self.held_out[0].history.evaluations[-1][1]}
+                if step < self.steps and all(held_out.history.is_stopped for held_out in self.held_out):
+                    patience = protocol.early_stopping
+                    print_rank_0(f"{job.name}: stopped after {step:,} of {self.steps:,} steps: --early-stopping {patience}")
+                    break
+                self.model.train()
+        if self.keeper is not None:
+            self.masters = self.held_out[0].history.weights or optimizer.get_masters()
+        self.seconds["training"] = time.monotonic() - self.began - sum(self.seconds.values())
+
+    def _validate(self, held_out: HeldOutData, step: int, optimizer: MasterWeightOptimizer) -> None:
+        """Add the validation score after `step` to the history of a data set, unless it has stopped; RunFailure at a NaN."""
+        history = held_out.history
+        if history.is_stopped:
+            return
+        held_out.task.progress = self.report.repeat
+        try:
+            scores = held_out.task.evaluate(self.model, *held_out.splits["validation"])
+        except NonFinitePredictionError as error:
+            raise RunFailure(f"{error} after step {step}", step) from None
+        held_out.task.clear_cache()
+        history.add(step, scores, optimizer.copy_weights)
+
+    def evaluate(self, held_out: HeldOutData) -> DatasetResult:
+        """Return the result on a data set, with its best weights if training looked for them; RunFailure at a NaN or inf."""
+        began = time.monotonic()
+        history = held_out.history
+        if history.weights or not self.digest:
+            history.restore()
+            self.digest = hash_weights(self.model)
+        last_step = history.evaluations[-1][0] if history.evaluations else self.steps
+        try:
+            scores = self._score(held_out, history.scores)
+        except NonFinitePredictionError as error:
+            raise RunFailure(f"{error} after step {last_step}, the last", last_step) from None
+        return DatasetResult(
+            dataset=held_out.task.dataset.name,
+            scores=scores,
+            steps=last_step,
+            protocol=self.protocol,
+            trained=self.digest,
+            seconds=self.seconds | {"evaluation": time.monotonic() - began},
+            evaluations=history.evaluations,
+            best_step=history.best_step,
+        )
+
+    def _score(self, held_out: HeldOutData, validation: Scores | None = None) -> dict[SplitName, Scores]:
+        """Return the model's Scores by split, those of `validation` if they are known; NonFinitePredictionError at a NaN."""
+        task = held_out.task
+        task.progress = self.report.report_texts
+        scores: dict[SplitName, Scores] = {}
+        for split, data in held_out.splits.items():
+            if split == "validation" and validation is not None:
+                scores[split] = validation
+                continue
+            self.report(RunProgress(split, fields={"data set": task.dataset.name}))
+            scores[split] = task.evaluate(self.model, *data)
+        task.clear_cache()
+        return scores
+
+    def keep(self, results: Sequence[DatasetResult]) -> None:
+        """Keep the model, in float32, if its score is good enough for the job, and write the results."""
+        first = self.held_out[0]
+        for parameter in self.model.parameters():
+            parameter.data = self.masters.get(parameter, parameter.data).to(self.model.device, torch.float32)
+        self.masters = {}
+
+        def evaluate() -> Mapping[SplitName, Scores]:
+            return results[0].scores if self.protocol.precision == "fp32" else self._score(first)
+
+        self.keeper.keep(self.model, first.splits["test"][0], evaluate, results)
 
 
 def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
@@ -211,12 +248,6 @@ def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
     ):
         if current != planned:
             raise InputError(f"{source}: has changed since the run was planned; run the same command again")
-
-
-def count_training_steps(protocol: FinetuneConfig, examples: int) -> int:
-    """Return the number of optimizer steps on `examples` training examples: `epochs` epochs, at most `max_steps` (0: any)."""
-    steps = math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size))
-    return min(protocol.max_steps or steps, steps)
 
 
 def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_epoch: int) -> None:
@@ -244,47 +275,53 @@ class _ProgressReporter:
     """Reports of a run's stage and of the texts done in it; a grid kills a run that reports nothing for long."""
 
     def __init__(self, report: ProgressCallback) -> None:
-        self._report, self._stage = report, RunProgress("loading")
+        self._report = report
+        self._stage = RunProgress("loading")
 
     def __call__(self, progress: RunProgress) -> None:
         self._stage = progress
         self._report(progress)
+
+    def repeat(self, done: int, total: int) -> None:
+        """Report the current stage again, whatever is done in a part of it."""
+        self._report(self._stage)
 
     def report_texts(self, done: int, total: int) -> None:
         """Report to the run's callback that `done` of `total` texts of the current stage are processed."""
         self._report(dataclasses.replace(self._stage, done=done, total=total))
 
 
-@dataclasses.dataclass(frozen=True)
-class _TokenizedSplitLoader:
+@dataclass(frozen=True)
+class SplitLoader:
     """Loader of tokenized splits, with a cache on disk that all runs share."""
 
     cache: Path
     encoder: TextEncoder
     report: ProgressCallback
 
-    def load_training(self, task: FinetuneTask, dataset: Dataset) -> TokenizedSplit:
+    def load_training(self, task: FinetuneTask) -> TokenizedSplit:
         """Return the tokenized training split from the cache on disk; without one, read, tokenize and cache the examples."""
+        dataset = task.dataset
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._load_tokens(task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train"))
 
-    def load_evaluation(self, task: FinetuneTask, dataset: Dataset, split: SplitName) -> tuple[TokenizedSplit, Examples]:
-        """Return the tokens, from the cache if they are there, and the examples of the validation or test split `split`.
+    def load_evaluation(self, task: FinetuneTask, split: SplitName) -> tuple[TokenizedSplit, Examples]:
+        """Return the tokens, from the cache if they are there, and the examples of the validation or test split `split`."""
+        examples = task.dataset.load_split(split)
+        if not isinstance(examples, RetrievalExamples):
+            return self._load_examples(task, examples, split), examples
+        # Validation and test share their documents.
+        documents = self._load_examples(task, dataclasses.replace(examples, queries={}, relevant={}), "documents")
+        queries = self._load_examples(task, dataclasses.replace(examples, documents={}), split)
+        return {"queries": queries["queries"], "documents": documents["documents"]}, examples
+
+    def _load_examples(self, task: FinetuneTask, examples: Examples, part: str) -> TokenizedSplit:
+        """Return the tokens of examples of the data set.
 
         The cache key includes a digest of the examples, as the fingerprint of a Hub data set does not change with its data.
         """
-        examples = dataset.load_split(split)
-
-        def tokens(subset: Examples, part: str) -> TokenizedSplit:
-            key = {"data": dataset.fingerprint, "examples": hash_examples(subset)}
-            return self._load_tokens(task, key, f"{dataset.name}, {part}", lambda: subset)
-
-        if not isinstance(examples, RetrievalExamples):
-            return tokens(examples, split), examples
-        # Validation and test share their documents.
-        documents = tokens(dataclasses.replace(examples, queries={}, relevant={}), "documents")
-        queries = tokens(dataclasses.replace(examples, documents={}), split)
-        return {"queries": queries["queries"], "documents": documents["documents"]}, examples
+        key = {"data": task.dataset.fingerprint, "examples": hash_examples(examples)}
+        return self._load_tokens(task, key, f"{task.dataset.name}, {part}", lambda: examples)
 
     def _load_tokens(
         self, task: FinetuneTask, key: dict[str, str], description: str, read: Callable[[], Examples]
@@ -293,7 +330,8 @@ class _TokenizedSplitLoader:
 
         def tokenize() -> TokenizedSplit:
             tokens = task.encode(read(), self.encoder)
-            truncated = sum(part.truncated_count for part in (tokens.values() if isinstance(tokens, dict) else [tokens]))
+            parts = tokens.values() if isinstance(tokens, dict) else [tokens]
+            truncated = sum(part.truncated_count for part in parts)
             if truncated:
                 print_rank_0(f"{description}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
             return tokens

@@ -33,13 +33,13 @@ class ValidationHistory:
     @property
     def is_stopped(self) -> bool:
         """Return whether early stopping has ended the training for this data set."""
-        patience, later = self.protocol.early_stopping, [step for step, _ in self.evaluations if step > self.step]
-        return 0 < patience <= len(later)
+        later = [step for step, _ in self.evaluations if step > self.step]
+        return 0 < self.protocol.early_stopping <= len(later)
 
     @property
     def best_step(self) -> int:
-        """Return the step of the best validation score, the earliest of equals."""
-        return max(self.evaluations, key=lambda evaluation: (evaluation[1], -evaluation[0]))[0]
+        """Return the step of the best validation score, the earliest of equals; 0 without any."""
+        return max(self.evaluations, key=lambda evaluation: (evaluation[1], -evaluation[0]), default=(0, 0.0))[0]
 
     def add(self, step: int, scores: Scores, copy_weights: Callable[[], Weights]) -> None:
         """Add the Scores of an evaluation; `copy_weights` is called if its weights are the best so far and may be used."""

@@ -137,9 +137,8 @@ def run(job: FinetuneJob, report) -> None:
     for dataset in job.evaluate_on:
         report(RunProgress("test", 1, 1, {"data set": dataset.name}))
         splits = {split: scores(job, dataset.name, split) for split in ("validation", "test")}
-        result_files.write_result(
-            job, dataset.name, splits, steps=10, protocol=job.protocol, trained="0" * 64, seconds={"training": 0.0}
-        )
+        result = result_files.DatasetResult(dataset.name, splits, 10, job.protocol, "0" * 64, {"training": 0.0})
+        result_files.write_result(job, result)
 
 
 def do(what: str | None, job: FinetuneJob) -> None:

@@ -15,16 +15,16 @@ from text_helpers import text_encoder
 from megaenc import flags
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune import train
 from megaenc.finetune.command import run_main
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.grid.command import GridConfig, plan_grid
 from megaenc.finetune.grid.jobs import RunProgress, build_jobs
+from megaenc.finetune.optimizer import count_training_steps
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
-from megaenc.finetune.train import count_training_steps, iterate_batches, train_and_evaluate
+from megaenc.finetune.train import SplitLoader, iterate_batches, train_and_evaluate
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--epochs", "9"]
 FAMILIES = ["sc", "tc", "qa", "ir"]
@@ -160,16 +160,16 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
 
 @pytest.fixture
 def read(model, tmp_path):
-    return train._TokenizedSplitLoader(tmp_path, text_encoder(load_tokenizer(str(model)), 60), lambda progress: None)
+    return SplitLoader(tmp_path, text_encoder(load_tokenizer(str(model)), 60), lambda progress: None)
 
 
 def test_tokens_are_those_of_the_examples_that_are_scored(read, data):
     """As of a set of the Hub without a revision, which changes under one fingerprint."""
     dataset = find_dataset(str(data / "tc"))
     task = TokenClassification(dataset, FinetuneConfig())
-    before, examples = read.load_evaluation(task, dataset, "test")
-    fewer = dataclasses.replace(dataset, read_split=lambda split: dataset.read_split(split)[:5])
-    tokens, five = read.load_evaluation(task, fewer, "test")
+    before, examples = read.load_evaluation(task, "test")
+    task.dataset = dataclasses.replace(dataset, read_split=lambda split: dataset.read_split(split)[:5])
+    tokens, five = read.load_evaluation(task, "test")
     assert (len(before), len(examples), len(tokens), len(five)) == (12, 12, 5, 5)
     assert np.array_equal(tokens.tokens, before.tokens[: tokens.starts[-1]])
 
@@ -177,12 +177,12 @@ def test_tokens_are_those_of_the_examples_that_are_scored(read, data):
 def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_documents(read, data, tmp_path):
     dataset = find_dataset(str(data / "ir"))
     calls = []
-    task = RetrievalTask(dataset, FinetuneConfig())
     counted = dataclasses.replace(dataset, read_split=lambda split: calls.append(split) or dataset.read_split(split))
-    first, second = (read.load_training(task, counted) for _ in range(2))
+    task = RetrievalTask(counted, FinetuneConfig())
+    first, second = (read.load_training(task) for _ in range(2))
     assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
     for split in ("validation", "test"):
-        tokens, examples = read.load_evaluation(task, dataset, split)
+        tokens, examples = read.load_evaluation(task, split)
         whole = task.encode(examples, read.encoder)
         assert list(tokens) == list(whole)
         assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
@@ -197,6 +197,6 @@ def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
     assert (np.concatenate(list(iterate_batches(4, 10, 4, 3))) != first).any()
 
 
-@pytest.mark.parametrize(("examples", "epochs", "steps"), [(67_349, 1, 1000), (33, 0.5, 1), (33, 3, 6)])
-def test_steps_are_the_epochs_or_a_thousand(examples, epochs, steps):
-    assert count_training_steps(FinetuneConfig(epochs=epochs), examples) == steps
+@pytest.mark.parametrize(("epochs", "most", "in_epoch", "steps"), [(1, 1000, 2105, 1000), (0.5, 9, 1, 1), (3, 0, 2, 6)])
+def test_steps_are_the_epochs_or_a_maximum(epochs, most, in_epoch, steps):
+    assert count_training_steps(epochs, most, in_epoch) == steps

@@ -104,29 +104,35 @@ def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
 
-def write_result(
-    job: "FinetuneJob",
-    dataset: str,
-    scores: Mapping[str, "Scores"],
-    *,
-    steps: int,
-    protocol: FinetuneConfig,
-    trained: str,
-    seconds: Mapping[str, float],
-    evaluations: Evaluations = (),
-    best_step: int = 0,
-) -> None:
-    """Write results.json (scores, steps, `trained`: weights' hash), timing.json of `job` on `dataset`; drop failed.json.
+@dataclass(frozen=True)
+class DatasetResult:
+    """Result of a run on one data set, as it is written."""
 
-    `protocol` is the job's with automatic values resolved; `trained` is the digest of the trained weights; `seconds` is by stage.
-    `evaluations` during training are written with the `best_step` among them, if there are any.
-    """
-    place = job_folder(job, dataset)
-    _write_json(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
-    splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
-    history = {"evaluations": [{"step": step, "score": score} for step, score in evaluations], "best_step": best_step}
-    values = _build_identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits
-    _write_json(place / RESULTS, values | (history if evaluations else {}))
+    dataset: str
+    scores: Mapping[str, "Scores"]
+    """Scores by split."""
+    steps: int
+    protocol: FinetuneConfig
+    """The job's, with automatic values resolved."""
+    trained: str
+    """Digest of the trained weights."""
+    seconds: Mapping[str, float]
+    """Seconds by stage."""
+    evaluations: Evaluations = ()
+    best_step: int = 0
+    """Step of the best of `evaluations`."""
+
+
+def write_result(job: "FinetuneJob", result: DatasetResult) -> None:
+    """Write results.json and timing.json of `job` on a data set; drop failed.json."""
+    place = job_folder(job, result.dataset)
+    _write_json(place / TIMING, {name: round(value, 3) for name, value in result.seconds.items()})
+    values = _build_identity(job, result.dataset, result.protocol) | {"steps": result.steps, "trained": result.trained}
+    values |= {name: dataclasses.asdict(split) for name, split in result.scores.items()}
+    if result.evaluations:
+        values["evaluations"] = [{"step": step, "score": score} for step, score in result.evaluations]
+        values["best_step"] = result.best_step
+    _write_json(place / RESULTS, values)
     (place / FAILED).unlink(missing_ok=True)
 
 

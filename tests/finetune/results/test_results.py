@@ -28,7 +28,7 @@ def job(output, family=TaskFamily.SC, dataset="sst2", train_on="sst2", rate=2e-5
 def write(one: FinetuneJob, dataset="sst2", **fitting) -> Path:
     splits = {split: fake_runs.scores(one, dataset, split) for split in ("validation", "test")}
     found = dataclasses.replace(one.protocol, **fitting)
-    result_files.write_result(one, dataset, splits, steps=7, protocol=found, trained="0" * 64, seconds={"training": 1.23456})
+    result_files.write_result(one, result_files.DatasetResult(dataset, splits, 7, found, "0" * 64, {"training": 1.23456}))
     return result_files.job_folder(one, dataset)
 
 
