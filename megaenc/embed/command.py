@@ -7,10 +7,8 @@ megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 
 import contextlib
 import csv
-import dataclasses
 import io
 import itertools
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,13 +22,14 @@ from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
 from megaenc.embed.config import RULES, EmbeddingFlags
+from megaenc.embed.evaluation_file import EvaluationRow, format_evaluation
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.flags import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 
 if TYPE_CHECKING:
     from megaenc.embed.embedder import EmbeddingConfig
-    from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
+    from megaenc.embed.evaluate import RetrievalSet
     from megaenc.embed.probes import ProbeTask
 
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
@@ -91,8 +90,8 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         print_rank_0(f"written: {settings.output}")
 
 
-def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"], dict[str, Any]]:
-    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and JSON's origin."""
+def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str, "EmbeddingConfig"], dict[str, Any]]:
+    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and the origin."""
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate, probes
     from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
@@ -133,14 +132,11 @@ def _describe_origin(
     from megaenc.finetune.model import fingerprint
 
     weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent))
-    fingerprints = {
-        name: {
-            "model": digest,
-            "tokenizer": fingerprint.compute_tokenizer_fingerprint(folder),
-            "stamp": fingerprint.compute_model_stamp(folder),
-        }
-        for (name, folder), digest in zip(models.items(), weights, strict=True)
-    }
+    fingerprints = {}
+    for (name, folder), digest in zip(models.items(), weights, strict=True):
+        tokenizer = fingerprint.compute_tokenizer_fingerprint(folder)
+        stamp = fingerprint.compute_model_stamp(folder)
+        fingerprints[name] = {"model": digest, "tokenizer": tokenizer, "stamp": stamp}
     return {
         "settings": {name: getattr(settings.embedding, name) for name in RULES},
         "data": {name: compute_test_fingerprint(Path(folder)) for name, folder in data.items()},
@@ -156,7 +152,7 @@ def _evaluate_model(
     settings: EmbedEvalConfig,
     sets: Sequence["RetrievalSet"],
     tasks: Sequence["ProbeTask"],
-    rows: dict[str, list["RetrievalRow"]],
+    rows: dict[str, list[EvaluationRow]],
 ) -> "EmbeddingConfig":
     """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
     from megaenc.embed import evaluate
@@ -197,15 +193,15 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _format_score(row: "RetrievalRow") -> str:
+def _format_score(row: EvaluationRow) -> str:
     """Return the mean with its interval, `67.72 [62.9, 72.5]`."""
     return f"{row.mean:.2f}" + (f" [{row.low:.1f}, {row.high:.1f}]" if row.low is not None else "")
 
 
-def _iterate_tables(rows: Sequence["RetrievalRow"]) -> Iterator[_Table]:
+def _iterate_tables(rows: Sequence[EvaluationRow]) -> Iterator[_Table]:
     """Yield the table of retrieval and that of other tasks, if they have rows."""
     if retrieval := [row for row in rows if row.queries is not None]:
-        groups: dict[tuple[str, str], list[RetrievalRow]] = {}
+        groups: dict[tuple[str, str], list[EvaluationRow]] = {}
         for row in retrieval:
             groups.setdefault((row.dataset, row.model), []).append(row)
         lines = [
@@ -229,7 +225,7 @@ def _iterate_tables(rows: Sequence["RetrievalRow"]) -> Iterator[_Table]:
         yield title, ("data set", "model", "measure"), ("score",), ("examples",), lines
 
 
-def build_tables(rows: Sequence["RetrievalRow"]) -> list[Any]:
+def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
     """Return rich's tables for the terminal: a line for each model on each data set."""
     from megaenc.finetune.results.summary import build_empty_table
 
@@ -246,24 +242,13 @@ def build_tables(rows: Sequence["RetrievalRow"]) -> list[Any]:
 
 
 def format_results(
-    rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any] | None = None
+    rows: Sequence[EvaluationRow], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any]
 ) -> str:
-    """Return the text of a file of the results, by `suffix`: JSON, CSV, or a Markdown table.
-
-    JSON also has each model's config, `origin`, and each query's scores as fractions, by model, data set and measure.
-    """
-    values = [{name: value for name, value in dataclasses.asdict(row).items() if name != "scores"} for row in rows]
+    """Return the text of a file of the results, by `suffix`: JSON with configs and origin, CSV, or a Markdown table."""
     if suffix == ".json":
-        scores: dict[str, dict[str, dict[str, list[float]]]] = {}
-        for row in rows:
-            if not row.scores:
-                continue
-            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
-        models = {name: dataclasses.asdict(config) for name, config in configs.items()}
-        parts = {"rows": json.dumps(values, indent=1), "models": json.dumps(models, indent=1)}
-        parts |= {name: json.dumps(value) for name, value in ((origin or {}) | {"scores": scores}).items()}
-        return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
+        return format_evaluation(rows, configs, origin)
     if suffix == ".csv":
+        values = [row.numbers for row in rows]
         stream = io.StringIO()
         writer = csv.DictWriter(stream, values[0], lineterminator="\n")
         writer.writeheader()

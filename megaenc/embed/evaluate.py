@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megaenc.embed.evaluation_file import EvaluationRow
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import load_beir_test
 from megaenc.finetune.tasks.retrieval import (
@@ -78,34 +79,14 @@ class RetrievalSet:
         return list(map(find_own_document, self.query_ids, self.relevant))
 
 
-@dataclass(frozen=True)
-class RetrievalRow:
-    """Row of a table of zero-shot evaluation, in percent: a measure, or its mean over queries, with its 95 % interval."""
-
-    dataset: str
-    model: str
-    metric: str
-    mean: float
-    low: float | None
-    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a single query."""
-    high: float | None
-    queries: int | None
-    documents: int | None
-    """Both None in rows of other tasks than BEIR folders."""
-    examples: int | None = None
-    """Test examples of such a task: pairs of similarity, texts of classification."""
-    scores: tuple[float, ...] = field(default=(), repr=False)
-    """The measure of each query of a BEIR folder, as a fraction."""
-
-
-def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[RetrievalRow]:
+def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[EvaluationRow]:
     """Return the row of each measure in `values`, float64[queries] by name; `interval`: bootstrap the queries."""
     rows = []
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
         ends = [None if end is None else 100 * end for end in (low, high)]
         counts, mean = (len(by_query), len(data.documents)), 100 * float(by_query.mean())
-        rows.append(RetrievalRow(data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())))
+        rows.append(EvaluationRow(data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())))
     return rows
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megaenc.console import ProgressLine
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
-from megaenc.embed.evaluate import RetrievalRow
+from megaenc.embed.evaluation_file import EvaluationRow
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.local import find_split_files
@@ -68,11 +68,11 @@ class ProbeTask:
             chance = sum(1 / len(names) for names in labels) / len(labels)
         return cls(name, task, _METRIC_NAMES.get(metric, metric), examples, chance)
 
-    def build_random_rows(self) -> list[RetrievalRow]:
+    def build_random_rows(self) -> list[EvaluationRow]:
         """Return the row of the score of chance; none if it is unknown."""
         return [] if self.chance is None else [self._build_row("random", self.chance, None)]
 
-    def evaluate(self, model: str, embedder: "Embedder") -> RetrievalRow:
+    def evaluate(self, model: str, embedder: "Embedder") -> EvaluationRow:
         """Return the row of a model called `model`: mteb's main score with its 95 % interval; InputError if it is undefined.
 
         The interval of a probe is Student's t over its experiments, that of a Spearman correlation Fisher's with the variance
@@ -95,10 +95,10 @@ class ProbeTask:
             return self._build_row(model, score, ends)
         return self._build_row(model, score, None if math.isnan(half) else (score - half, score + half))
 
-    def _build_row(self, model: str, score: float, ends: tuple[float, float] | None) -> RetrievalRow:
+    def _build_row(self, model: str, score: float, ends: tuple[float, float] | None) -> EvaluationRow:
         """Return the row of a score and its interval, both fractions, in percent."""
         low, high = (100 * end for end in ends) if ends else (None, None)
-        return RetrievalRow(self.name, model, self.metric, 100 * score, low, high, None, None, self.examples)
+        return EvaluationRow(self.name, model, self.metric, 100 * score, low, high, None, None, self.examples)
 
 
 def _get_subset(task: "AbsTask", subset: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megaenc import __version__
-from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path, try_lock
+from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.embed.command import format_results
 from megaenc.embed.config import RULES
 from megaenc.embed.evaluate import METRICS, RetrievalSet, build_rows
+from megaenc.embed.evaluation_file import format_evaluation
 from megaenc.study.run.embed_stage import PRETRAINED, EmbedStage
 
 QUERIES = 30
@@ -28,8 +28,9 @@ def write_evaluation(
             rows += build_rows(data, model, dict(zip(METRICS, (scores, np.minimum(1.0, 2 * scores)), strict=True)))
     names = {row.dataset for row in rows}
     known = {"queries": {name: [f"q{at}" for at in range(QUERIES)] for name in names}, "data": dict.fromkeys(names, "digest")}
+    known |= {"settings": {}, "fingerprints": {}}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(format_results(rows, {}, ".json", known | dict(origin or {})))
+    file.write_text(format_evaluation(rows, {}, known | dict(origin or {})))
 
 
 def write_study(

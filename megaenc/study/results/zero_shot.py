@@ -7,47 +7,22 @@ contrastive training with seed S.
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from megaenc.embed.evaluation_file import Place, QueryScores, read_evaluation
 from megaenc.finetune.results.aggregate import IntervalKind, compute_interval
-from megaenc.json_files import read_json_or_empty
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import EMPTY_SCOPE, StudyScope
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import ZERO_SHOT
 from megaenc.study.results.pretrain_runs import resolve_model_keys
-from megaenc.study.run.embed_stage import PRETRAINED, get_object
+from megaenc.study.run.embed_stage import PRETRAINED
 
 METRIC, RECALL = "ndcg@10", "recall@100"
 BASELINES = ("BM25", "random")
 _SEED_FILE = re.compile(r"seed-(\d{1,9})")
-
-
-@dataclass(frozen=True)
-class QueryScores:
-    """Scores of one model on one data set by query, with the 95 % interval of the mean over queries if it is known."""
-
-    values: np.ndarray
-    """float64[queries], as fractions"""
-    interval: tuple[float, float] | None = None
-    """bootstrap interval, as fractions"""
-    query_ids: tuple[str, ...] = field(default=(), repr=False)
-    fingerprint: str = ""
-    """of the data set"""
-
-    @property
-    def mean(self) -> float:
-        """Return the mean over the queries."""
-        return float(self.values.mean())
-
-
-Place = tuple[str, str, str]
-"""Model, data set and measure."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +104,8 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
         )
         if not is_planned or (seed is None and file.stem != PRETRAINED):
             continue
-        for scored, dataset, metric, scores in _read_scores(file):
+        evaluation = read_evaluation(file)
+        for (scored, dataset, metric), scores in evaluation.scores.items() if evaluation is not None else ():
             if scope.retrieval_sets and dataset not in scope.retrieval_sets:
                 continue
             if scored in BASELINES:
@@ -143,35 +119,3 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
     seeds = scope.contrastive_seeds or tuple(sorted({seed for by_seed in trained.values() for seed in by_seed}))
     names = sorted({model for model, *_ in (*pretrained, *trained)})
     return ZeroShotResults(pretrained, trained, baselines, resolve_model_keys(names, scope.model_keys), seeds, scope)
-
-
-def _read_scores(file: Path) -> Iterator[tuple[str, str, str, QueryScores]]:
-    """Yield (model, data set, measure, scores) of an evaluation's JSON file; nothing for a file of another form."""
-    values = read_json_or_empty(file)
-    rows = values.get("rows")
-    ends = {
-        tuple(row.get(name) for name in ("model", "dataset", "metric")): (row.get("low"), row.get("high"))
-        for row in (rows if isinstance(rows, list) else [])
-        if isinstance(row, dict)
-    }
-    scores = get_object(values, "scores")
-    for model in scores:
-        for dataset, by_metric in get_object(scores, model).items():
-            for metric, numbers in by_metric.items() if isinstance(by_metric, dict) else ():
-                if _is_number_list(numbers):
-                    low, high = ends.get((model, dataset, metric), (None, None))
-                    interval = (low / 100, high / 100) if _is_number_list([low, high]) else None
-                    queries = get_object(values, "queries").get(dataset)
-                    ids = tuple(map(str, queries)) if isinstance(queries, list) else ()
-                    data = str(get_object(values, "data").get(dataset, ""))
-                    yield model, dataset, metric, QueryScores(np.array(numbers, dtype=np.float64), interval, ids, data)
-
-
-def _is_number_list(values: Any) -> bool:
-    """Return whether a JSON value is a list of one or more numbers."""
-    return (
-        isinstance(values, Sequence)
-        and bool(values)
-        and not isinstance(values, str)
-        and all(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values)
-    )

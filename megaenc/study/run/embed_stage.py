@@ -1,7 +1,6 @@
 """Zero-shot retrieval as a stage of a study: a model evaluated as pretrained, and after contrastive training with each seed."""
 
 import contextlib
-import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.embed.config import RULES, TRAINING_DETAILS, EmbeddingFlags
+from megaenc.embed.evaluation_file import read_evaluation
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import compute_test_fingerprint
 from megaenc.finetune.datasets.registry import parse_dataset_name
@@ -152,8 +152,11 @@ class EmbedStage(StageRunner):
 
     def _is_evaluated(self, name: str) -> bool:
         """Return whether a model's evaluation has the scores of every data set, and of BM25 if it is to have them."""
-        scored, needed = _read_origin(self._file(name)).scored, {name, *(["BM25"] if self._needs_bm25(name) else [])}
-        return all(scored.get(model, frozenset()) >= self.data.folders.keys() for model in needed)
+        evaluation = read_evaluation(self._file(name))
+        if evaluation is None:
+            return False
+        needed = [name, "BM25"] if self._needs_bm25(name) else [name]
+        return all(evaluation.datasets_of(model) >= self.data.folders.keys() for model in needed)
 
     def progress(self) -> tuple[float, float]:
         """Return (number of finished evaluations, number of all: of the pretrained model, and one for each seed)."""
@@ -161,33 +164,34 @@ class EmbedStage(StageRunner):
 
     def check(self) -> None:
         """Raise StaleArtifactError for an evaluation or a training of another model, other data or other settings."""
-        origins = {name: _read_origin(self._file(name)) for name in self.models if self._is_evaluated(name)}
-        fingerprints = {
-            name: _fingerprint_model(folder, origins[name].fingerprints.get(name, {}) if name in origins else {})
-            for name, folder in self.models.items()
-            if name in origins or (name == PRETRAINED and self.folder.is_dir())
-        }
+        evaluations = {name: read_evaluation(self._file(name)) for name in self.models if self._is_evaluated(name)}
+        fingerprints = {}
+        for name, folder in self.models.items():
+            if name in evaluations:
+                fingerprints[name] = _fingerprint_model(folder, evaluations[name].fingerprints.get(name, {}))
+            elif name == PRETRAINED and self.folder.is_dir():
+                fingerprints[name] = _fingerprint_model(folder, {})
         if self.run_count:
             self._compare(_PAIRS, read_json_or_empty(self.folder / _PAIRS), self._describe_pairs())
         for seed in self.data.entry.training_seeds:
             self._check_training(seed, fingerprints.get(PRETRAINED, {}))
-        for name, origin in origins.items():
+        for name, evaluation in evaluations.items():
             rules = {rule: getattr(EmbeddingFlags(), rule) for rule in RULES} | self._rules(name)
-            self._compare(name, origin.settings, rules)
-            self._compare(name, origin.fingerprints.get(name, {}), fingerprints[name])
-            self._compare(name, origin.data, self.data.fingerprints)
+            self._compare(name, evaluation.settings, rules)
+            self._compare(name, evaluation.fingerprints.get(name, {}), fingerprints[name])
+            self._compare(name, evaluation.data, self.data.fingerprints)
 
     def _check_training(self, seed: int, origin: Mapping[str, str]) -> None:
         """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
         name = f"seed-{seed}"
         recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
-        config, planned = get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
+        config, planned = _get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
         defaults = {"pooling": "mean", "attention": "bidirectional", "query_prefix": "", "document_prefix": ""}  # of an export
         planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
         if not planned["precision"]:  # depends on the machine
             del planned["precision"]
         self._compare(name, config, {key: list(value) if isinstance(value, tuple) else value for key, value in planned.items()})
-        self._compare(name, get_object(recorded, "fingerprints"), origin)
+        self._compare(name, _get_object(recorded, "fingerprints"), origin)
 
     def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         """Raise StaleArtifactError if a recorded value differs from the current one of that name; both must be known."""
@@ -196,40 +200,7 @@ class EmbedStage(StageRunner):
             raise StaleArtifactError(self.folder, f"made with other settings: embed: {difference} ({name})")
 
 
-@dataclass(frozen=True)
-class EvaluationOrigin:
-    """Part of an evaluation's file without its scores: settings, fingerprints of data and models, and scored sets by model."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
-    fingerprints: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    scored: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """names of the data sets with a score of each query, by model"""
-
-
-def _read_origin(file: Path) -> EvaluationOrigin:
-    """Return the EvaluationOrigin of a JSON file of `megaenc embed eval`, cached while the file does not change."""
-    try:
-        status = file.stat()
-    except OSError:
-        return EvaluationOrigin()
-    return _parse_origin(file, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=10_000)
-def _parse_origin(file: Path, *version: int) -> EvaluationOrigin:
-    """Return the EvaluationOrigin in `file`, empty if it is unreadable; `version` tells versions of the file apart."""
-    values = read_json_or_empty(file)
-    scores, fingerprints = get_object(values, "scores"), get_object(values, "fingerprints")
-    return EvaluationOrigin(
-        get_object(values, "settings"),
-        get_object(values, "data"),
-        {name: get_object(fingerprints, name) for name in fingerprints},
-        {name: frozenset(get_object(scores, name)) for name in scores},
-    )
-
-
-def get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the JSON object under `name` in `values`; empty if it is missing or anything else."""
     value = values.get(name)
     return value if isinstance(value, dict) else {}

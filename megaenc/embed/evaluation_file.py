@@ -1,0 +1,127 @@
+"""JSON file of `megaenc embed eval`: rows of its tables, models, their data, and the scores of each query."""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaenc.json_files import read_json_or_empty
+
+Place = tuple[str, str, str]
+"""Model, data set and measure."""
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """Row of a table of zero-shot evaluation, in percent: a measure, or its mean over queries, with its 95 % interval."""
+
+    dataset: str
+    model: str
+    metric: str
+    mean: float
+    low: float | None
+    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a single query."""
+    high: float | None
+    queries: int | None
+    documents: int | None
+    """Both None in rows of other tasks than BEIR folders."""
+    examples: int | None = None
+    """Test examples of such a task: pairs of similarity, texts of classification."""
+    scores: tuple[float, ...] = field(default=(), repr=False)
+    """The measure of each query of a BEIR folder, as a fraction."""
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Return all fields but the scores of queries."""
+        return {name: value for name, value in vars(self).items() if name != "scores"}
+
+
+@dataclass(frozen=True)
+class QueryScores:
+    """Scores of one model on one data set by query, with the 95 % interval of the mean over queries if it is known."""
+
+    values: np.ndarray
+    """float64[queries], as fractions"""
+    interval: tuple[float, float] | None = None
+    """bootstrap interval, as fractions"""
+    query_ids: tuple[str, ...] = field(default=(), repr=False)
+    fingerprint: str = ""
+    """of the data set"""
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over the queries."""
+        return float(self.values.mean())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Content of an evaluation's file: settings, fingerprints, and scores by model, data set and measure."""
+
+    settings: Mapping[str, Any]
+    """Flags that change embeddings."""
+    data: Mapping[str, str]
+    """Fingerprint of each retrieval set, by name."""
+    fingerprints: Mapping[str, Mapping[str, str]]
+    """Fingerprints of each model, by name."""
+    scores: Mapping[Place, QueryScores]
+
+    def datasets_of(self, model: str) -> set[str]:
+        """Return the retrieval sets that `model` has scores on."""
+        return {dataset for scored, dataset, _ in self.scores if scored == model}
+
+
+def format_evaluation(rows: Sequence[EvaluationRow], models: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
+    """Return the text of an evaluation's file.
+
+    Args:
+        models: EmbeddingConfig of each model.
+        origin: The other fields of an Evaluation but its scores, and the ids of the queries of each data set.
+    """
+    scores: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        if row.scores:
+            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
+    parts = {
+        "rows": json.dumps([row.numbers for row in rows], indent=1),
+        "models": json.dumps({name: dataclasses.asdict(config) for name, config in models.items()}, indent=1),
+    }
+    for name, value in {**origin, "scores": scores}.items():
+        parts[name] = json.dumps(value)
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
+
+
+def read_evaluation(file: Path) -> Evaluation | None:
+    """Return the Evaluation in a file, cached while it does not change; None if it is missing or anything else."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return _parse(file, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _parse(file: Path, *version: int) -> Evaluation | None:
+    """Return the Evaluation in `file`, None if it is anything else; `version` tells versions of the file apart."""
+    values = read_json_or_empty(file)
+    try:
+        queries = {name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()}  # files of a study share them
+        scores = {}
+        for row in values["rows"]:
+            if row["queries"] is None:  # of another task than retrieval
+                continue
+            model, dataset, metric = place = (row["model"], row["dataset"], row["metric"])
+            by_query = np.array(values["scores"][model][dataset][metric], dtype=np.float64)
+            if not np.isfinite(by_query).all() or len(by_query) != len(queries[dataset]):
+                return None
+            interval = None if row["low"] is None else (row["low"] / 100, row["high"] / 100)
+            scores[place] = QueryScores(by_query, interval, queries[dataset], values["data"][dataset])
+        return Evaluation(values["settings"], values["data"], dict(values["fingerprints"]), scores)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
