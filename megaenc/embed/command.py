@@ -6,10 +6,7 @@ megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 """
 
 import contextlib
-import csv
-import io
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaenc import flags, markdown
+from megaenc import flags, tables
 from megaenc.atomic_io import atomic_write
-from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.embed.config import RULES, EmbeddingFlags
 from megaenc.embed.evaluation_file import EvaluationRow, format_evaluation
 from megaenc.errors import InputError, handle_command_errors
@@ -84,8 +81,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         rows, configs, origin = _evaluate(settings)
         if settings.output:
             atomic_write(output, format_results(rows, configs, output.suffix, origin))
-    plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
-    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(*build_tables(rows))
+    tables.print_tables(build_tables(rows), _WIDTH)
     if settings.output:
         print_rank_0(f"written: {settings.output}")
 
@@ -227,18 +223,17 @@ def _iterate_tables(rows: Sequence[EvaluationRow]) -> Iterator[_Table]:
 
 def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
     """Return rich's tables for the terminal: a line for each model on each data set."""
-    from megaenc.finetune.results.summary import build_empty_table
-
-    tables = []
+    rich_tables = []
     for title, names, scores, counts, lines in _iterate_tables(rows):
-        table, before = build_empty_table(title, names, scores + counts), ""
+        table = tables.build_rich_table(title, names, scores + counts)
+        before = ""
         for dataset, *cells in lines:
             if dataset == before:
                 cells[-len(counts) :] = ("",) * len(counts)
             table.add_row(dataset if dataset != before else "", *cells)
             before = dataset
-        tables.append(table)
-    return tables
+        rich_tables.append(table)
+    return rich_tables
 
 
 def format_results(
@@ -249,15 +244,8 @@ def format_results(
         return format_evaluation(rows, configs, origin)
     if suffix == ".csv":
         values = [row.numbers for row in rows]
-        stream = io.StringIO()
-        writer = csv.DictWriter(stream, values[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(values)  # csv writes None as nothing
-        return stream.getvalue()
-    tables = []
-    for _, names, scores, counts, table_lines in _iterate_tables(rows):
-        lines = [f"| {' | '.join(names + scores + counts)} |", "|---" * len(names) + "|---:" * len(scores + counts) + "|"]
-        for line in table_lines:
-            lines.append(f"| {' | '.join((*map(markdown.escape, line[: len(names)]), *line[len(names) :]))} |")
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
+        return tables.format_csv([values[0], *(of_row.values() for of_row in values)])
+    parts = []
+    for _, names, scores, counts, lines in _iterate_tables(rows):
+        parts.append(tables.format_markdown(names, scores + counts, lines))
+    return "\n".join(parts)

@@ -1,7 +1,6 @@
 """Print the held-out loss and accuracy of a run at its first and last validation, next to the most frequent token's accuracy."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import build_rich_console, format_duration, format_number, print_rank_0, silence_libraries
+from megaenc.console import format_duration, format_number, print_rank_0, silence_libraries
 from megaenc.errors import handle_command_errors
 from megaenc.objectives import compute_perplexity
+from megaenc.tables import print_tables
 from megaenc.viz.run_metrics import (
     is_pseudo_perplexity,
     read_held_out_validations,
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(config.run)
-    plain = {"markup": False, "emoji": False, "highlight": False}  # names may contain rich's markup
-    build_rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(build_table(summary))
+    print_tables([build_table(summary)], 120)
     if not summary.is_same_text:
         print_rank_0("the two validations read different packs (text or length of their phases), which is a part of the change")
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)

@@ -1,11 +1,8 @@
 """Print means with intervals of every model on every data set, averages and learning-rate sensitivity of a grid."""
 
 import contextlib
-import csv
-import io
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from megaenc import flags, markdown
+from megaenc import flags, markdown, tables
 from megaenc.atomic_io import atomic_write
-from megaenc.console import build_rich_console, print_rank_0, silence_libraries
+from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TaskFamily
@@ -183,7 +180,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
         rows = [row for row in summary.rows if row.family == family]
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
         names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
-        table = build_empty_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
+        table = tables.build_rich_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
         before: tuple[str, str] = ("", "")
         for row in rows:
             place = summary.format_dataset(row)
@@ -202,7 +199,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
         rendered_tables.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
-        table = build_empty_table(
+        table = tables.build_rich_table(
             title, ("model", "data set"), (*map(format_learning_rate, summary.learning_rates), "spread", "near")
         )
         model = ""
@@ -215,19 +212,6 @@ def build_tables(summary: GridSummary) -> list[Any]:
             model = row.model
         rendered_tables.append(table)
     return rendered_tables
-
-
-def build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
-    """Return a rich table without rows, with left-aligned columns `names` and right-aligned columns `numbers`."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _format_rate(row: SummaryRow) -> str:
@@ -266,25 +250,22 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
             values[kind].append({name: getattr(result, name) for name in names} | {"why": why})
         return json.dumps(values, indent=1) + "\n"
     if suffix == ".csv":
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(SummaryRow.__dataclass_fields__)
-        writer.writerows(vars(row).values() for row in summary.rows)  # csv writes None as nothing
-        return stream.getvalue()
-    lines = [
-        "| model | family | data set | trained on | metric | mean (half) | baseline | rate | runs | collapsed |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        return tables.format_csv([SummaryRow.__dataclass_fields__, *(vars(row).values() for row in summary.rows)])
+    scores = []
     for row in summary.rows:
-        numbers = (format_interval(row.mean, row.half), format_interval(row.baseline), _format_rate(row), row.runs, row.collapsed)
-        fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
-        lines.append("| " + " | ".join(map(markdown.escape, fields)) + " |")
-    lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
+        names = [row.model, row.family, row.dataset, row.train_on, row.metric]
+        numbers = [format_interval(row.mean, row.half), format_interval(row.baseline), _format_rate(row), row.runs]
+        scores.append([*names, *numbers, row.collapsed])
+    rates = []
     for row in summary.rates:
         means = ", ".join(f"{format_learning_rate(rate)}: {mean:.2f}" for rate, mean in row.means.items())
-        names = f"{markdown.escape(row.model)} | {markdown.escape(summary.format_dataset(row))}"
-        lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
-    return "\n".join([*lines, "", *(f"- {markdown.escape(line)}" for line in format_notes(summary))]).rstrip() + "\n"
+        ends = [f"{row.spread:.2f}", f"{row.near_best} of {len(row.means)}"]
+        rates.append([row.model, summary.format_dataset(row), means, *ends])
+    score_names = ["model", "family", "data set", "trained on", "metric", "mean (half)", "baseline", "rate", "runs", "collapsed"]
+    rate_names = ["model", "data set", "mean by learning rate", "spread", "within a point of the best"]
+    notes = "\n".join(f"- {markdown.escape(line)}" for line in format_notes(summary))
+    parts = [tables.format_markdown(score_names, (), scores), tables.format_markdown(rate_names, (), rates), notes]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 @handle_command_errors
@@ -306,10 +287,7 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
             atomic_write(output, format_summary(summary, output.suffix))
     # The width of the rate table; names longer than 16 letters are folded.
     width = max(_WIDTH, 42 + 6 * len(summary.learning_rates))
-    plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
-    console = build_rich_console(**plain, width=None if sys.stdout.isatty() else width)
-    for table in build_tables(summary):
-        console.print(table)
+    tables.print_tables(build_tables(summary), width)
     for line in format_notes(summary):
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):

@@ -15,7 +15,7 @@ from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import RateSensitivity
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
-from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_csv, format_score
+from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_score
 from megaenc.study.results.evidence import Evidence, GridStatus, Score, collapsed_by_training
 from megaenc.study.results.groups import (
     FAMILY_LABELS,
@@ -29,6 +29,7 @@ from megaenc.study.results.groups import (
     objective_name,
 )
 from megaenc.study.stats.inference import VarianceComponents, collapse_rate, required_seeds, variance_components
+from megaenc.tables import format_csv
 
 _TEXT_COLUMNS = ("Size", "Objective", "Schedule", "Model")
 _MODEL_COLUMNS: dict[str, Callable[[ModelKey], CellValue]] = {

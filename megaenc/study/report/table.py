@@ -1,13 +1,12 @@
 """Tables of the report and their output as CSV, Markdown and LaTeX (booktabs)."""
 
-import csv
-import io
 import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaenc import markdown
+from megaenc.tables import format_csv
 
 CellValue = str | int | None
 """Value of a cell: formatted text, a count, or None for an empty cell."""
@@ -75,13 +74,6 @@ def format_score(mean: float | None, half: float | None = None) -> CellValue:
 def format_cell(value: CellValue) -> str:
     """Format a cell as text: integers with thousands separators, None as empty text, text unchanged."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
-
-
-def format_csv(lines: Iterable[Iterable[object]]) -> str:
-    """Return rows of cells as CSV text; None becomes an empty cell."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(lines)
-    return stream.getvalue()
 
 
 def table_to_csv(table: Table) -> str:

@@ -1,0 +1,47 @@
+"""Tables as CSV, as Markdown and for the terminal."""
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megaenc import markdown
+from megaenc.console import build_rich_console
+
+
+def format_csv(lines: Iterable[Iterable[object]]) -> str:
+    """Return rows of cells as CSV text; None becomes an empty cell."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(lines)
+    return stream.getvalue()
+
+
+def format_markdown(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with left-aligned columns `names`, whose cells are escaped, and right-aligned `numbers`."""
+    lines = [f"| {' | '.join([*names, *numbers])} |", "|---" * len(names) + "|---:" * len(numbers) + "|"]
+    for row in rows:
+        cells = [*map(markdown.escape, row[: len(names)]), *row[len(names) :]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+    """Return a rich table without rows, with left-aligned columns `names` and right-aligned columns `numbers`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_tables(tables: Iterable[Any], width: int) -> None:
+    """Print rich's tables, `width` characters wide if the output is not a terminal."""
+    # Names may look like rich's markup.
+    console = build_rich_console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else width)
+    for table in tables:
+        console.print(table)
