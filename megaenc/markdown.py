@@ -1,6 +1,7 @@
 """Escaping of untrusted text for Markdown."""
 
 import re
+from collections.abc import Mapping
 
 from megaenc.console import escape_unprintable
 
@@ -18,6 +19,11 @@ def inline_code(value: object, *, cell: bool = False) -> str:
     """Return `value` as one line of inline Markdown code, backticks as apostrophes; with `cell`, `|` is escaped too."""
     content = _one_line(value).replace("`", "'") or " "
     return f"`{content.replace('|', chr(92) + '|') if cell else content}`"
+
+
+def format_facts(facts: Mapping[str, object]) -> str:
+    """Return a table of two columns, without heading: names as they are, and their values as code."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {inline_code(value, cell=True)} |" for name, value in facts.items())])
 
 
 def _one_line(value: object) -> str:

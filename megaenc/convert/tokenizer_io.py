@@ -139,15 +139,18 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
     return min(tokens, key=lambda token: ("mask" not in token.lower(), tokens[token]), default=None)
 
 
-def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `folder`, for the class that uses tokenizer.json unchanged."""
+def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
+    """Write tokenizer.json and tokenizer_config.json to `folder`, for the class that uses tokenizer.json unchanged.
+
+    `options`: further fields of tokenizer_config.json.
+    """
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     # The first two are options of loading. With the others transformers replaces the template of tokenizer.json.
     for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
         config.pop(name, None)
     config |= {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES}
-    config["tokenizer_class"] = _GENERIC_CLASS
+    config |= {"tokenizer_class": _GENERIC_CLASS, **options}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 

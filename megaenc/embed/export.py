@@ -13,14 +13,13 @@ from torch import nn
 from megaenc import markdown
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
-from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, write_tokenizer
 from megaenc.data.tokenizer.fast_encode import PROBES
 from megaenc.embed.config import TRAINING_DETAILS, TRAINING_LOG
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import Embedder, read_embedding_config
 from megaenc.errors import InputError
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.kept_model import padding_id
+from megaenc.finetune.kept_model import padding_id, write_trained_tokenizer
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 from megaenc.finetune.model.task_class import build_hf_model, check_same_outputs
 from megaenc.hf.model import save_hf_model
@@ -42,7 +41,8 @@ def export_embedder(
     with atomic_dir(target) as folder:
         hf_model = build_hf_model(embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer))
         save_hf_model(hf_model, folder)
-        _write_tokenizer(folder, embedder, hf_model.config.model_type)
+        tokenizer = copy.deepcopy(embedder.tokenizer)
+        write_trained_tokenizer(tokenizer, folder, embedder.max_length, hf_model.config.model_type)
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}
         options = {"pooling": config.pooling, "lower_case": config.lower_case}
@@ -68,17 +68,6 @@ def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
     check_same_outputs(hf_model, texts, lambda: backbone.compute_states(texts), flag, advice)
 
 
-def _write_tokenizer(folder: Path, embedder: Embedder, model_type: str) -> None:
-    """Write the tokenizer so that sentence-transformers pads and cuts as the training did."""
-    tokenizer = copy.deepcopy(embedder.tokenizer)
-    tokenizer.model_max_length = embedder.max_length
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.convert_ids_to_tokens(0)
-    drop_incompatible_mask_role(model_type, tokenizer)
-    write_tokenizer(tokenizer, folder)
-
-
 def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> None:
     """Raise InputError unless the folder's model has the tokens and embeddings of `embedder` for some texts, short and long."""
     backbone = embedder.backbone
@@ -99,7 +88,8 @@ def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> 
 
 def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
     """Return the text of README.md for a trained embedding model called `name`; `details`: the content of training.json."""
-    config, base = details["config"], details["base_model"]
+    config = details["config"]
+    base = details["base_model"]
     settings = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
     facts = {
         "base model": base,
@@ -110,7 +100,6 @@ def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
         **{name.replace("_", " "): value for name, value in settings.items() if value != ""},
         **{f"SHA-256 of {role}": digest for role, digest in details["fingerprints"].items()},
     }
-    table = "\n".join(f"| {key} | {markdown.inline_code(value, cell=True)} |" for key, value in facts.items())
     sizes = config["matryoshka_dims"]
     smaller = f'\n\nsmaller = SentenceTransformer("FOLDER", truncate_dim={min(sizes)})' if sizes else ""
     about = f" Embeddings may be cut to their first {', '.join(map(str, sorted(sizes)))} numbers." if sizes else ""
@@ -136,9 +125,7 @@ model.similarity(queries, documents){smaller}
 
 ## Training
 
-| | |
-|---|---|
-{table}
+{markdown.format_facts(facts)}
 
 `training.json` has these values, and `training.jsonl` the loss by step.
 """

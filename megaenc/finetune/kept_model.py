@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from megaenc import __version__
 from megaenc.atomic_io import atomic_dir, remove_path
 from megaenc.console import print_rank_0
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
-from megaenc.convert.tokenizer_io import CONFIG, drop_incompatible_mask_role, write_tokenizer
+from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, write_tokenizer
 from megaenc.data.tokenizer.fast_encode import PROBES
 from megaenc.data.tokenizer.special_tokens import set_special_tokens, set_template
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -50,6 +49,22 @@ def padding_id(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
+def write_trained_tokenizer(tokenizer: Any, folder: Path, max_length: int, model_type: str, **options: Any) -> None:
+    """Write a tokenizer, which is changed, so that libraries pad and cut texts as a training did.
+
+    Args:
+        model_type: Of the config next to it.
+        options: Fields of tokenizer_config.json.
+    """
+    tokenizer.model_max_length = max_length
+    tokenizer.padding_side = "right"
+    tokenizer.truncation_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.convert_ids_to_tokens(0)
+    drop_incompatible_mask_role(model_type, tokenizer)
+    write_tokenizer(tokenizer, folder, **options)
+
+
 def load_model(
     job: FinetuneJob, task: FinetuneTask, tokenizer: Any, *, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[Backbone, NativeHead | None]:
@@ -57,7 +72,9 @@ def load_model(
 
     A class of transformers must compute the same outputs as the untrained model, with a native head always, else if it is kept.
     """
-    padding, folder, attention = padding_id(tokenizer), job.model.location, job.protocol.attention
+    padding = padding_id(tokenizer)
+    folder = job.model.location
+    attention = job.protocol.attention
     after = choose_special_tokens(tokenizer, job.protocol).after
 
     def check(backbone: Backbone, head: torch.nn.Module, texts: PackedTexts) -> None:
@@ -92,14 +109,6 @@ def check_same_model(hf_model: Any, task: FinetuneTask, model: TaskModel, texts:
     else:
         flag, advice = "--save-model", "expected another model" if task.family == TaskFamily.IR else USE_NATIVE
     check_same_outputs(hf_model.to(model.device), texts, compute, flag, advice)
-
-
-def _pack_some(data: TokenizedTexts, model: TaskModel) -> PackedTexts:
-    """Return the shortest texts of `data` and the longest, at most about 2,048 tokens, packed."""
-    order = np.argsort(data.lengths, kind="stable")
-    fitting = int((np.cumsum(data.lengths[order]) <= _MAX_CHECKED_TOKENS).sum())
-    rows = [*order[: min(fitting, len(order) - 1)], order[-1]]
-    return pack_texts(data.gather_rows(np.array(rows)), model.device)
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,12 @@ class ModelKeeper:
             card = build_finetuned_card(target.resolve().name, details, architecture, version, needs_spaces=needs_spaces)
             (folder / "README.md").write_text(card, encoding="utf-8")
             loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)
-            check_same_model(loaded.eval(), self.task, model, _pack_some(data, model))
+            # The shortest texts, at most about 2,048 tokens, and the longest.
+            order = np.argsort(data.lengths, kind="stable")
+            fitting = int((np.cumsum(data.lengths[order]) <= _MAX_CHECKED_TOKENS).sum())
+            rows = [*order[: min(fitting, len(order) - 1)], order[-1]]
+            texts = pack_texts(data.gather_rows(np.array(rows)), model.device)
+            check_same_model(loaded.eval(), self.task, model, texts)
 
     def _write_tokenizer(self, folder: Path, model_type: str) -> None:
         """Write the tokenizer so that transformers adds and cuts tokens like the run; InputError if it does not."""
@@ -205,15 +219,8 @@ class ModelKeeper:
             tokenizer = set_template(self.encoder.tokenizer, special, between=())
         else:
             tokenizer = copy.deepcopy(set_special_tokens(self.encoder.tokenizer, special))
-        tokenizer.model_max_length = self.encoder.max_length
-        tokenizer.padding_side = tokenizer.truncation_side = "right"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
-        drop_incompatible_mask_role(model_type, tokenizer)
-        write_tokenizer(tokenizer, folder)
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        config |= {"split_special_tokens": True, "model_input_names": ["input_ids", "attention_mask"]}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        options = {"split_special_tokens": True, "model_input_names": ["input_ids", "attention_mask"]}
+        write_trained_tokenizer(tokenizer, folder, self.encoder.max_length, model_type, **options)
         self._check_written_tokenizer(load_tokenizer(folder))
 
     def _check_written_tokenizer(self, loaded: Any) -> None:

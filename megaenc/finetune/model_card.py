@@ -82,7 +82,6 @@ def build_finetuned_card(
     if template == TOKENIZER_PAIRS:
         pair = '{"text": "a text", "text_pair": "another"}'
     usage = _USAGE[family].replace("PAIR", pair).replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
-    table = "\n".join(f"| {key} | {markdown.inline_code(value, cell=True)} |" for key, value in facts.items())
     return f"""---
 library_name: {"sentence-transformers" if is_retrieval else "transformers"}
 pipeline_tag: {_PIPELINES[family]}
@@ -107,9 +106,7 @@ tags: [megaenc]
 
 ## Training
 
-| | |
-|---|---|
-{table}
+{markdown.format_facts(facts)}
 
 `finetuning.json` has the whole protocol.
 """

@@ -187,19 +187,16 @@ def predict(
     from megaenc.data.tokenizer.special_tokens import read_template
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
     from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
-    from megaenc.finetune.model.fingerprint import check_model_folder
+    from megaenc.finetune.model.load import open_model_folder
     from megaenc.finetune.model.task_class import compute_hf_outputs, find_task_class, set_labels
     from megaenc.finetune.tasks import TASKS
     from megaenc.finetune.tasks.question_answering import extract_answer
     from megaenc.finetune.tasks.token_classification import majority_vote
     from megaenc.finetune.tokenized import TextEncoder
-    from megaenc.hf.checkpoint import HFCheckpoint
-    from megaenc.hf.model import load_hf_config, load_model
+    from megaenc.hf.model import load_model
 
-    check_model_folder(str(folder))
     labels = _read_labels(folder / "config.json")
-    hf = HFCheckpoint(folder, "--model")
-    config = load_hf_config(hf)
+    hf, config = open_model_folder(str(folder))
     set_labels(config, labels)
     model_class = find_task_class(config, family)
     architectures = hf.config.get("architectures")

@@ -103,15 +103,21 @@ def _build_backbone(
     return backbone
 
 
-def _load_hf_model(folder: str) -> Any:
-    """Load the transformers model of `folder` without its head, in float32 and eval mode, or raise InputError."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
+    """Return the checkpoint of a model's folder and its config of transformers; InputError if it holds no model."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     check_model_folder(folder)
     hf = HFCheckpoint(Path(folder), "--model")
-    config = load_hf_config(hf)
+    return hf, load_hf_config(hf)
+
+
+def _load_hf_model(folder: str) -> Any:
+    """Load the transformers model of `folder` without its head, in float32 and eval mode, or raise InputError."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    hf, config = open_model_folder(folder)
     model_class = MODEL_MAPPING.get(type(config), None)
     if not isinstance(model_class, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
         raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
@@ -124,12 +130,7 @@ def _load_hf_model(folder: str) -> Any:
 
 def _load_task_model(folder: str, family: TaskFamily, labels: Sequence[str]) -> tuple[Any, bool]:
     """Return (model of `folder` in transformers' task class, in float32, whether the folder has its pooler's weights)."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    check_model_folder(folder)
-    hf = HFCheckpoint(Path(folder), "--model")
-    config = load_hf_config(hf)
+    hf, config = open_model_folder(folder)
     kind = find_task_class(config, family)
     if kind is None:
         raise InputError(f"--head native: transformers has no class of {config.model_type} for {family}; expected --head linear")
@@ -236,16 +237,18 @@ class AttentionProbe:
 
         `own_direction`: the direction of the model's own attention.
         """
-        backbone, target = self.backbone, self.backbone.attention
+        backbone = self.backbone
+        target = backbone.attention
         kind = backbone.model.config.model_type
         if not backbone.model._can_set_attn_implementation() or not backbone.accepts_position_ids:
             return f"{kind} computes attention or positions in a way of its own"
         states = {}
         try:
             backbone.set_packed(True)
-            for backbone.attention in (own_direction, target):
+            for direction in (own_direction, target):
+                backbone.attention = direction
                 backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))  # collects the sliding windows
-                states[backbone.attention] = backbone.compute_states(self.pack_probe_texts())
+                states[direction] = backbone.compute_states(self.pack_probe_texts())
             wrong = self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
         except Exception as error:  # an unknown model may fail in any way
             return f"{kind} fails: {first_error_line(error)}"
