@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ from megaenc.finetune.results.files import Result
 
 IntervalKind = Literal["normal", "t"]
 
+PAPER_SCORE = "score"
+"""Name of the study's own score among metrics."""
 STUDY_DATASETS = {
     TaskFamily.SC: ("sst2", "qqp", "mnli_m"),
     TaskFamily.TC: ("conll2003_en", "ontonotes", "uner_en"),
@@ -19,6 +21,11 @@ STUDY_DATASETS = {
     TaskFamily.IR: ("msmarco", "nq", "mldr_en"),
 }
 """Data sets of each family in the study's averages; its published results have more."""
+
+
+def read_metric(run: Result, metric: str) -> float | None:
+    """Return a metric of a finished run on the test split, or None if the run lacks it."""
+    return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,15 @@ class ScoreCell:
         }
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
+    def scores_by_rate(self, metric: str = PAPER_SCORE) -> dict[float, dict[int, float]]:
+        """Return a metric of finished runs by learning rate and seed; rates without a run, or without a number, are left out."""
+        scores = {}
+        for rate in self.rates:
+            by_seed = {run.seed: read_metric(run, metric) for run in self.runs_at_rate(rate)}
+            if by_seed and None not in by_seed.values():
+                scores[rate] = by_seed
+        return scores
+
     def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
         """Return the learning rates of the grid that lack a result, finished or failed, of some seed, in the grid's order."""
         chosen_rate, incomplete = self.chosen_rate, []
@@ -133,15 +149,6 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
     return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in runs_by_cell.items()]
 
 
-ScoreReader = Callable[[Result], float | None]
-"""Function that returns a number of a run, such as a test metric, or None if the run lacks it."""
-
-
-def read_chosen_scores(cell: ScoreCell, read: ScoreReader) -> dict[int, float] | None:
-    """Return `read(run)` of the runs at the chosen rate, by seed; None without a chosen rate or if a number is missing."""
-    return read_scores_by_rate(cell, read).get(cell.chosen_rate)
-
-
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
     """Return groups of 2 or more cells to average, per training set if data sets repeat: the study's three, else all.
 
@@ -163,9 +170,9 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
     return len({cell.dataset for cell in members}) < len(members)
 
 
-def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int, float] | None:
-    """Return by seed the cells' mean of `read`, each at its chosen rate; None if seeds differ or a number is missing."""
-    by_set = [read_chosen_scores(cell, read) for cell in members]
+def average_by_seed(members: Sequence[ScoreCell], metric: str = PAPER_SCORE) -> dict[int, float] | None:
+    """Return by seed the cells' mean of a metric, each at its chosen rate; None if seeds differ or a number is missing."""
+    by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None
     return {seed: math.fsum(seed_scores[seed] for seed_scores in by_set) / len(by_set) for seed in by_set[0]}
@@ -185,12 +192,6 @@ class RateSensitivity:
     def count_near_best(self, within: float = 0.01) -> int:
         """Return the number of learning rates whose mean score is at most `within` (0.01: one point) below the best."""
         return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
-
-
-def read_scores_by_rate(cell: ScoreCell, read: ScoreReader) -> dict[float, dict[int, float]]:
-    """Return `read(run)` of finished runs by learning rate and seed; rates without a run, or with a None, are left out."""
-    scores = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
-    return {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds and None not in of_seeds.values()}
 
 
 def compute_sensitivity(scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:

@@ -18,7 +18,7 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results import aggregate
-from megaenc.finetune.results.aggregate import IntervalKind, ScoreCell, ScoreReader
+from megaenc.finetune.results.aggregate import PAPER_SCORE, IntervalKind, ScoreCell
 from megaenc.finetune.results.files import Result, read_result_tree
 from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
 
@@ -118,48 +118,62 @@ def build_summary(results: Sequence[Result], metrics: str = "both", kind: Interv
         if aggregate.has_repeated_datasets(members):
             summary.repeated_families.add((model, str(family)))
         for over in [*([cell] for cell in members), *aggregate.group_for_averages(family, members)]:
-            summary.rows.extend(_build_row(over, name, read, kind) for name, read in _select_metrics(over, metrics))
+            summary.rows.extend(_build_row(over, metric, kind) for metric in _select_metrics(over, metrics))
         summary.rates.extend(row for cell in members if (row := _build_rate_row(cell)) is not None)
     return summary
 
 
-def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[tuple[str, ScoreReader]]:
-    """Return (name, reader) of the metrics that every finished run of `members` has, for an option of --metrics."""
-    readers: list[tuple[str, ScoreReader]] = [(PAPER_METRIC, lambda run: run.test.score)] if metrics_option != "standard" else []
+def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[str]:
+    """Return the metrics that every finished run of `members` has, for an option of --metrics."""
+    metrics = [] if metrics_option == "standard" else [PAPER_SCORE]
     if metrics_option != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
-        common = [name for name in (finished[0] if finished else ()) if all(name in metrics for metrics in finished)]
-        readers += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
-    return readers
+        metrics += [name for name in (finished[0] if finished else ()) if all(name in of_run for of_run in finished)]
+    return metrics
 
 
-def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind: IntervalKind) -> SummaryRow:
+def _build_row(members: Sequence[ScoreCell], metric: str, kind: IntervalKind) -> SummaryRow:
     """Build a row: a metric of one cell, or of the average over several."""
-    first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
+    first = members[0]
+    dataset = f"average of {len(members)}"
+    rate = None
+    runs = collapsed = ""
     if len(members) == 1:
-        dataset, rate = first.dataset, first.chosen_rate
+        dataset = first.dataset
+        rate = first.chosen_rate
         runs = f"{sum(run.test is not None for run in first.runs)}/{first.planned_run_count}"
         at_rate = first.runs_at_rate(rate) if rate is not None else []
         if reasons := [run.test.collapsed for run in at_rate if run.test.collapsed]:
             collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}"
-    train_on = first.train_on if len({cell.train_on for cell in members}) == 1 else ""
-    by_seed = aggregate.average_by_seed(members, read) or {}
+    by_seed = aggregate.average_by_seed(members, metric) or {}
     mean = half = None
     if by_seed:
         interval = aggregate.compute_interval(list(by_seed.values()), kind)
-        mean, half = 100 * interval.mean, None if math.isnan(interval.half) else 100 * interval.half
+        mean = 100 * interval.mean
+        half = None if math.isnan(interval.half) else 100 * interval.half
     # Every run on a data set has the same baseline.
-    key = "score" if name == PAPER_METRIC else name
-    bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
-    base = None if None in bases else 100 * math.fsum(bases) / len(bases)
-    return SummaryRow(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
+    bases = [next((run.test.baseline.get(metric) for run in cell.runs if run.test is not None), None) for cell in members]
+    return SummaryRow(
+        model=first.model,
+        family=first.family,
+        dataset=dataset,
+        train_on=first.train_on if len({cell.train_on for cell in members}) == 1 else "",
+        metric=PAPER_METRIC if metric == PAPER_SCORE else metric,
+        learning_rate=rate,
+        mean=mean,
+        half=half,
+        baseline=None if None in bases else 100 * math.fsum(bases) / len(bases),
+        seeds=len(by_seed),
+        runs=runs,
+        collapsed=collapsed,
+    )
 
 
 def _build_rate_row(cell: ScoreCell) -> RateRow | None:
     """Build the row of a cell's mean scores by learning rate; None without a finished run."""
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete_rates)
     cell_key = (cell.model, cell.family, cell.dataset, cell.train_on)
-    sensitivity = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
+    sensitivity = aggregate.compute_sensitivity(cell.scores_by_rate(), cell.seeds)
     if sensitivity is None:
         return RateRow(*cell_key, None, {}, math.nan, 0, incomplete) if incomplete else None
     means = {rate: 100 * mean for rate, mean in sensitivity.means.items()}

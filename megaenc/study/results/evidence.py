@@ -15,6 +15,7 @@ import numpy as np
 
 from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import (
+    PAPER_SCORE,
     STUDY_DATASETS,
     IncompleteRate,
     IntervalKind,
@@ -24,7 +25,6 @@ from megaenc.finetune.results.aggregate import (
     group_cells,
     group_for_averages,
     has_repeated_datasets,
-    read_scores_by_rate,
 )
 from megaenc.finetune.results.files import RESULTS, Result, read_example_scores, read_result_tree
 from megaenc.study.manifest.model_key import ModelKey
@@ -39,7 +39,6 @@ from megaenc.study.results.groups import (
     sort_sizes,
 )
 
-PAPER_SCORE = "score"
 RateScores = Mapping[float, Mapping[int, float]]
 """Scores by learning rate, then by fine-tuning seed."""
 
@@ -257,11 +256,8 @@ def _build_score(
     None if some cell has no complete rate yet, if the family has no such metric, or if the seeds of the cells differ.
     """
 
-    def read_metric(run: Result) -> float | None:
-        """Return a run's value of the metric, or None."""
-        return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
-
-    if not (by_seed := average_by_seed(over, read_metric)):
+    by_seed = average_by_seed(over, metric)
+    if not by_seed:
         return None
     interval = compute_interval(list(by_seed.values()), kind)
     chosen = [run for cell in over for run in cell.runs_at_rate(cell.chosen_rate)]
@@ -283,7 +279,7 @@ def _build_score(
         mean=interval.mean,
         half_width=None if math.isnan(interval.half) else interval.half,
         seed_scores=by_seed,
-        rate_scores=_mean_rate_scores([read_scores_by_rate(cell, read_metric) for cell in over]),
+        rate_scores=_mean_rate_scores([cell.scores_by_rate(metric) for cell in over]),
         collapsed_runs=sum(ended.values()),
         ended_runs=len(ended),
         planned_runs=sum({cell.train_on: cell.planned_run_count for cell in over}.values()),

@@ -34,7 +34,7 @@ def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
         trees.published(tmp_path, "toy", "SC/sst2", 2e-5, seed, [0.95, 0.70][seed], 0.9)
     cell = cells(tmp_path)["toy", "sst2"]
     assert cell.chosen_rate == 1e-5
-    assert aggregate.read_chosen_scores(cell, lambda run: run.test.score) == {0: 0.3, 1: 0.3}
+    assert aggregate.average_by_seed([cell]) == {0: 0.3, 1: 0.3}
 
 
 def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path):
@@ -71,7 +71,7 @@ def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
 def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6, 0.9], 2e-5: [0.8, 0.9, 0.9]})
     [cell] = aggregate.group_cells(read_result_tree(tmp_path), aggregate.GridSpec((1e-5, 5e-5), (0, 1)))
-    assert cell.chosen_rate == 1e-5 and aggregate.read_chosen_scores(cell, lambda run: run.test.score) == {0: 0.5, 1: 0.6}
+    assert cell.chosen_rate == 1e-5 and aggregate.average_by_seed([cell]) == {0: 0.5, 1: 0.6}
     assert (len(cell.runs), cell.planned_run_count, cell.rates) == (2, 4, (1e-5, 5e-5))
     [cell] = aggregate.group_cells(read_result_tree(tmp_path), aggregate.GridSpec((1e-5,), (0, 1, 2, 3)))
     assert cell.chosen_rate is None
@@ -82,19 +82,19 @@ def test_of_equal_rates_the_lower_is_chosen_and_none_of_incomplete_ones(tmp_path
     trees.cell(tmp_path, "toy", "SC/other", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
     assert cells(tmp_path)["toy", "sst2"].chosen_rate == 1e-5
     cell = cells(tmp_path)["toy", "other"]
-    assert cell.chosen_rate is None and aggregate.read_chosen_scores(cell, lambda run: run.test.score) is None
-    assert aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds) is None
+    assert cell.chosen_rate is None and aggregate.average_by_seed([cell]) is None
+    assert aggregate.compute_sensitivity(cell.scores_by_rate(), cell.seeds) is None
 
 
 def test_the_average_is_formed_by_seed(tmp_path):
     """Scores that go against each other: their average hardly varies, though each does."""
     trees.cell(tmp_path, "toy", "SC/a", {1e-5: [0.1, 0.2, 0.3]})
     trees.cell(tmp_path, "toy", "SC/b", {2e-5: [0.5, 0.4, 0.3]})
-    found = aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score)
+    found = aggregate.average_by_seed(list(cells(tmp_path).values()))
     assert found == pytest.approx({0: 0.3, 1: 0.3, 2: 0.3})
     assert aggregate.compute_interval(list(found.values())).half == pytest.approx(0, abs=1e-12)
     trees.cell(tmp_path, "toy", "SC/c", {2e-5: [0.5, 0.4]})  # of other seeds
-    assert aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score) is None
+    assert aggregate.average_by_seed(list(cells(tmp_path).values())) is None
 
 
 def test_the_average_is_over_the_studys_three_where_they_are_there(tmp_path):
@@ -110,6 +110,6 @@ def test_the_average_is_over_the_studys_three_where_they_are_there(tmp_path):
 def test_sensitivity_to_the_learning_rate(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.80, 0.90], 2e-5: [0.84, 0.84], 5e-5: [0.20, 0.30], 1e-4: [0.83, None]})
     cell = cells(tmp_path)["toy", "sst2"]
-    found = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
+    found = aggregate.compute_sensitivity(cell.scores_by_rate(), cell.seeds)
     assert found.means == pytest.approx({1e-5: 0.85, 2e-5: 0.84, 5e-5: 0.25})
     assert found.spread == pytest.approx(0.6) and found.count_near_best() == 2
