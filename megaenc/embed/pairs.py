@@ -62,7 +62,8 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     for source in sources:
         before = total
         for location, row in _read_source(source):
-            if _is_unanswerable(row):
+            answers = row.get("answers")
+            if "context" in row and isinstance(answers, Mapping) and answers.get("text") == []:  # of SQuAD 2.0
                 unanswerable += 1
                 continue
             pairs[_build_pair(row, location)] = None
@@ -72,7 +73,10 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     if len(pairs) < 2:
         raise InputError(f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the negatives")
     print_rank_0(_describe(list(pairs), total - len(pairs), unanswerable))
-    return PairData(list(pairs), _compute_digest(pairs))
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(json.dumps([pair.query, pair.document, *pair.negatives]).encode() + b"\n")
+    return PairData(list(pairs), digest.hexdigest())
 
 
 def _read_source(source: str) -> Iterator[formats.Row]:
@@ -105,12 +109,6 @@ def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
         raise InputError(str(error)) from None
     for number, row in enumerate(data, 1):
         yield f"{source}: row {number}", row
-
-
-def _is_unanswerable(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a question of SQuAD 2.0 that its context does not answer, so that the context is not relevant."""
-    answers = row.get("answers")
-    return "context" in row and isinstance(answers, Mapping) and answers.get("text") == []
 
 
 def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
@@ -166,11 +164,3 @@ def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int)
     parts += [f"{duplicates:,} duplicate pairs left out"] if duplicates else []
     parts += [f"{unanswerable:,} unanswerable questions left out"] if unanswerable else []
     return "; ".join(parts)
-
-
-def _compute_digest(pairs: Mapping[TrainingPair, None]) -> str:
-    """Return the hex SHA-256 of the pairs as lines of JSON, in order."""
-    digest = hashlib.sha256()
-    for pair in pairs:
-        digest.update(json.dumps([pair.query, pair.document, *pair.negatives]).encode() + b"\n")
-    return digest.hexdigest()

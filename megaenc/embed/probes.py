@@ -57,7 +57,11 @@ class ProbeTask:
         from datasets import Dataset
 
         metric = task.metadata.main_score
-        subsets = [_get_subset(task, subset) for subset in task.hf_subsets]
+        subsets = []
+        for subset in task.hf_subsets:
+            data: Any = task.dataset or {}
+            # A task of one subset may hold its splits directly, as in mteb.
+            subsets.append(data if subset == "default" and subset not in data else data.get(subset, {}))
         tests = [splits.get(split) for splits in subsets for split in task.eval_splits]
         examples = sum(map(len, tests)) if tests and all(isinstance(test, Dataset) for test in tests) else None
         chance = None
@@ -99,12 +103,6 @@ class ProbeTask:
         """Return the row of a score and its interval, both fractions, in percent."""
         low, high = (100 * end for end in ends) if ends else (None, None)
         return EvaluationRow(self.name, model, self.metric, 100 * score, low, high, None, None, self.examples)
-
-
-def _get_subset(task: "AbsTask", subset: str) -> Mapping[str, Any]:
-    """Return the splits of a task's subset by name; a task of one subset may hold its splits directly, as in mteb."""
-    data: Any = task.dataset or {}
-    return data if subset == "default" and subset not in data else data.get(subset, {})
 
 
 class _MTEBEncoder:

@@ -34,7 +34,11 @@ class GridProgress(ProgressLine):
         rows |= {
             job: _format_row(job, progress, now - self._stage_starts[job, progress.stage]) for job, progress in running.items()
         }
-        first = next((f" ({job.name}: {progress.stage}{_format_percent(progress)})" for job, progress in running.items()), "")
+        first = ""
+        if running:
+            job, progress = next(iter(running.items()))
+            percent = f" {100 * progress.done / progress.total:.0f} %" if progress.total else ""
+            first = f" ({job.name}: {progress.stage}{percent})"
         counts = {"finished": finished, **({"failed": failed} if failed else {}), "running": len(running)}
         self.update(done, description=f"grid{first}", rows=rows, **counts)
 
@@ -46,7 +50,3 @@ def _format_row(job: FinetuneJob, progress: RunProgress, seconds: float) -> Prog
         parts.append(f"{format_duration((progress.total - progress.done) * seconds / progress.done)} left")
     parts += [f"{name} {format_number(value)}" for name, value in progress.fields.items()]
     return ProgressRow(job.name, progress.done, progress.total or None, "  ".join(parts), progress.stage)
-
-
-def _format_percent(progress: RunProgress) -> str:
-    return f" {100 * progress.done / progress.total:.0f} %" if progress.total else ""

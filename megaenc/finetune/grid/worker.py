@@ -129,7 +129,10 @@ class ForkedRun(ChildProcess):
             reason = f"no progress for {patience / 60:g} minutes (--hang-minutes), so it was killed"
         else:
             return None
-        return JobOutcome("crashed", reason, _read_log_tail(self.job))
+        log_lines: list[str] = []
+        with contextlib.suppress(OSError):  # without a log
+            log_lines = log_path(self.job).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return JobOutcome("crashed", reason, "\n".join(log_lines[-_LOG_TAIL_LINES:]))
 
     def take_messages(self) -> list[str]:
         """Return, and forget, the lines that the run printed by `print_rank_0` since the last call."""
@@ -150,15 +153,6 @@ class ForkedRun(ChildProcess):
                     self._outcome = message
         except (EOFError, OSError):
             self.wait_handles.remove(self.connection)
-
-
-def _read_log_tail(job: FinetuneJob) -> str:
-    """Return the last lines of a job's log, empty without a log."""
-    try:
-        text = log_path(job).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.strip().splitlines()[-_LOG_TAIL_LINES:])
 
 
 def log_path(job: FinetuneJob) -> Path:
@@ -195,7 +189,10 @@ def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connec
         result_files.remove_partial_files(pending)
         log = log_path(pending)
         log.parent.mkdir(parents=True, exist_ok=True)
-        _redirect_output(log)
+        descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
         module, _, function = run_function.partition(":")
         try:
             with capture_messages(connection.send):
@@ -218,14 +215,6 @@ def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connec
 def _build_outcome(failed: Path | None) -> JobOutcome:
     """Return the outcome of a completed job: finished, or failed as explained in the file `failed`."""
     return JobOutcome("finished") if failed is None else JobOutcome("failed", f"failed; {failed} says why")
-
-
-def _redirect_output(path: Path) -> None:
-    """Redirect stdout and stderr of this process to `path`."""
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
 
 
 def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:

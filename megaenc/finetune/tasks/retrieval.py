@@ -1,6 +1,5 @@
 """Dense retrieval with mean-pooled embeddings and cosine similarity, and its ranking metrics."""
 
-import functools
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -62,8 +61,13 @@ class RetrievalTask(FinetuneTask):
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
         packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
-        embed = functools.partial(self.compute_outputs, model)
-        return backward_by_packs(packs, embed, lambda vectors: self._compute_loss(vectors[order])).item()
+
+        def compute_loss(vectors: Tensor) -> Tensor:
+            queries, documents = vectors[order].chunk(2)
+            own = torch.arange(len(queries), device=vectors.device)
+            return cross_entropy(self.protocol.scale * queries @ documents.T, own)
+
+        return backward_by_packs(packs, lambda packed: self.compute_outputs(model, packed), compute_loss).item()
 
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
         """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.
@@ -97,12 +101,6 @@ class RetrievalTask(FinetuneTask):
         baseline = {name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values}
         collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
         return Scores.from_examples(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
-
-    def _compute_loss(self, vectors: Tensor) -> Tensor:
-        """Compute the InfoNCE loss of embeddings [2 * batch, hidden_size]: queries, then their documents in the same order."""
-        queries, documents = vectors.chunk(2)
-        own = torch.arange(len(queries), device=vectors.device)
-        return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Return the embedding of each text of a pack, float32[texts, hidden_size].
