@@ -17,7 +17,6 @@ from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
 from megaenc.finetune.datasets.hub import load_from_hub
 from megaenc.finetune.datasets.hub_repository import HubReference, parse_hub_reference
-from megaenc.finetune.examples import DataUnavailable
 
 EXPECTED_PAIRS = (
     "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), SQuAD's .json, "
@@ -103,10 +102,7 @@ def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
     """Yield (location, fields) of the rows of the split `train` on the Hub; InputError in one line if it cannot be read."""
     repository, config, revision = reference
     advice = "expected a network once, or a local file of pairs"
-    try:
-        data = load_from_hub(source, repository, config or None, revision, f"{source}: ", advice, split="train")
-    except DataUnavailable as error:
-        raise InputError(str(error)) from None
+    data = load_from_hub(source, repository, config or None, revision, f"{source}: ", advice, split="train")
     for number, row in enumerate(data, 1):
         yield f"{source}: row {number}", row
 

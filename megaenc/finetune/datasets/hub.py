@@ -251,17 +251,27 @@ def _load_hub_split(
     """
     advice = f"expected a network once, or local files: {name}=FOLDER"
     repository = repository or HUB_DATASETS[name].repository
-    data = load_from_hub(name, repository, config, revision, f"{name}: ", advice, split=split)
+    data = load_from_hub(name, repository, config, revision, f"{name}: ", advice, is_retried=True, split=split)
     for column in columns:
         if column not in data.column_names:
             raise InputError(f"{name}: no column `{column}` on the Hub; found {format_names(data.column_names)}")
     return data
 
 
-def load_from_hub(name: str, repository: str, config: str | None, revision: str, start: str, advice: str, **options: Any) -> Any:
+def load_from_hub(
+    name: str,
+    repository: str,
+    config: str | None,
+    revision: str,
+    start: str,
+    advice: str,
+    *,
+    is_retried: bool = False,
+    **options: Any,
+) -> Any:
     """Return `datasets.load_dataset` of a repository, with its `options`, at a revision or, without one, at its default.
 
-    Raises DataUnavailable for a temporary failure, else InputError, with `start` and `advice` around the reason.
+    Raises InputError, with `start` and `advice` around the reason; if `is_retried`, DataUnavailable for a temporary failure.
     """
     import datasets
 
@@ -279,7 +289,7 @@ def load_from_hub(name: str, repository: str, config: str | None, revision: str,
     except Exception as error:  # no network, no such revision, a damaged cache: of many types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[: 2 if "available configs" in "".join(lines[1:2]) else 1])[:200]
-        kind = DataUnavailable if _is_temporary(error) else InputError
+        kind = DataUnavailable if is_retried and _is_temporary(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
             kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
         raise kind(f"{start}{described} of the Hugging Face Hub cannot be read: {reason}; {advice}") from None

@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.hub import HubSpec, build_hub_examples, load_from_hub
 from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names, print_hidden_test, template_rule
-from megaenc.finetune.examples import Dataset, DataUnavailable, Examples, SplitName, TaskFamily, hash_json
+from megaenc.finetune.examples import Dataset, Examples, SplitName, TaskFamily, hash_json
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _REFERENCE = re.compile(
@@ -67,10 +67,7 @@ def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig
     """
     repository, config, revision = reference
     advice = "expected a data set of the Hub and a network once, or a path of local data"
-    try:
-        data: Mapping[str, Any] = load_from_hub(name, repository, config or None, revision, start, advice)
-    except DataUnavailable as error:  # only a grid's runs retry it, and a grid is planned with the data
-        raise InputError(str(error)) from None
+    data: Mapping[str, Any] = load_from_hub(name, repository, config or None, revision, start, advice)
     place = f"data set {name} ({repository})"
     splits = find_split_names(data)
     if not splits:
