@@ -21,7 +21,7 @@ import common
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.finetune.config import check_minimums
+from megaenc.flags import check_minimums
 from megaenc.output_paths import check_output_file
 
 TOLERANCE = 1e-4

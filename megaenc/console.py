@@ -273,6 +273,11 @@ def format_paths(paths: Sequence[str]) -> str:
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
 def format_number(value: Any) -> str:
     """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214 (four digits); other values as `str(value)`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -280,11 +285,6 @@ def format_number(value: Any) -> str:
     if abs(value) >= 1e6:
         return f"{value / 1e9:.2f}G" if abs(value) >= 1e9 else f"{value / 1e6:.2f}M"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number and its noun, with an s unless it is 1: `1 model`, `50 models`."""
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def format_duration(seconds: float) -> str:

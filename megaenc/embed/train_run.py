@@ -27,6 +27,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.train import make_deterministic
 from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.locks import try_lock
 from megaenc.torchelastic import exit_without_restart
 
 if TYPE_CHECKING:
