@@ -74,7 +74,8 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
-        models, data = _name_all("--model", settings.model), _name_all("--data", settings.data)
+        models = _name_all("--model", settings.model)
+        data = _name_all("--data", settings.data)
         inputs = (settings.config, *models.values(), *data.values())
         check_output_file(output, "--output", inputs=inputs, overwrite=settings.overwrite)
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
@@ -179,7 +180,8 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
     for text in sources:
         name, equals, source = text.partition("=")
         if not equals or "/" in name:
-            name, source = "", text
+            name = ""
+            source = text
         name = name or Path(source).name or Path.cwd().name
         if not name.isprintable():
             raise InputError(f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER")

@@ -118,7 +118,8 @@ class ContrastiveBatch:
         Equal to sentence-transformers' MultipleNegativesRankingLoss without masked scores, and with several sizes to its
         MatryoshkaLoss over all of them and the full size.
         """
-        device, full = vectors.device, vectors.shape[1]
+        device = vectors.device
+        full = vectors.shape[1]
         queries, documents = (torch.from_numpy(places).to(device) for places in (self.queries, self.documents))
         masked = tuple(torch.from_numpy(places).to(device) for places in (self.masked_rows, self.masked_columns))
         own = torch.arange(len(queries), device=device)

@@ -201,7 +201,9 @@ class Embedder:
         batch_size: int = 32,
         check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
     ) -> None:
-        self.folder, self.config, self.batch_size = folder, config, batch_size
+        self.folder = folder
+        self.config = config
+        self.batch_size = batch_size
         self.tokenizer = load_tokenizer(folder, "--model")
         if config.special_tokens != "own":
             special = resolve_special_tokens(self.tokenizer, config.special_tokens)
@@ -254,7 +256,8 @@ class Embedder:
         """
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
-        order, done = order[lengths[order] > 0], 0
+        order = order[lengths[order] > 0]
+        done = 0
         size = self.config.truncate_dim or self.backbone.hidden_size
         vectors = torch.zeros(len(rows), size, device=self.backbone.device)
         for start in reversed(range(0, len(order), self.batch_size)):

@@ -25,7 +25,8 @@ from megaenc.finetune.tasks.retrieval import (
 METRICS = ("ndcg@10", "recall@100")
 BM25_K1, BM25_B = 1.2, 0.75
 """Lucene's parameters of BM25."""
-_DRAWS, _DRAWS_AT_ONCE = 10_000, 100
+_DRAWS = 10_000
+_DRAWS_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class RetrievalSet:
         ids = list(examples.documents)
         ids = [ids[at] for at in compute_trec_order(ids)]
         documents = [examples.documents[document] for document in ids]
-        queries, relevant = examples.queries, list(examples.relevant.values())
+        queries = examples.queries
+        relevant = list(examples.relevant.values())
         return cls(name, list(queries.values()), documents, ids, relevant, list(queries))
 
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
@@ -85,7 +87,8 @@ def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *,
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
         ends = [None if end is None else 100 * end for end in (low, high)]
-        counts, mean = (len(by_query), len(data.documents)), 100 * float(by_query.mean())
+        counts = (len(by_query), len(data.documents))
+        mean = 100 * float(by_query.mean())
         rows.append(EvaluationRow(data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())))
     return rows
 
@@ -139,14 +142,16 @@ def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Cal
     """
     from nltk.stem.porter import PorterStemmer
 
-    bm25s, stem = import_bm25s(), PorterStemmer(PorterStemmer.MARTIN_EXTENSIONS).stem
+    bm25s = import_bm25s()
+    stem = PorterStemmer(PorterStemmer.MARTIN_EXTENSIONS).stem
 
     def tokenize(texts: Sequence[str]) -> list[list[str]]:
         stemmer = lambda words: [stem(word) for word in words]  # noqa: E731
         return bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
 
     words_of_documents = tokenize(documents)
-    index, is_empty = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B), not any(words_of_documents)
+    index = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
+    is_empty = not any(words_of_documents)
     if not is_empty:
         index.index(words_of_documents, show_progress=False)
     for done, words in enumerate(tokenize(queries), 1):

@@ -77,7 +77,8 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
         with atomic_files(output) as [temporary], open(temporary, "w", encoding="utf-8") as stream:
             _write(pairs, negatives, stream.write)
     counts = np.array([len(texts) for texts in negatives])
-    few, none = int((counts < settings.negatives).sum()), int((counts == 0).sum())
+    few = int((counts < settings.negatives).sum())
+    none = int((counts == 0).sum())
     print_rank_0(
         f"{output}: {counts.sum():,} hard negatives of {len(pairs):,} pairs"
         + (f"; {few:,} pairs have fewer than {settings.negatives}, {none:,} none" if few else "")

@@ -57,7 +57,8 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     if not sources:
         raise InputError(f"--data: missing, expected {EXPECTED_PAIRS}")
     pairs: dict[TrainingPair, None] = {}
-    total, unanswerable = 0, 0
+    total = 0
+    unanswerable = 0
     for source in sources:
         before = total
         for location, row in _read_source(source):

@@ -86,7 +86,8 @@ class ProbeTask:
         options: dict[str, Any] = {"encode_kwargs": {"batch_size": 1024}, "cache": None}  # the Embedder has its own batches
         results = import_mteb().evaluate(encoder, self.task, **options, co2_tracker=False, show_progress_bar=False)
         parts = [part for of_split in results.task_results[0].scores.values() for part in of_split]
-        score, half = float(np.mean([part["main_score"] for part in parts])), math.nan
+        score = float(np.mean([part["main_score"] for part in parts]))
+        half = math.nan
         if not math.isfinite(score):
             raise InputError(f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its scores are equal")
         if len(parts) > 1:
@@ -115,7 +116,8 @@ class _MTEBEncoder:
     def __init__(self, embedder: "Embedder", description: str) -> None:
         from mteb.models import ModelMeta
 
-        self.embedder, self.description = embedder, description
+        self.embedder = embedder
+        self.description = description
         self.mteb_model_meta = ModelMeta.create_empty()
 
     def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any) -> np.ndarray:
@@ -172,7 +174,8 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
         raise InputError(f"{file}: found scores without text_pair, expected pairs of texts, or classes as labels")
     if "train" not in files:
         raise InputError(f"{path}: no train split, expected a file train.*")
-    train_rows, columns = list(formats.read_rows(files["train"])), {}
+    train_rows = list(formats.read_rows(files["train"]))
+    columns = {}
     labels = formats.collect_labels(TaskFamily.SC, train_rows)
     if len(labels.labels) < 2:
         contents = f"the class {labels.labels[0]} in all rows" if labels.labels else "no example"

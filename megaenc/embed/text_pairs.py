@@ -146,7 +146,8 @@ def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
     Long ones are cut at the sentence end nearest to the middle, again and again. A text of one paragraph is cut so once, if both
     halves are long enough.
     """
-    units, short = [], ""
+    units = []
+    short = ""
     for paragraph in map(str.strip, _BLANK_LINES.split(text)):
         short = f"{short}\n\n{paragraph}" if short else paragraph
         if len(short.split()) >= min_words:
@@ -188,7 +189,8 @@ def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
 
 def _is_sentence_end(text: str, words: np.ndarray, at: int) -> bool:
     """Return whether a sentence ends before word `at`: full stop or the like, no abbreviation, no small letter after it."""
-    (start, end), following = words[at - 1], text[words[at, 0]]
+    start, end = words[at - 1]
+    following = text[words[at, 0]]
     word = text[start:end]
     stripped = word.rstrip("\"'”’)]")
     return stripped.endswith((".", "!", "?", "…", "。", "！", "？")) and not (

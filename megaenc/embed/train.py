@@ -87,7 +87,9 @@ class ContrastiveTrainer:
     """
 
     def __init__(self, embedder: Embedder, data: ContrastiveData, config: ContrastiveConfig) -> None:
-        self.embedder, self.data, self.config = embedder, data, config
+        self.embedder = embedder
+        self.data = data
+        self.config = config
         batches = len(compute_batch_edges(len(data.queries), config.batch_size)) - 1
         self.steps = count_training_steps(config.epochs, config.max_steps, batches)
         check_warmup(self.steps, config.warmup)
@@ -109,8 +111,10 @@ class ContrastiveTrainer:
 
     def backward(self, batch: ContrastiveBatch) -> float:
         """Backpropagate the loss of a batch, summing gradients over ranks; return the loss."""
-        embedder, ranks = self.embedder, get_world_size()
-        device, lengths = embedder.backbone.device, self.data.lengths[batch.texts]
+        embedder = self.embedder
+        ranks = get_world_size()
+        device = embedder.backbone.device
+        lengths = self.data.lengths[batch.texts]
         own = divide_texts(lengths, ranks)[get_rank()] if ranks > 1 else np.arange(len(lengths))
         parts = [own[part] for part in batch_by_tokens(lengths[own], self.config.tokens_per_forward)]
         packs = [pack_texts([self.data.rows[text] for text in batch.texts[part]], device) for part in parts]
@@ -165,7 +169,8 @@ class StateFolder:
 
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress, that of step 0 without one; cut later rows off the log."""
-        path, log = self.folder / STATE, self.folder / TRAINING_LOG
+        path = self.folder / STATE
+        log = self.folder / TRAINING_LOG
         progress = TrainingProgress()
         if path.exists():
             try:
@@ -204,8 +209,10 @@ def train(trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int
 
     Raises NonFiniteTrainingError for a loss or gradient norm that is NaN or inf.
     """
-    progress, data = state.load(trainer), trainer.data
-    is_writer, began = not get_rank(), time.monotonic() - progress.seconds
+    progress = state.load(trainer)
+    data = trainer.data
+    is_writer = not get_rank()
+    began = time.monotonic() - progress.seconds
     with ProgressLine("training", total=trainer.steps) as line:
         if progress.step:
             line.print_line(f"resuming after step {progress.step:,} of {trainer.steps:,}")
@@ -217,7 +224,9 @@ def train(trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int
             for quantity, value in (("loss", loss), ("gradient norm", norm)):
                 if not math.isfinite(value):
                     raise NonFiniteTrainingError(f"the {quantity} is {value} in step {number}")
-            progress.step, progress.loss, progress.seconds = number, loss, time.monotonic() - began
+            progress.step = number
+            progress.loss = loss
+            progress.seconds = time.monotonic() - began
             progress.tokens += int(data.lengths[batch.texts].sum())
             progress.masked += len(batch.masked_rows)
             if number % log_interval == 0 or number == trainer.steps:

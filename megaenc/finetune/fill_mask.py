@@ -131,7 +131,8 @@ def compute_mask_score(
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
     hidden_labels = [np.zeros(0, dtype=np.int64)]
     loss = 0.0
-    correct, at = 0, 0
+    correct = 0
+    at = 0
     while at < len(targets):
         # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, unless one window has more.
         rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
@@ -202,7 +203,8 @@ _FUNCTION_WORDS = """
 
 def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
     """Return at most `count` sentences of different documents, by a fixed seed; a one-token content word is masked."""
-    sentences, function_words = [], _FUNCTION_WORDS.split()
+    sentences = []
+    function_words = _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [
             MaskedSentence(sentence[: word.start()], word[0], sentence[word.end() :])

@@ -105,9 +105,11 @@ def check_same_model(hf_model: Any, task: FinetuneTask, model: TaskModel, texts:
         return model.backbone.compute_states(texts) if task.family == TaskFamily.IR else task.compute_outputs(model, texts)
 
     if isinstance(model.head, NativeHead):
-        flag, advice = "--head native", "expected --head linear"
+        flag = "--head native"
+        advice = "expected --head linear"
     else:
-        flag, advice = "--save-model", "expected another model" if task.family == TaskFamily.IR else USE_NATIVE
+        flag = "--save-model"
+        advice = "expected another model" if task.family == TaskFamily.IR else USE_NATIVE
     check_same_outputs(hf_model.to(model.device), texts, compute, flag, advice)
 
 

@@ -15,11 +15,14 @@ def describe_label_counts(name: str, labels: Sequence[str], counts: Mapping[str,
 
     `counts`: int64[labels] of train, validation and test. The tag O is no class to compare with.
     """
-    train, test = counts["train"], counts["test"]
+    train = counts["train"]
+    test = counts["test"]
     compared = [index for index, label in enumerate(labels) if label != "O" and train[index]]
-    reasons, lines = [], []
+    reasons = []
+    lines = []
     if compared:
-        most, least = max(compared, key=lambda index: train[index]), min(compared, key=lambda index: train[index])
+        most = max(compared, key=lambda index: train[index])
+        least = min(compared, key=lambda index: train[index])
         if train[most] > _MAX_RATIO * train[least]:
             reasons.append(f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as {labels[least]}")
     for split in ("train", "validation"):

@@ -59,7 +59,8 @@ class MasterWeightOptimizer:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            unrounded, master = parameter.__dict__.pop("unrounded", None), parameter
+            unrounded = parameter.__dict__.pop("unrounded", None)
+            master = parameter
             if parameter.dtype != torch.float32 and protocol.precision != "paper-bf16":
                 master = parameter.detach().float() if unrounded is None else unrounded
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_master))
@@ -76,7 +77,8 @@ class MasterWeightOptimizer:
 
     def _add_to_master(self, parameter: nn.Parameter) -> None:
         """Move the 16-bit gradient of `parameter` into the float32 gradient of its master weight."""
-        master, new = self._masters[parameter], parameter.grad.float()
+        master = self._masters[parameter]
+        new = parameter.grad.float()
         master.grad = new if master.grad is None else master.grad.add_(new)
         parameter.grad = None
 

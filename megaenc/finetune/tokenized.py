@@ -79,7 +79,8 @@ def choose_special_tokens(tokenizer: "PreTrainedTokenizerFast", protocol: Finetu
     """
     if not protocol.adds_named_tokens:
         return resolve_special_tokens(tokenizer, protocol.special_tokens)
-    before, after = (), ()
+    before = ()
+    after = ()
     if protocol.add_bos:
         before = (_find_token(tokenizer, "bos", "cls"),)
     if protocol.add_eos is not False:
@@ -167,7 +168,8 @@ class TextEncoder:
 
         A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut first.
         """
-        rows, truncated = [], 0
+        rows = []
+        truncated = 0
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
             batch = texts[start : start + _TEXTS_PER_BATCH]
@@ -261,7 +263,8 @@ def load_or_compute(
             if is_locked and (split := _read_cache_file(path)) is None:  # another process may have written it meanwhile
                 for stale_file in find_stale_temp_files(path):
                     remove_path(stale_file)
-                split, arrays = compute(), {}
+                split = compute()
+                arrays = {}
                 for part, rows in (split if isinstance(split, dict) else {"": split}).items():
                     row_arrays = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated_count)}
                     arrays |= {f"{part}:{name}": array for name, array in (row_arrays | rows.columns).items()}

@@ -45,9 +45,12 @@ class ValidationHistory:
         """Add the Scores of an evaluation; `copy_weights` is called if its weights are the best so far and may be used."""
         self.evaluations.append((step, scores.score))
         if not self.protocol.uses_best_weights:
-            self.step, self.scores = step, scores
+            self.step = step
+            self.scores = scores
         elif self.scores is None or scores.score > self.scores.score:
-            self.step, self.scores, self.weights = step, scores, copy_weights()
+            self.step = step
+            self.scores = scores
+            self.weights = copy_weights()
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -116,7 +116,8 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
         paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
         sentences = (part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split())))
         for number, sentence in enumerate(sentences):
-            words, tags = [], []
+            words = []
+            tags = []
             for at, part in enumerate(_MARKED_CODE.split(sentence)):  # odd parts are code
                 inside = _WORD.findall(part if at % 2 else corpus_demo.strip_markup(part))
                 kind = "PARAM" if part in parameters else "CODE"
@@ -202,7 +203,8 @@ def _hash_to_int(text: str) -> int:
 
 def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
     """Write the rows of each split to a JSONL file, rows of retrieval in BEIR's layout."""
-    files, rows = splits, [row for rows in splits.values() for row in rows]
+    files = splits
+    rows = [row for rows in splits.values() for row in rows]
     if "query" in rows[0]:
         texts = {"corpus": "document", "queries": "query"}
         files = {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()}

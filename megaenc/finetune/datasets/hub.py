@@ -130,7 +130,8 @@ def build_hub_examples(
     # Names of integer tags on the Hub, if it has them.
     tags = getattr(data.features[spec.fields["tags"]], "feature", None) if spec.family is TaskFamily.TC else None
     names = dict(enumerate(getattr(tags, "names", None) or ()))
-    examples, errors = [], []
+    examples = []
+    errors = []
     for number, hub_row in zip(numbers, data.to_list(), strict=True):
         row = {ours: hub_row[theirs] for ours, theirs in spec.fields.items()}
         row["id"] = hub_row["id"] if spec.family is TaskFamily.QA and isinstance(hub_row.get("id"), str) else f"{on_hub}-{number}"
@@ -227,9 +228,12 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
     import pyarrow.compute
 
     judged_ids = {name for some in judged for name in some}
-    key, title = "docid" if name == "mldr_en" else "_id", name == "nq" and part == "corpus"
+    key = "docid" if name == "mldr_en" else "_id"
+    title = name == "nq" and part == "corpus"
     data = _load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
-    names, numbers, start = pyarrow.array(judged_ids, pyarrow.string()), [], 0
+    names = pyarrow.array(judged_ids, pyarrow.string())
+    numbers = []
+    start = 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
         is_judged = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
         numbers += (start + np.flatnonzero(is_judged.to_numpy())).tolist()
@@ -291,7 +295,8 @@ def load_from_hub(
         reason = " ".join(lines[: 2 if "available configs" in "".join(lines[1:2]) else 1])[:200]
         kind = DataUnavailable if is_retried and _is_temporary(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
-            kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+            kind = InputError
+            reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
         raise kind(f"{start}{described} of the Hugging Face Hub cannot be read: {reason}; {advice}") from None
 
 

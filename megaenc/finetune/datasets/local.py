@@ -134,10 +134,14 @@ def build_split_reader(
             return read_part(parts[split])
         if "train" not in parts or len(parts) == 1:
             raise InputError(f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}")
-        other, missing, role = "test", "validation", ""
+        other = "test"
+        missing = "validation"
+        role = ""
         if "test" not in parts:
             part_name = getattr(parts["validation"], "name", parts["validation"])
-            other, missing, role = "validation", "test", f", and {part_name} is the test split"
+            other = "validation"
+            missing = "test"
+            role = f", and {part_name} is the test split"
         print_once(f"{name}: no {missing} {noun}: 5 % of train validate (seed 42){role}")
         if split == "test":
             return read_part(parts[other])
@@ -160,7 +164,8 @@ def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
 
 def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, template: str) -> Examples:
     """Read the examples of a file, without empty sentences."""
-    examples, left_out = [], 0
+    examples = []
+    left_out = 0
     places: dict[str, str] = {}
     for number, (location, row) in enumerate(formats.read_rows(path)):
         if family is TaskFamily.TC and row.get("tokens") == [] and row.get("tags") == []:

@@ -77,8 +77,11 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     for rate in settings.learning_rates:
         check_learning_rate("--learning-rates", rate)
     check_parent_writable(Path(settings.output, "model"), "--output")
-    rates, seeds = settings.learning_rates, range(settings.seeds)
-    output, protocol, data = settings.output, settings.protocol, settings.data
+    rates = settings.learning_rates
+    seeds = range(settings.seeds)
+    output = settings.output
+    protocol = settings.protocol
+    data = settings.data
     jobs = build_jobs(settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset)
     jobs = [replace(job, keep=settings.keep) for job in jobs]
     states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
@@ -88,7 +91,8 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     """Print the numbers of results and trainings of a grid, and how many trainings are finished, failed before and to do."""
-    trainings, evaluations = len(plan.jobs), sum(len(job.evaluate_on) for job in plan.jobs)
+    trainings = len(plan.jobs)
+    evaluations = sum(len(job.evaluate_on) for job in plan.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
@@ -148,7 +152,8 @@ def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: st
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     messages: list[str] = []
     with capture_messages(messages.append):
-        plan, start_time = plan_grid(settings, find_dataset), time.monotonic()
+        plan = plan_grid(settings, find_dataset)
+        start_time = time.monotonic()
     print_grid_size(settings, plan)
     if settings.slurm.slurm:
         submit_jobs(plan.pending, run_function, settings.slurm, settings.local, settings.output)

@@ -50,10 +50,12 @@ def execute_jobs(
     context = start_fork_server(run_function)
     free_slots = build_slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
     print_rank_0(f"{len(free_slots)} runs at a time; the first start when torch is imported")
-    waiting, attempts = list(jobs), defaultdict(int)
+    waiting = list(jobs)
+    attempts = defaultdict(int)
     running: list[ForkedRun] = []
     failed: list[FailedJob] = []
-    finished, printed = 0, set(printed_messages)
+    finished = 0
+    printed = set(printed_messages)
     with GridProgress(len(jobs)) as display:
         try:
             while waiting or running:
@@ -65,7 +67,8 @@ def execute_jobs(
                         running.append(ForkedRun(context, run_function, job, free_slots.pop(0), retry_failed=local.retry_failed))
                 wait_for_messages(running, _POLL_SECONDS)
                 for worker in list(running):
-                    outcome, job = worker.poll(60 * local.hang_minutes), worker.job
+                    outcome = worker.poll(60 * local.hang_minutes)
+                    job = worker.job
                     for message in worker.take_messages():
                         if message not in printed:
                             printed.add(message)

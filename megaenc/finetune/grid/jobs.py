@@ -142,7 +142,8 @@ def build_jobs(
                 "expected mean"
             )
         for model, weights in zip(sources, weight_fingerprints, strict=True):
-            tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
+            tokenizer = compute_tokenizer_fingerprint(model.location)
+            stamp = compute_model_stamp(model.location)
             fingerprints = Fingerprints(weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp)
             jobs += [
                 FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocols[model.name], data, fingerprints)
@@ -175,7 +176,8 @@ def parse_model(name_or_path: str) -> NamedSource:
     """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`; InputError if it holds no model."""
     name, equals, folder = name_or_path.partition("=")
     if not equals or "/" in name:
-        name, folder = "", name_or_path
+        name = ""
+        folder = name_or_path
     check_model_folder(folder)
     path = Path(folder).resolve()
     name = name or path.name

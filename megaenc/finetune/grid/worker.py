@@ -87,7 +87,9 @@ class ForkedRun(ChildProcess):
         self, context: ForkServerContext, run_function: str, job: FinetuneJob, environment: dict[str, str], *, retry_failed: bool
     ) -> None:
         """Start the process with `environment` added to its own; `retry_failed`: repeat a job with a failed.json."""
-        self.job, self.environment, self.progress = job, environment, RunProgress("loading")
+        self.job = job
+        self.environment = environment
+        self.progress = RunProgress("loading")
         self.connection, child_connection = context.Pipe(duplex=False)
         self.process = context.Process(target=_run_child, args=(run_function, job, environment, retry_failed, child_connection))
         try:
@@ -136,7 +138,8 @@ class ForkedRun(ChildProcess):
 
     def take_messages(self) -> list[str]:
         """Return, and forget, the lines that the run printed by `print_rank_0` since the last call."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
     def _receive_messages(self) -> None:

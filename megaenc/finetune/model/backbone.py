@@ -65,11 +65,14 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
     A text longer than that is a batch of its own. Equal lengths keep their order.
     """
     rows = np.argsort(lengths, kind="stable")
-    groups, start, tokens = [], 0, 0
+    groups = []
+    start = 0
+    tokens = 0
     for at, length in enumerate(lengths[rows].tolist()):
         if tokens and tokens + length > tokens_per_forward:
             groups.append(rows[start:at])
-            start, tokens = at, 0
+            start = at
+            tokens = 0
         tokens += length
     return [*groups, rows[start:]] if len(rows) else []
 
@@ -189,7 +192,8 @@ def packed_attention_forward(
         raise NotImplementedError(
             f"packed attention: found {unsupported or 'another mask or shape'}, expected plain self-attention"
         )
-    causal, before = backbone.attention == "causal", -1
+    causal = backbone.attention == "causal"
+    before = -1
     if sliding_window is not None:
         backbone.sliding_windows.add(sliding_window)
         before = sliding_window if backbone.has_wide_window and not causal else sliding_window - 1
@@ -197,7 +201,8 @@ def packed_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
     if backbone.use_varlen_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
         # The kernel supports only 16-bit numbers on a GPU and no dropout.
-        ends, longest = packed.cu_seqlens, packed.lengths[-1]
+        ends = packed.cu_seqlens
+        longest = packed.lengths[-1]
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS)
     else:
         out = _sdpa_by_length(q, k, v, packed, reach, scaling, dropout)

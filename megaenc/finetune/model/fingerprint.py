@@ -42,7 +42,8 @@ def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
     time: see `save_fingerprints`.
     """
-    known, marks = _read_fingerprint_file(results) | _COMPUTED_DIGESTS, [_compute_file_key(folder) for folder in folders]
+    known = _read_fingerprint_file(results) | _COMPUTED_DIGESTS
+    marks = [_compute_file_key(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
     if not new:
         return [known[mark] for mark in marks]
@@ -98,7 +99,8 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 def _hash_files(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
     """Return the SHA-256 of names and contents of the files that match `patterns`; `progress` receives the bytes read."""
-    digest, done = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    done = 0
     for path in _list_files(folder, patterns):
         content = hashlib.sha256()
         try:

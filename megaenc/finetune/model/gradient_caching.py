@@ -20,7 +20,8 @@ def backward_by_packs(
     device = packs[0].tokens.device
     on_gpu = device.type == "cuda"
     first = embed(packs[0])
-    random_states, embedded = [], [first.detach()]
+    random_states = []
+    embedded = [first.detach()]
     with torch.no_grad():
         for packed in packs[1:]:
             random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))

@@ -87,13 +87,15 @@ def _build_backbone(
         check(backbone, probe.pack_probe_texts())
         reference_states = probe.compute_states()
         for parameter in backbone.parameters():
-            exact, parameter.data = parameter.data, parameter.data.to(dtype)
+            exact = parameter.data
+            parameter.data = parameter.data.to(dtype)
             if not torch.equal(parameter.float(), exact):
                 parameter.unrounded = exact
         problem = probe.find_16_bit_error(reference_states) if dtype != torch.float32 else None
         if problem is not None and backbone.is_packed and backbone.device.type != "cpu":
             backbone.use_varlen_kernel = False
-            kernel_problem, problem = problem, probe.find_16_bit_error(reference_states)
+            kernel_problem = problem
+            problem = probe.find_16_bit_error(reference_states)
             if problem is None:
                 print_rank_0(
                     f"{folder}: attention batches texts of equal length: torch's variable-length kernel {kernel_problem}"

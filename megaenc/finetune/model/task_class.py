@@ -168,7 +168,8 @@ def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskF
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
     own = [name for name, _ in empty.named_parameters() if not name.startswith(f"{kind.base_model_prefix}.")]
-    weight, bias = head.weight.detach().float().cpu(), head.bias.detach().float().cpu()
+    weight = head.weight.detach().float().cpu()
+    bias = head.bias.detach().float().cpu()
     labels, hidden_size = weight.shape
     modules = {name.rpartition(".")[0] for name in own}
     if len(modules) == 1 and len(own) == 2:
@@ -206,12 +207,14 @@ def check_same_outputs(model: Any, packed: PackedTexts, compute: Callable[[], Te
     """
     kind = type(model).__name__
     try:
-        expected, outputs = compute().float(), compute_hf_outputs(model, packed)
+        expected = compute().float()
+        outputs = compute_hf_outputs(model, packed)
         same = outputs.shape == expected.shape and bool(
             (outputs - expected).abs().max() <= _TOLERANCE * expected.abs().max().clamp(min=1e-6)
         )
         problem = "computes other outputs than the run"
     except Exception as error:  # a model class may fail in any way
-        same, problem = False, f"fails: {first_error_line(error)}"
+        same = False
+        problem = f"fails: {first_error_line(error)}"
     if not same:
         raise InputError(f"{flag}: transformers' {kind} {problem}; {advice}")

@@ -42,7 +42,8 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 
     q is 1.96 ("normal", as in the study) or the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
     """
-    mean, count = math.fsum(scores) / len(scores), len(scores)
+    mean = math.fsum(scores) / len(scores)
+    count = len(scores)
     if count == 1:
         return Interval(mean, math.nan, 1)
     quantile = 1.96
@@ -118,7 +119,8 @@ class ScoreCell:
 
     def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
         """Return the learning rates of the grid that lack a result, finished or failed, of some seed, in the grid's order."""
-        chosen_rate, incomplete = self.chosen_rate, []
+        chosen_rate = self.chosen_rate
+        incomplete = []
         for rate in self.rates:
             seeds = {run.seed for run in self.runs if run.learning_rate == rate}
             if missing := tuple(seed for seed in self.seeds if seed not in seeds):

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 Evaluations = Sequence[tuple[int, float]]
 """(step, validation score) of each evaluation during a training."""
 
-RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
+RESULTS = "results.json"
+FAILED = "failed.json"
+TIMING = "timing.json"
 KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
 """Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with protocol and scores."""
 

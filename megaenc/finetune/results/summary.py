@@ -193,7 +193,8 @@ def build_tables(summary: GridSummary) -> list[Any]:
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
-        names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
+        names = ("model", "data set", "metric")
+        numbers = ("mean (half)", *compared, "rate", "runs")
         table = tables.build_rich_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
         before: tuple[str, str] = ("", "")
         for row in rows:

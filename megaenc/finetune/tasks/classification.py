@@ -39,7 +39,8 @@ class Classification(FinetuneTask):
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
         """Return the Scores of the model on a split: accuracy, and as baseline that of the split's most frequent class."""
-        gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
+        gold = data.columns["labels"]
+        predicted = np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predict(model, data, np.arange(len(data))):
             predicted[rows] = logits.argmax(1).cpu().numpy()
         right = gold == predicted

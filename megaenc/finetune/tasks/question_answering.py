@@ -44,7 +44,13 @@ class QuestionAnswering(FinetuneTask):
         contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
         contexts = dict(zip(contexts, encoder.encode_with_offsets(list(contexts)), strict=True))
         first = len(encoder.special_tokens.before)
-        rows, bounds, golds, offsets, inside, truncated, questions_cut = [], [], [], [], [], 0, 0
+        rows = []
+        bounds = []
+        golds = []
+        offsets = []
+        inside = []
+        truncated = 0
+        questions_cut = 0
         for example, (prefix, _) in zip(examples, encoder.encode_with_offsets(prefixes), strict=True):
             tokens, characters = contexts[example.context]
             start = first + min(len(prefix), encoder.max_text_tokens)
@@ -53,7 +59,8 @@ class QuestionAnswering(FinetuneTask):
             truncated += len(prefix) + len(tokens) > encoder.max_text_tokens
             questions_cut += len(prefix) > encoder.max_text_tokens
             row = encoder.add_special_tokens(np.concatenate([prefix, tokens]))
-            row_offsets, positions = np.zeros((len(row), 2), dtype=np.int32), np.arange(len(row))
+            row_offsets = np.zeros((len(row), 2), dtype=np.int32)
+            positions = np.arange(len(row))
             row_offsets[start:end] = characters[: end - start]
             rows.append(row)
             bounds.append((start, end))
@@ -81,7 +88,8 @@ class QuestionAnswering(FinetuneTask):
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
-        overlap, answers = np.zeros(len(data)), [""] * len(data)
+        overlap = np.zeros(len(data))
+        answers = [""] * len(data)
         for row, logits in self.predict_texts(model, data):
             log_odds = logits[:, 1] - logits[:, 0]
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
@@ -121,7 +129,8 @@ def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
 
     An unanswerable question thus scores 1 without a predicted answer, else 0: position 0 is part of the question.
     """
-    gold_positions, predicted_positions = set(gold) or {0}, set(predicted) or {0}
+    gold_positions = set(gold) or {0}
+    predicted_positions = set(predicted) or {0}
     return 2 * len(gold_positions & predicted_positions) / (len(gold_positions) + len(predicted_positions))
 
 

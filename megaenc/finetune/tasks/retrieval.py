@@ -148,7 +148,8 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
     lower it. Documents of equal score share their discounts. Equal to scikit-learn's
     `ndcg_score([relevant], [scores])` on the first `depth` documents.
     """
-    gains, scores = relevant[:depth].astype(np.float64), scores[:depth]
+    gains = relevant[:depth].astype(np.float64)
+    scores = scores[:depth]
     if not gains.any():
         return 0.0
     first = np.flatnonzero(np.concatenate([[True], scores[1:] != scores[:-1]]))
@@ -231,7 +232,8 @@ def compute_random_baseline(documents: int, all_grades: tuple[int, ...], missing
         * k / depth * discounts / _compute_ideal_dcg([1] * k, depth)
         for k in range(1, min(depth, relevant) + 1)
     )  # fmt: skip
-    none_yet, first = 1.0, 0.0
+    none_yet = 1.0
+    first = 0.0
     for rank in range(1, depth + 1):
         first += none_yet * relevant / (documents - rank + 1) / rank
         none_yet *= max(0, documents - relevant - rank + 1) / (documents - rank + 1)

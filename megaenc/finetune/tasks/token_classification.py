@@ -25,7 +25,10 @@ class TokenClassification(FinetuneTask):
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
         """Return sentences tokenized, with columns by token: `words` (its word's index or -1), `tags` (index or -100)."""
-        rows, words, tags, truncated = [], [], [], 0
+        rows = []
+        words = []
+        tags = []
+        truncated = 0
         sentences = [[replace_surrogates(word) for word in example.words] for example in examples]
         encoded = encoder.encode_with_offsets([" ".join(sentence) for sentence in sentences])
         for example, sentence, (tokens, offsets) in zip(examples, sentences, encoded, strict=True):
@@ -47,7 +50,8 @@ class TokenClassification(FinetuneTask):
 
     def count_labels(self, data: TokenizedTexts) -> np.ndarray:
         """Return the number of words of each tag, int64[labels], without words that were cut off or have no sub-token."""
-        words, rows = data.columns["words"], np.repeat(np.arange(len(data)), data.lengths)
+        words = data.columns["words"]
+        rows = np.repeat(np.arange(len(data)), data.lengths)
         known = np.flatnonzero(words >= 0)
         _, first = np.unique(np.stack([rows[known], words[known]]), axis=1, return_index=True)
         return np.bincount(data.columns["tags"][known[first]], minlength=self.output_count)
@@ -79,7 +83,8 @@ class TokenClassification(FinetuneTask):
     @cached_property
     def _most_frequent_tags(self) -> tuple[dict[str, int], int]:
         """Return the most frequent tag of each training word, the first of equals, and that of all words together."""
-        tags_of, all_tags = defaultdict(Counter), Counter()
+        tags_of = defaultdict(Counter)
+        all_tags = Counter()
         for example in self.dataset.load_split("train"):
             for word, tag in zip(example.words, example.tags, strict=True):
                 tags_of[word][tag] += 1
@@ -110,7 +115,8 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
     scores = np.zeros(len(gold))
     for at, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
         size = int(max(gold_tags.max(), predicted_tags.max())) + 1
-        gold_counts, predicted_counts = np.bincount(gold_tags, minlength=size), np.bincount(predicted_tags, minlength=size)
+        gold_counts = np.bincount(gold_tags, minlength=size)
+        predicted_counts = np.bincount(predicted_tags, minlength=size)
         hits = np.bincount(gold_tags[gold_tags == predicted_tags], minlength=size)
         present = gold_counts + predicted_counts > 0
         scores[at] = (2 * hits[present] / (gold_counts + predicted_counts)[present]).mean()
@@ -122,7 +128,9 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
     A span starts at a B, and at an I that follows O or another type.
     """
-    spans, open_type, start = set(), None, 0
+    spans = set()
+    open_type = None
+    start = 0
     for index, tag in enumerate([*tags, "O"]):
         prefix, _, entity_type = tag.partition("-")
         is_continued = prefix == "I" and entity_type == open_type
@@ -130,7 +138,8 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
             spans.add((open_type, start, index - 1))
             open_type = None
         if prefix in ("B", "I") and not is_continued:
-            open_type, start = entity_type, index
+            open_type = entity_type
+            start = index
     return spans
 
 
@@ -138,7 +147,8 @@ def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
     """Return the numbers of correct (same type and ends), predicted and gold spans of each sentence, int64[sentences, 3]."""
     rows = []
     for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
-        gold_spans, predicted_spans = parse_spans(gold_tags), parse_spans(predicted_tags)
+        gold_spans = parse_spans(gold_tags)
+        predicted_spans = parse_spans(predicted_tags)
         rows.append((len(gold_spans & predicted_spans), len(predicted_spans), len(gold_spans)))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
