@@ -350,6 +350,13 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
     raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a {expected}")
 
 
+def check_given(settings: Any, command: str, *names: str) -> None:
+    """Raise InputError, naming the flag, if a field of `settings` is empty; `command`: its words after `megaenc`."""
+    for name in names:
+        if not getattr(settings, name):
+            raise InputError(f"--{name}: missing; see `megaenc {command} --help`")
+
+
 def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
     """Check that floats are finite, `positive` fields above 0 and `shares` in [0, 1).
 

@@ -59,9 +59,7 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed mine`: write the pairs with hard negatives, and print how many there are."""
     silence_libraries()
     settings = flags.parse_with_config(MineConfig, argv, prog="megaenc embed mine", description=__doc__)
-    for name in ("model", "data", "output"):
-        if not getattr(settings, name):
-            raise InputError(f"--{name}: missing; see `megaenc embed mine --help`")
+    flags.check_given(settings, "embed mine", "model", "data", "output")
     check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
     check_minimums(settings, negatives=1, skip=0)
     check_minimums(settings, depth=settings.skip + settings.negatives)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
-from megaenc.errors import InputError, handle_command_errors
+from megaenc.errors import handle_command_errors
 from megaenc.flags import check_minimums
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
@@ -46,9 +46,7 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     exit_if_restart_forbidden()
     silence_libraries()
     settings = flags.parse_with_config(EmbedTrainConfig, argv, prog="megaenc embed train", description=__doc__)
-    for name in ("model", "data", "output"):
-        if not getattr(settings, name):
-            raise InputError(f"--{name}: missing; see `megaenc embed train --help`")
+    flags.check_given(settings, "embed train", "model", "data", "output")
     settings.contrastive.check()
     check_process_count("--threads", settings.contrastive.threads)
     check_minimums(settings, save_interval=1, log_interval=1)

@@ -67,9 +67,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate unless done before, print the scores; exit with 1 if the run failed."""
     silence_libraries()
     settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
-    for name in ("model", "dataset"):
-        if not getattr(settings, name):
-            raise InputError(f"--{name}: missing; see `megaenc finetune run --help`")
+    flags.check_given(settings, "finetune run", "model", "dataset")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
     check_learning_rate("--learning-rate", settings.learning_rate)

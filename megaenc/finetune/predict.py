@@ -47,9 +47,7 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune predict`: write the prediction for each row of a file as a line of JSON."""
     silence_libraries()
     settings = flags.parse(PredictConfig, argv, prog="megaenc finetune predict", description=__doc__)
-    for name in ("model", "input"):
-        if not getattr(settings, name):
-            raise InputError(f"--{name}: missing; see `megaenc finetune predict --help`")
+    flags.check_given(settings, "finetune predict", "model", "input")
     if settings.output:
         inputs = (settings.model, settings.input)
         check_output_file(Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite)
