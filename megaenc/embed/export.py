@@ -42,6 +42,8 @@ def export_embedder(
         hf_model = build_hf_model(embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer))
         save_hf_model(hf_model, folder)
         tokenizer = copy.deepcopy(embedder.tokenizer)
+        if {tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token} == {None}:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # sentence-transformers always pads
         write_trained_tokenizer(tokenizer, folder, embedder.max_length, hf_model.config.model_type)
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}

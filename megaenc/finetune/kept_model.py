@@ -60,7 +60,7 @@ def write_trained_tokenizer(tokenizer: Any, folder: Path, max_length: int, model
     tokenizer.padding_side = "right"
     tokenizer.truncation_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
     drop_incompatible_mask_role(model_type, tokenizer)
     write_tokenizer(tokenizer, folder, **options)
 
