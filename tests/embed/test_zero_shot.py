@@ -23,7 +23,7 @@ def silent(done):
         ({"qrels": None}, r"no qrels/test.tsv, expected BEIR's"),
         ({"qrels": "query-id\tcorpus-id\tscore\n"}, r"test.tsv: found no score above 0, expected a relevant document"),
         ({"qrels": "q1\td9\t1\n"}, r"test.tsv: found none of the 1 relevant documents in corpus.jsonl, expected"),
-        ({"qrels": "q1\td1\t1\nq9\td1\t1\n"}, r"test.tsv:2: query 'q9': not in queries.jsonl"),
+        ({"qrels": "q1\td1\t1\nq9\td1\t1\nq9\td2\t1\n"}, r"test.tsv:2: query 'q9': not in queries.jsonl"),
         ({"queries": "".join(f'{{"_id": "q{n}", "text": " "}}\n' for n in range(5))}, r"query 'q1': found an empty text"),
     ],
 )
