@@ -55,13 +55,18 @@ def test_only_what_the_manifest_plans_counts(tmp_path):
     assert read(tmp_path, model_keys=KEYS) is None and read(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '{"scores": {"pretrained": []}}', '{"scores": {"pretrained": {"sci": {"ndcg@10": ["0.5"]}}}}']
-)
-def test_an_odd_file_counts_as_missing(tmp_path, text):
-    folder = tmp_path / "embed" / "own"
-    folder.mkdir(parents=True)
-    (folder / "pretrained.json").write_text(text)
+@pytest.mark.parametrize("scores", [[], ["half"], [0.5], [0.5, math.nan]])
+def test_an_odd_file_counts_as_missing(tmp_path, scores):
+    file = tmp_path / "embed" / "own" / "pretrained.json"
+    write_evaluation(file, {"pretrained": {"sci": np.array([0.25, 0.5])}})
+    values = json.loads(file.read_text())
+    values["queries"]["sci"] = ["q1", "q2"]
+    file.write_text(json.dumps(values))
+    assert read(tmp_path).models == ["own"]
+    values["scores"]["pretrained"]["sci"][METRIC] = scores
+    file.write_text(json.dumps(values))
+    assert read(tmp_path) is None
+    file.write_text("[]")
     assert read(tmp_path) is None
 
 
