@@ -41,7 +41,8 @@ def load_backbone(
     folder is never executed. Parameters that are rounded keep their float32 value as the attribute `unrounded`, for the
     optimizer's master weights. `check` is called with the float32 backbone and short random texts, and may raise InputError.
     """
-    return _build_backbone(_load_hf_model(folder), folder, attention, device, dtype, check)
+    model, _ = _load_hf_model(folder, TaskFamily.IR)
+    return _build_backbone(model, folder, attention, device, dtype, check)
 
 
 def load_with_native_head(
@@ -59,7 +60,7 @@ def load_with_native_head(
 
     `padding`: the tokenizer's padding id, for a config without one. Other arguments and errors are those of `load_backbone`.
     """
-    model, has_pooler_weights = _load_task_model(folder, family, labels)
+    model, has_pooler_weights = _load_hf_model(folder, family, labels)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = padding
     base = model.base_model
@@ -115,42 +116,35 @@ def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
     return hf, load_hf_config(hf)
 
 
-def _load_hf_model(folder: str) -> Any:
-    """Load the transformers model of `folder` without its head, in float32 and eval mode, or raise InputError."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) -> tuple[Any, bool]:
+    """Load the model of `folder` in transformers' class for a family, in float32 and eval mode, or raise InputError.
 
-    hf, config = open_model_folder(folder)
-    model_class = MODEL_MAPPING.get(type(config), None)
-    if not isinstance(model_class, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
-        raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
-    # The pooler is unused, and few folders have its weights.
-    options = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters else {}
-    model, report = load_model(hf, config, model_class, f"the weights of a {config.model_type} model", **options)
-    _check_missing_weights(folder, config, [name for name in report["missing_keys"] if "pooler" not in name])
-    return model
-
-
-def _load_task_model(folder: str, family: TaskFamily, labels: Sequence[str]) -> tuple[Any, bool]:
-    """Return (model of `folder` in transformers' task class, in float32, whether the folder has its pooler's weights)."""
+    Returns:
+        The model, without head for IR, and whether the folder has the weights of its pooler.
+    """
     hf, config = open_model_folder(folder)
     kind = find_task_class(config, family)
-    if kind is None:
-        raise InputError(f"--head native: transformers has no class of {config.model_type} for {family}; expected --head linear")
-    set_labels(config, labels)
-    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model")
-    missing = report["missing_keys"]
-    of_base = [name for name in missing if name.startswith(f"{kind.base_model_prefix}.") and "pooler" not in name]
-    _check_missing_weights(folder, config, of_base)
-    return model, not any("pooler" in name for name in missing)
-
-
-def _check_missing_weights(folder: str, config: Any, missing: Sequence[str]) -> None:
-    """Raise InputError if weights of the base model are `missing` in the folder."""
-    missing = sorted(missing)
+    options = {}
+    prefix = ""
+    if family == TaskFamily.IR:
+        if kind is None or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
+            raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
+        if "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
+            options["add_pooling_layer"] = False  # unused, and few folders have its weights
+    else:
+        if kind is None:
+            raise InputError(
+                f"--head native: transformers has no class of {config.model_type} for {family}; expected --head linear"
+            )
+        set_labels(config, labels)
+        prefix = f"{kind.base_model_prefix}."
+    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model", **options)
+    missing = sorted(name for name in report["missing_keys"] if name.startswith(prefix) and "pooler" not in name)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         problem = f"{len(missing)} weights are missing ({some})"
         raise InputError(f"--model {folder}: {problem}, expected those of a {config.model_type} model")
+    return model, not any("pooler" in name for name in report["missing_keys"])
 
 
 def _select_attention(backbone: Backbone, folder: str) -> None:
