@@ -30,11 +30,10 @@ def read_metric(run: Result, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of `count` scores and half the width of its 95 % confidence interval, NaN for a single score."""
+    """Mean of scores and half the width of its 95 % confidence interval, NaN for a single score."""
 
     mean: float
     half: float
-    count: int
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
@@ -45,13 +44,13 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
     mean = math.fsum(scores) / len(scores)
     count = len(scores)
     if count == 1:
-        return Interval(mean, math.nan, 1)
+        return Interval(mean, math.nan)
     quantile = 1.96
     if kind == "t":
         from scipy.stats import t  # slow to import
 
         quantile = float(t.ppf(0.975, count - 1))
-    return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
+    return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count))
 
 
 @dataclass(frozen=True)
