@@ -27,7 +27,6 @@ from megaenc.output_paths import check_output_file, create_parent_with_rollback
 if TYPE_CHECKING:
     from megaenc.embed.embedder import EmbeddingConfig
     from megaenc.embed.evaluate import RetrievalSet
-    from megaenc.embed.probes import ProbeTask
 
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
 _MEASURES = {"spearman": "Spearman"}
@@ -91,7 +90,7 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str,
     """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and the origin."""
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate, probes
-    from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
+    from megaenc.embed.embedder import build_embedder, fetch_model, override_config, read_embedding_config
 
     named_data = _name_all("--data", settings.data)
     if repeated := [name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1]:
@@ -116,7 +115,19 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str,
                 data, "BM25", data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update))
             )
     for name, folder in folders.items():
-        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, tasks, rows)
+        embedder = build_embedder(name, folder, configs[name], settings.embedding)
+        configs[name] = embedder.config  # with the attention and length in effect
+        for data in sets:
+            place = f"{name} {data.name}: "
+            row_of = {document: row for row, document in enumerate(dict.fromkeys(data.documents))}
+            queries, documents = embedder.embed_queries_and_documents(data.queries, list(row_of), place)
+            with ProgressLine(f"{place}ranking", total=len(queries), closing=False) as line:
+                text_of = np.array([row_of[document] for document in data.documents])
+                scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update, text_of))
+            rows[data.name] += evaluate.build_rows(data, name, scores)
+        for task in tasks:
+            rows[task.name].append(task.evaluate(name, embedder))
+        del embedder  # frees memory for the next model
     origin = _describe_origin(settings, folders, named_data, sets) if settings.output.endswith(".json") else {}
     return [row for of_set in rows.values() for row in of_set], configs, origin
 
@@ -140,38 +151,6 @@ def _describe_origin(
         "fingerprints": fingerprints,
         "queries": {each.name: each.query_ids for each in sets},
     }
-
-
-def _evaluate_model(
-    name: str,
-    folder: str,
-    config: "EmbeddingConfig",
-    settings: EmbedEvalConfig,
-    sets: Sequence["RetrievalSet"],
-    tasks: Sequence["ProbeTask"],
-    rows: dict[str, list[EvaluationRow]],
-) -> "EmbeddingConfig":
-    """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
-    from megaenc.embed import evaluate
-    from megaenc.embed.embedder import build_embedder
-
-    embedder = build_embedder(name, folder, config, settings.embedding)
-    config = embedder.config
-    for data in sets:
-        row_of = {document: row for row, document in enumerate(dict.fromkeys(data.documents))}
-        texts = [config.query_prefix + query for query in data.queries]
-        texts += [config.document_prefix + document for document in row_of]
-        with ProgressLine(f"{name} {data.name}: tokenizing", total=len(texts), closing=False) as line:
-            tokens = embedder.tokenize(texts, line.update)
-        with ProgressLine(f"{name} {data.name}: embedding", total=sum(map(len, tokens)), closing=False) as line:
-            queries, documents = embedder.embed(tokens, line.update).split([len(data.queries), len(row_of)])
-        with ProgressLine(f"{name} {data.name}: ranking", total=len(queries), closing=False) as line:
-            text_of = np.array([row_of[document] for document in data.documents])
-            scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update, text_of))
-        rows[data.name] += evaluate.build_rows(data, name, scores)
-    for task in tasks:
-        rows[task.name].append(task.evaluate(name, embedder))
-    return config
 
 
 def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:

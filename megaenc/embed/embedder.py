@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from megaenc.backend.device import detect_backend
-from megaenc.console import print_rank_0
+from megaenc.console import ProgressLine, print_rank_0
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokensMode, resolve_special_tokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -269,3 +269,15 @@ class Embedder:
             vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1) if unit_length else pooled
             progress(done := done + len(packed.tokens))
         return vectors
+
+    def embed_queries_and_documents(
+        self, queries: Sequence[str], documents: Sequence[str], place: str = ""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of queries and of documents, by `embed` after their prefixes; progress begins with `place`."""
+        texts = [self.config.query_prefix + query for query in queries]
+        texts += [self.config.document_prefix + document for document in documents]
+        with ProgressLine(f"{place}tokenizing", total=len(texts), closing=False) as line:
+            tokens = self.tokenize(texts, line.update)
+        with ProgressLine(f"{place}embedding", total=sum(map(len, tokens)), closing=False) as line:
+            vectors = self.embed(tokens, line.update)
+        return vectors[: len(queries)], vectors[len(queries) :]

@@ -96,12 +96,7 @@ def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
     queries = list(dict.fromkeys(pair.query for pair in pairs))
     documents = list(dict.fromkeys((*(pair.document for pair in pairs), *_read_corpus(settings.corpus))))
     embedder = build_embedder(Path(settings.model).name or settings.model, folder, config, settings.embedding)
-    texts = [embedder.config.query_prefix + query for query in queries]
-    texts += [embedder.config.document_prefix + document for document in documents]
-    with ProgressLine("tokenizing", total=len(texts), closing=False) as line:
-        tokens = embedder.tokenize(texts, line.update)
-    with ProgressLine("embedding", total=sum(map(len, tokens)), closing=False) as line:
-        vectors = embedder.embed(tokens, line.update).split([len(queries), len(documents)])
+    vectors = embedder.embed_queries_and_documents(queries, documents)
     with ProgressLine("searching", total=len(queries), closing=False) as line:
         return pairs, mine_negatives(pairs, queries, documents, *vectors, settings, line.update)
 
