@@ -265,12 +265,10 @@ def _build_score(
     failed: dict[float, set[int]] = defaultdict(set)
     for run in (run for cell in over for run in cell.runs if run.failure is not None):
         failed[run.learning_rate].add(run.seed)
-    single = {}
-    if not members:
+    load_examples = dict
+    if not members and all(run.has_common_examples for run in chosen):
         paths = {run.seed: run.path for run in chosen}
-        single = {"learning_rate": over[0].chosen_rate, "baseline": chosen[0].test.baseline.get(metric)}
-        if all(run.has_common_examples for run in chosen):
-            single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
+        load_examples = functools.cache(functools.partial(_read_example_scores, paths, metric))
     return Score(
         model=over[0].model,
         model_key=model_key,
@@ -286,7 +284,9 @@ def _build_score(
         collapsed_at_rate=sum(bool(run.test.collapsed) for run in chosen),
         failed_seeds={rate: frozenset(seeds) for rate, seeds in failed.items()},
         members=tuple(members),
-        **single,
+        learning_rate=None if members else over[0].chosen_rate,
+        baseline=None if members else chosen[0].test.baseline.get(metric),
+        load_examples=load_examples,
     )
 
 
