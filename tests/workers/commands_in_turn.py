@@ -37,6 +37,7 @@ ALSO = (
     "megaenc.training.trainer",
     "transformers.models.auto.tokenization_auto",
     "megaenc.finetune.train",
+    "megaenc.embed.train_run",
     "megaenc.convert.to_hf",
     "scipy.stats",
 )
