@@ -34,7 +34,7 @@ from megaenc.model.config import ModelConfig
 from megaenc.output_paths import create_parent_with_rollback, refuse_existing
 from megaenc.training.checkpoint_dir import file_digests
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
-from megaenc.training.run_init import Ancestor, RunInit
+from megaenc.training.run_init import RUN_FORMAT, Ancestor, RunInit
 
 MAX_SEQ_LENGTH = 2048  # tokens, the study's context; default for models with a longer one
 _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at a time
@@ -212,13 +212,14 @@ def write_run_files(
         "tokenizer": str((output / TOKENIZER_DIR).resolve()),
     }
     identity = {
-        **model.identity,
+        **vars(model),
         "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
         "tokenizer": vocabulary.fingerprint,
         "bf16": config["bf16"],
         "source": hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16],
     }
     facts = {
+        "format": RUN_FORMAT,
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
         "parameters": model.parameter_count(model.vocab_size),

@@ -18,12 +18,12 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
-from megaenc.model.config import ADDED_OPTIONS, ModelConfig
+from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import CheckpointDir, CheckpointReadError
 from megaenc.training.config import PretrainConfig, read_config_file
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
-from megaenc.training.run_init import Ancestor, RunInit
+from megaenc.training.run_init import Ancestor, RunInit, check_run_format
 
 if TYPE_CHECKING:
     from megaenc.model.encoder import Encoder
@@ -95,10 +95,7 @@ class RunCheckpoint:
 
     @property
     def special_tokens(self) -> SpecialTokens | None:
-        """Return the special tokens around each document in training, or None.
-
-        None if no run of a version that records them trained the weights.
-        """
+        """Return the special tokens around each document in training; None if the weights were only converted."""
         values = self.facts.get("special_tokens")
         return None if values is None else SpecialTokens.from_json(values, f"{self.folder / RUN_FILE}: field `special_tokens`")
 
@@ -193,8 +190,8 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     """Return the RunCheckpoint of a run folder by its config.yaml and run.json; InputError if one is missing or changed."""
     if not os.path.isfile(folder / CONFIG_FILE):
         raise InputError(f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
-    settings = read_config_file(str(folder / CONFIG_FILE))
     facts, start = _read_facts(folder / RUN_FILE)
+    settings = read_config_file(str(folder / CONFIG_FILE))
     vocab_size = facts["vocab_size"]
     identity = facts["identity"]
     _check_config_matches(settings, identity, folder / CONFIG_FILE)
@@ -214,6 +211,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """Read run.json and return its content and the `RunInit` in it. Raises InputError for wrong types or values."""
     try:
         facts = parse_json(read_regular_file(file))
+        check_run_format(facts, file)
         start = RunInit.from_run_metadata(facts)
         identity = facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
@@ -246,5 +244,5 @@ def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], fi
     others = {"seed": settings.seed, "seq_length": settings.data.seq_length}
     config |= {name: value for name, value in others.items() if name in identity}  # converted models have neither
     for name, value in config.items():
-        if value != (expected := identity.get(name, ADDED_OPTIONS.get(name))):
+        if value != (expected := identity.get(name)):
             raise InputError(f"{file}: field `{name}`: found {value}, expected {expected}, which {RUN_FILE} has")

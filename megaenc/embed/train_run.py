@@ -26,7 +26,7 @@ from megaenc.embed.train import ContrastiveTrainer, NonFiniteTrainingError, Stat
 from megaenc.errors import InputError
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.train import make_deterministic
-from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.json_files import read_json_object
 from megaenc.locks import try_lock
 from megaenc.torchelastic import exit_without_restart
 
@@ -49,8 +49,7 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
     folder = fetch_model(settings.model)
     embedding = override_config(read_embedding_config(folder), settings.contrastive)
     is_plain = not (Path(folder) / "modules.json").exists()
-    is_old_state = "special_tokens" not in read_json_or_empty(state / _SETTINGS).get("config", {"special_tokens": ""})
-    if embedding.special_tokens == "own" and is_plain and not is_old_state:  # a begun training goes on with its texts
+    if embedding.special_tokens == "own" and is_plain:
         embedding = dataclasses.replace(embedding, special_tokens="")
     pairs = load_pairs(settings.data)
     config = dataclasses.replace(
@@ -178,9 +177,8 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
     if not isinstance(config, dict) or not isinstance(fingerprints, dict):
         raise InputError(f"{file}: no settings of `megaenc embed train`, {advice}")
     for name, value in current["config"].items():
-        recorded_value = config.get(name, getattr(ContrastiveConfig(), name))  # absent in files of earlier versions
-        if recorded_value != value:
-            raise InputError(f"--{name.replace('_', '-')}: found {value!r}, but {recorded_value!r} in {file}; {advice}")
+        if config.get(name) != value:
+            raise InputError(f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; {advice}")
     for name, value in current["fingerprints"].items():
         if fingerprints.get(name) != value:
             flag = "--data" if name == "data" else "--model"

@@ -115,11 +115,6 @@ class ModelConfig:
         return layers + matrices * vocab_size * hidden + head
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """Return the fields by name for a run's identity; without ADDED_OPTIONS at their default, as runs before them."""
-        return {name: value for name, value in vars(self).items() if name not in ADDED_OPTIONS or value != ADDED_OPTIONS[name]}
-
-    @property
     def norms_per_layer(self) -> int:
         """Return the number of norms of hidden states in a layer."""
         return 4 if self.post_norms else 2
@@ -275,13 +270,6 @@ class ModelConfig:
             raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}")
 
 
-_ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
-_ADDED += ("embedding_norm", "prediction_head", "output_layer_bias", "query_pre_attn_scalar", "apply_layernorm_1p", "post_norms")
-_ADDED += ("first_global_layer", "scale_embedding", "rotary_seq_len_interpolation_factor")
-_ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "init_method", "init_cutoff")
-_ADDED += ("attention_output_dropout",)
-ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
-"""Defaults of the options that the first version of a run's identity lacks."""
 TRAINING_OPTIONS = ("init_method_std", "init_method", "init_cutoff", "attention_output_dropout")
 """Options that decide how weights begin or are trained, and whose weights fit any other value."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions

@@ -85,14 +85,10 @@ def option(
     low: float = -math.inf,
     high: float = math.inf,
     above: float = -math.inf,
-    added_later: bool = False,
 ) -> Any:
-    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`.
-
-    `added_later`: runs exist whose identity lacks the option, so that only another value than the default becomes a part of it.
-    """
+    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
     limits = {"low": low, "high": high, "above": above}
-    return dataclasses.field(default=default, metadata={"help": help, "added_later": added_later, **limits})
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True)
@@ -158,15 +154,12 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`.
-
-        Options that were added later are left out at their default in any case.
-        """
+        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`."""
         assignments = []
         for field in self.options():
             first = getattr(self, field.name)
             last = getattr(end or self, field.name)
-            if first != last or first != field.default or (every and not field.metadata.get("added_later")):
+            if first != last or first != field.default or every:
                 values = (first,) if first == last else (first, last)
                 assignments.append(f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}")
         return f"{self.name}({','.join(assignments)})" if assignments else self.name

@@ -43,7 +43,7 @@ class Masking(Objective):
     random: float = option(0.0, "share of these that become a random token", low=0, high=1)
     keep: float = option(0.0, "share of these that stay unchanged", low=0, high=1)
     span: float = option(0.0, "mean length of hidden runs, 0 for independent tokens", low=0)
-    unit: str = option("token", "tokens hidden together: token, word, or a file of collocations", added_later=True)
+    unit: str = option("token", "tokens hidden together: token, word, or a file of collocations")
 
     def __post_init__(self) -> None:
         """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""

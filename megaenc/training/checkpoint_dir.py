@@ -92,7 +92,6 @@ class CheckpointDir:
 
         Raises:
             DamagedCheckpointError: It is missing or bad, or a file is missing or has another size.
-            InputError: The checkpoint has the format of an earlier version.
         """
         path = self.path(step)
         if not path.is_dir():
@@ -100,8 +99,7 @@ class CheckpointDir:
         try:
             state = parse_json(read_regular_file(path / STATE_FILE))
             expected = state.pop(DIGEST_FIELD, None)
-            is_earlier = "common.pt" in state["files"] and INDEX_FILE not in state["files"]
-            if expected != json_digest(state) and not (expected is None and is_earlier):
+            if expected != json_digest(state):
                 raise DamagedCheckpointError(f"{path / STATE_FILE}: its content changed; the checkpoint is damaged")
             if state["step"] != step:
                 raise ValueError(f"step {state['step']}")
@@ -109,11 +107,6 @@ class CheckpointDir:
             kinds = isinstance(state["identity"], dict) and state["files"] and all(isinstance(text, str) for text in texts)
             if not (kinds and all(type(state.get(name, 0)) in (int, float) for name in PROGRESS_FIELDS)):
                 raise ValueError("fields of another kind")
-            if is_earlier:
-                raise InputError(
-                    f"{path}: has the format of before 2026-11-26, expected a file {INDEX_FILE}; megaenc's git revision 1effa6e8 "
-                    "reads it: continue, export or merge the run with that one"
-                )
             damage = find_size_damage(path, state["files"])
         except OSError as error:
             kind = (

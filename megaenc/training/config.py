@@ -75,7 +75,7 @@ class PretrainConfig:
     model: str = field(default="tiny", metadata=FREE)
     """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
-    shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"), metadata=FREE)
+    shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     start: StartConfig = field(default_factory=StartConfig, metadata=FREE)

@@ -10,8 +10,6 @@ FREE = {"identity": False}
 """May differ within a run, or is replaced by a value that follows from it."""
 FIXED = {"identity": True}
 """Is part of the identity, unlike the others of its group."""
-ADDED = {"identity": "unless default"}
-"""Is left out at its default, as in runs of versions that had no such field."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,10 @@ class DataConfig:
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
     length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
     --split-sentences)"""
-    data_order: Literal["blocks", "documents"] | None = field(default=None, metadata=FREE)
+    data_order: Literal["blocks", "documents"] = field(default="blocks", metadata=FREE)
     """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in blocks of consecutive documents,
     and in groups of blocks by document, so that start-up and memory do not grow with the corpus; documents: all documents at
-    once. Without the flag: as in the run of --save, --branch-from or --init-from (documents before there was a choice), else
-    blocks"""
+    once"""
     skip_packs: tuple[str, ...] = field(default=(), metadata=FREE)
     """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
     keeps its list without the flag"""
@@ -51,7 +48,7 @@ class DataConfig:
 class OptimizerConfig:
     """Flags of optimizer, learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
 
-    optimizer: Literal["adamw", "stable_adamw", "muon"] = field(default="adamw", metadata=ADDED)
+    optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
     lr: float = 2e-3
@@ -73,7 +70,7 @@ class OptimizerConfig:
     """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
-    no_weight_decay_norm_bias: bool = field(default=False, metadata=ADDED)
+    no_weight_decay_norm_bias: bool = False
     """leave norms and biases, all parameters of one dimension, out of the weight decay"""
     adam_beta1: float = 0.9
     """decay rate of Adam's first moment"""
@@ -83,9 +80,9 @@ class OptimizerConfig:
     """term added to the denominator of Adam for numerical stability"""
     clip_grad: float = 1.0
     """gradient norm above which the gradient is scaled down; 0 never clips"""
-    muon_momentum: float = field(default=0.95, metadata=FREE)
+    muon_momentum: float = 0.95
     """decay rate of Muon's momentum"""
-    muon_num_ns_steps: int = field(default=5, metadata=FREE)
+    muon_num_ns_steps: int = 5
     """Newton-Schulz iterations of Muon's orthogonalization"""
 
     def check(self) -> None:

@@ -90,22 +90,26 @@ class WSDSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entries of a run's identity; style and minimum only if they differ from the defaults."""
-        values: dict[str, Any] = {"lr_wsd_decay_style": self.style} if self.style != WSD_DECAY_STYLE else {}
-        values |= {"min_lr": self.min_lr} if self.min_lr else {}
-        return values | {"lr_warmup_iters": self.warmup, "lr_wsd_decay_iters": self.decay}
+        """Return the entries of a run's identity, without the peak and the number of steps."""
+        return {
+            "lr_warmup_iters": self.warmup,
+            "lr_wsd_decay_iters": self.decay,
+            "lr_wsd_decay_style": self.style,
+            "min_lr": self.min_lr,
+        }
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
         """Return the schedule of a run by its `identity`; ValueError if that holds none."""
-        values = [identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-        style = identity.get("lr_wsd_decay_style", WSD_DECAY_STYLE)
-        min_lr = identity.get("min_lr", 0.0)
-        if any(type(value) not in (int, float) for value in (values[0], min_lr)) or any(type(v) is not int for v in values[1:]):
+        rates = [identity.get(name) for name in ("lr", "min_lr")]
+        steps = [identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
+        style = identity.get("lr_wsd_decay_style")
+        if not all(type(rate) in (int, float) for rate in rates) or not all(type(count) is int for count in steps):
             raise ValueError("no learning rate")
-        if style not in DECAY_COEFFICIENTS:
+        if str(style) not in DECAY_COEFFICIENTS:
             raise ValueError(f"unknown decay style {style}")
-        return cls(*values, style, min_lr)
+        peak, min_lr = rates
+        return cls(peak, *steps, style, min_lr)
 
     def describe(self) -> str:
         """Return the schedule as text for the console.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_json_object, read_json_or_empty, read_regular_file
-from megaenc.model.config import ADDED_OPTIONS, TRAINING_OPTIONS
+from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.model.config import TRAINING_OPTIONS, ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
@@ -15,7 +15,7 @@ from megaenc.training.lr_schedule import LearningRate, WSDSchedule, learning_rat
 from megaenc.training.phases import parse_phase
 from megaenc.training.plan import PHASE_IDENTITY, Plan
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
-from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest
+from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, check_run_format, identity_digest
 from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; schedules and phases are compared separately, step by step up to its first step.
@@ -36,24 +36,8 @@ _FREE_IN_BRANCH = {
     *PHASE_IDENTITY,
 }
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
-WEIGHT_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "rotary_base",
-    "norm_epsilon",
-    "kv_channels",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "untie_embeddings_and_output_weights",
-    "tokenizer",
-    "vocab_size",
-    *(name for name in ADDED_OPTIONS if name not in TRAINING_OPTIONS),
-)
+_FREE_IN_WEIGHTS = {*TRAINING_OPTIONS, "make_vocab_size_divisible_by"}
+WEIGHT_FIELDS = (*(field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_IN_WEIGHTS), "tokenizer")
 # Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
 _ROTARY_FIELDS = (
     "rotary_base",
@@ -86,22 +70,6 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
     return dataclasses.replace(start, skip_samples=config.skip_samples) if isinstance(config.skip_samples, int) else start
 
 
-def resolve_data_order(settings: PretrainConfig) -> PretrainConfig:
-    """Return `settings` with a --data-order: as given, or that of the run in --save or of the parent, or of a new run.
-
-    Runs of versions that recorded none shuffled documents. An unreadable run.json is reported later, on opening the run.
-    """
-    order = settings.data.data_order
-    start = settings.start
-    runs = [run for run in (settings.output.save, start.branch_from, start.init_from) if run]
-    for run in runs if order is None else ():
-        metadata = read_json_or_empty(Path(run) / RUN_FILE)
-        if metadata and "source" not in metadata:  # converted weights have no data
-            order = "blocks" if metadata.get("data_order") == "blocks" else "documents"
-            break
-    return dataclasses.replace(settings, data=dataclasses.replace(settings.data, data_order=order or "blocks"))
-
-
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
     """Return `settings` with the step and skipped samples of `start` in --branch-at or --init-at, and --skip-samples."""
     at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
@@ -122,6 +90,7 @@ class ParentRun:
             raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
         try:
             metadata = parse_json(read_regular_file(self.path / RUN_FILE))
+            check_run_format(metadata, self.path / RUN_FILE)
             self.identity = metadata["identity"]
             self.start = RunInit.from_run_metadata(metadata)
             if not isinstance(self.identity.get("objective_packages", {}), dict):

@@ -19,14 +19,12 @@ from megaenc.errors import InputError
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
-from megaenc.training.config_groups import ADDED
 from megaenc.training.lr_schedule import LearningRate
-from megaenc.training.run_init import NEW_WEIGHTS, RunInit
+from megaenc.training.run_init import NEW_WEIGHTS, RUN_FORMAT, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 PHASE_IDENTITY = ("data", "seq_length", "global_batch_size", "rampup_batch_size", "rotary_base", "weight_decay")
 """Entries of a run's identity that may change by phase; its `phases` has them if they do, else only the identity itself."""
-_ADDED_PHASE_IDENTITY = ("weight_decay",)  # left out of `phases` if equal in all, as in runs of earlier versions
 
 
 @dataclass(frozen=True)
@@ -197,23 +195,17 @@ class Plan:
         compared separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings.phase_configs[-1].settings
-        optimizer = settings.optimizer
-        values = _identity_fields(settings) | settings.shape.identity
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # like JSON
-        if optimizer.optimizer == "muon":
-            values["muon_momentum"] = optimizer.muon_momentum
-            values["muon_num_ns_steps"] = optimizer.muon_num_ns_steps
+        values = {
+            name: list(value) if isinstance(value, tuple) else value  # like JSON
+            for name, value in _identity_fields(settings).items()
+        }
         rows = self._phase_rows()
         if len(rows) > 1:
             values["phases"] = rows
-        # Absent with at most an EOS after each document, as in runs of earlier versions.
-        special = self.data.special_tokens
-        if special.mode == "template":
-            values["special_tokens"] = special.to_json()
-        # Absent if all documents are shuffled, as in runs of earlier versions.
-        if any(data.has_blocks for data in (*self.earlier_data, self.data)):
-            values["data_order"] = "blocks"
+        has_blocks = any(data.has_blocks for data in (*self.earlier_data, self.data))
         return values | {
+            "special_tokens": self.data.special_tokens.to_json(),
+            "data_order": "blocks" if has_blocks else "documents",  # the same for a small corpus with either flag
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
             "objective_packages": self.schedule.packages(),
@@ -228,11 +220,10 @@ class Plan:
     def _phase_rows(self) -> list[dict[str, Any]]:
         """Return, by name, the values that differ between phases, with the last step of each; equal neighbors are one row."""
         rows: list[dict[str, Any]] = []
-        values_by_phase = [flags.flatten(phase.settings) for phase in self.settings.phase_configs]
-        equal = {name for name in _ADDED_PHASE_IDENTITY if len({values[name] for values in values_by_phase}) == 1}
-        for number, (phase, values) in enumerate(zip(self.settings.phase_configs, values_by_phase, strict=True)):
+        for number, phase in enumerate(self.settings.phase_configs):
+            values = flags.flatten(phase.settings)
             data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
-            row = {name: values[name] for name in PHASE_IDENTITY if name not in {"data", *equal}} | {"data": data.fingerprint}
+            row = {name: values[name] for name in PHASE_IDENTITY if name != "data"} | {"data": data.fingerprint}
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
             if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
                 rows.pop()
@@ -241,12 +232,12 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json: version, model size, order, corpus usage, start, skipped packs, rewinds, identity."""
+        """Return the content of run.json: format, version, model size, corpus usage, start, skipped packs, rewinds, identity."""
         return {
+            "format": RUN_FORMAT,
             "megaenc": __version__,
             "vocab_size": self.vocab_size,
             "parameters": self.settings.shape.parameter_count(self.vocab_size),
-            "data_order": self.settings.data.data_order,
             "special_tokens": self.data.special_tokens.to_json(),
             "reading": [dataclasses.asdict(row) for row in self.corpus_usage],
             "start": dataclasses.asdict(self.start),
@@ -267,7 +258,7 @@ def _identity_fields(settings: Any, is_part: bool = True) -> dict[str, Any]:
         rule = field.metadata.get("identity", is_part)
         if dataclasses.is_dataclass(value):
             values |= _identity_fields(value, rule)
-        elif rule and not (rule == ADDED["identity"] and value == field.default):
+        elif rule:
             values[field.name] = value
     return values
 

@@ -17,7 +17,7 @@ from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig, OutputConfig
-from megaenc.training.parent_run import record_run_init, resolve_data_order, resolve_run_init
+from megaenc.training.parent_run import record_run_init, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import resolve_skip_ranges
@@ -34,7 +34,6 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     if not settings.output.dry_run:
         check_device(settings, detect_backend())
     _check_named_device(settings.output)
-    settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
     prefixes = [prefix for data in data_configs for prefix in list_prefixes(data.data_path)]

@@ -18,6 +18,7 @@ from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.model.config import get_preset
 from megaenc.torchelastic import is_torchrun_worker
+from megaenc.training.run_init import check_run_format
 from megaenc.training.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:  # readers of a run directory import this module without torch
@@ -192,6 +193,7 @@ def _check_same_run(path: Path, plan: "Plan") -> dict[str, Any]:
     """Return the content of run.json; InputError if it belongs to a different run than `plan`."""
     expected = "a file written by a run"
     metadata = read_json_object(path / RUN_FILE, expected)
+    check_run_format(metadata, path / RUN_FILE)
     identity, rewinds = metadata.get("identity"), metadata.get("rewinds", [])
     if not isinstance(identity, dict) or not isinstance(rewinds, list):
         raise InputError(f"{path / RUN_FILE}: found no `identity` or `rewinds` of a run; expected {expected}")

@@ -3,8 +3,14 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
+from megaenc.console import truncate_text
+from megaenc.errors import InputError
+
+RUN_FORMAT = 1
+"""Format of a run directory, the field `format` of run.json: another number for one that this version cannot read."""
 PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
 """Counters of metrics and checkpoints, summed from the run's first step on."""
 
@@ -26,9 +32,8 @@ class Ancestor:
     """Content of generation_config.json of a Hugging Face model."""
     total: int = 0
     """Planned number of steps of the run: equal to `step` if it was complete; 0 if unknown."""
-    config_fields: dict[str, Any] = field(default_factory=dict, compare=False)
-    """Fields of a Hugging Face model's config.json that exports keep: classifier pooling and ids of
-    special tokens. Not compared, because runs of earlier versions did not record them."""
+    config_fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of a Hugging Face model's config.json that exports keep: classifier pooling and ids of special tokens."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,18 @@ class RunInit:
 
 
 NEW_WEIGHTS = RunInit()
+
+
+def check_run_format(metadata: dict[str, Any], file: Path) -> None:
+    """Raise InputError unless `metadata`, the content of the run.json `file`, has the format of this version."""
+    number = metadata.get("format")
+    if type(number) is int and number == RUN_FORMAT:
+        return
+    text = "none" if number is None else truncate_text(str(number), 40)
+    remedy = "resume, branch and export it with that version, or begin anew in another directory"
+    raise InputError(
+        f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of megaenc wrote this run: {remedy}"
+    )
 
 
 def identity_digest(identity: dict[str, Any]) -> str:

@@ -423,23 +423,6 @@ def test_the_exported_tokenizer_adds_the_tokens_of_training(adds, flags, before,
         assert np.isfinite(model.encode(["", "walked"])).all()
 
 
-def test_a_training_begun_by_an_earlier_version_goes_on_with_its_texts(plain, pairs, monkeypatch):
-    """Its state records no special tokens: they were the tokenizer's own, here none."""
-    from transformers import AutoTokenizer
-
-    flags = ["--max-steps", 3, "--save-interval", 1]
-    with monkeypatch.context() as context:
-        interrupt(context, 2)
-        with pytest.raises(SystemExit):
-            call(plain, pairs, "out", *flags)
-    settings = Path("out.state/settings.json")
-    recorded = json.loads(settings.read_text())
-    del recorded["config"]["special_tokens"]
-    settings.write_text(json.dumps(recorded))
-    call(plain, pairs, "out", *flags)
-    assert AutoTokenizer.from_pretrained("out")("")["input_ids"] == []
-
-
 def test_truncated_embeddings(models, beir, refusal):
     texts = ["Lyon", "letters from Paris"]
     whole = load_embedder(models["encoder"])

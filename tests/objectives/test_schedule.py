@@ -68,7 +68,7 @@ def test_canonical_is_equal_where_the_phases_are():
     def canonical(text):
         return Schedule.build(text, 100, VOCABULARY).canonical
 
-    assert canonical("clm:0.25,mlm:0.75") == "clm:25,mlm(mask=0.4,random=0.0,keep=0.0,span=0.0):75"
+    assert canonical("clm:0.25,mlm:0.75") == "clm:25,mlm(mask=0.4,random=0.0,keep=0.0,span=0.0,unit=token):75"
     assert canonical("clm:25, mlm(keep=0,mask=0.40):75") == canonical("clm:0.25,mlm:0.75")
     assert canonical("mlm") == canonical("mlm:1.0") == canonical("mlm:100")
     assert canonical("mlm(mask=0.3)") != canonical("mlm")

@@ -24,13 +24,12 @@ def forge(file: Path, content: bytes) -> None:
     change_state(file.parent, lambda state: state["files"].update({file.name: entry}))
 
 
-def change_state(folder: Path, change: Callable[[dict], object], has_digest: bool = True) -> None:
-    """Let `change` change the fields of a checkpoint's state.json, which gets the digest to match, or none."""
+def change_state(folder: Path, change: Callable[[dict], object]) -> None:
+    """Let `change` change the fields of a checkpoint's state.json, which gets the digest to match."""
     state = json.loads((folder / "state.json").read_text())
     state.pop("sha256", None)
     change(state)
-    if has_digest:
-        state["sha256"] = json_digest(state)
+    state["sha256"] = json_digest(state)
     (folder / "state.json").write_text(json.dumps(state))
 
 

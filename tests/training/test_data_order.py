@@ -1,14 +1,11 @@
 """What is read, and in which order: decided by data, seed and packing; not by length of the run, batch size or layout."""
 
-import json
-
 import numpy as np
 import pytest
 from training_helpers import plan_of
 
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
-from megaenc.training.parent_run import resolve_data_order
 
 
 @pytest.mark.parametrize("flags", [[], ["--packing", "random-length"], ["--blend-max-epochs", "2"]], ids=str)
@@ -45,42 +42,20 @@ def large(monkeypatch):
     monkeypatch.setattr("megaenc.data.packing.block_stream._MOST_BLOCKS", 50)
 
 
-def forget_order(folder):
-    """Make `folder` a run of a version that recorded no order."""
-    metadata = json.loads((folder / "run.json").read_text())
-    assert metadata.pop("data_order") == "documents" and "data_order" not in metadata["identity"]
-    (folder / "run.json").write_text(json.dumps(metadata))
-    config = (folder / "config.yaml").read_text()
-    assert "data_order: documents\n" in config
-    (folder / "config.yaml").write_text(config.replace("data_order: documents\n", ""))
-
-
 @pytest.mark.parametrize(("order", "other"), [("blocks", "documents"), ("documents", "blocks")])
-def test_a_run_keeps_its_order_of_documents(order, other, short_run, tmp_path, large, refusal):
-    """Resumed and branched without the flag; a run without a record shuffles documents, as it always did."""
+def test_the_order_of_documents_is_a_part_of_the_identity(order, other, short_run, tmp_path, large, refusal):
     run = ["--save", str(tmp_path / "run")]
     main([*short_run, *run, "--data-order", order, "--exit-interval", "1"])
-    if order == "documents":
-        forget_order(tmp_path / "run")
     branch = ["--branch-from", str(tmp_path / "run"), "--branch-at", "1"]
     weights = ["--init-from", str(tmp_path / "run"), "--skip-samples", "parent"]
     for start in (run, branch, weights):
-        plan = plan_of(*short_run, *start)
-        assert plan.settings.data.data_order == order and plan.data.has_blocks == (order == "blocks")
-        assert "data_order is" in refusal(main, [*short_run, *start, "--data-order", other])
+        assert plan_of(*short_run, *start, "--data-order", order).data.has_blocks == (order == "blocks")
+        assert f"data_order is {order} there, {other} here" in refusal(main, [*short_run, *start, "--data-order", other])
     assert plan_of(*short_run, *weights[:2], "--data-order", other).data.has_blocks == (order == "documents")
 
 
-def test_both_orders_of_a_small_corpus_are_one_run(small_corpus, tmp_path):
+def test_both_orders_of_a_small_corpus_are_one_run(small_corpus):
     blocks = plan_of(*small_corpus.flags)
     documents = plan_of(*small_corpus.flags, "--data-order", "documents")
-    assert (blocks.settings.data.data_order, documents.settings.data.data_order) == ("blocks", "documents")
-    assert blocks.identity == documents.identity and "data_order" not in blocks.identity
-
-
-def test_converted_weights_bring_no_order(small_corpus, tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"source": {}, "identity": {}}))
-    settings = parse_config([*small_corpus.flags, "--init-from", str(tmp_path)], "test")
-    assert resolve_data_order(settings).data.data_order == "blocks"
-    (tmp_path / "run.json").write_text("no JSON")
-    assert resolve_data_order(settings).data.data_order == "blocks"
+    assert blocks.settings.data.data_order == "blocks"
+    assert blocks.identity == documents.identity

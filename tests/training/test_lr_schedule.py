@@ -60,11 +60,10 @@ def test_after_the_warm_up_rates_are_megatron_cores(flags):
         assert ours(step) == pytest.approx(theirs.get_lr({}), rel=1e-12), step
 
 
-def test_default_rates_and_identity_are_those_of_earlier_versions():
+def test_default_rates():
     rate = schedule(100)
     assert [rate(step) for step in (1, 2, 5, 6, 96, 97, 100)] == pytest.approx([4e-4, 8e-4, 2e-3, 2e-3, 2e-3, 1.6e-3, 4e-4])
     assert rate.describe() == "to 0.002 over 5 steps, constant, down over the last 5 steps to 0.0004 in the last"
-    assert rate.identity == {"lr_warmup_iters": 5, "lr_wsd_decay_iters": 5}
 
 
 @pytest.mark.parametrize("style", DECAY_COEFFICIENTS)

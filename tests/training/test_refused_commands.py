@@ -11,6 +11,7 @@ from checkpoint_helpers import flip_a_bit
 from training_helpers import plan_of
 
 from megaenc import backend
+from megaenc.convert.command import main as convert
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.run_dir import RunDir
@@ -94,6 +95,20 @@ def test_a_field_of_run_json_that_no_run_wrote(change, refused, copy, tmp_path):
     facts[name] = facts[name] | value if isinstance(value, dict) else value
     (copy / "run.json").write_text(json.dumps(facts))
     refused(*(["--save", copy] if name == "rewinds" else from_another(copy, tmp_path)[0]))
+
+
+@pytest.mark.parametrize("number", [None, 0, 2, "1", True])
+def test_a_run_of_another_format(number, refused, copy, tmp_path, refusal):
+    facts = json.loads((copy / "run.json").read_text())
+    assert facts.pop("format") == 1
+    facts |= {} if number is None else {"format": number}
+    (copy / "run.json").write_text(json.dumps(facts))
+    found = "none" if number is None else number
+    line = f"{copy / 'run.json'}: field `format`: found {found}, expected 1; another version of megaenc wrote this run"
+    for flags in (["--save", copy], *from_another(copy, tmp_path)):
+        assert line in refused(*flags)
+    assert line in refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
+    assert sorted(tmp_path.iterdir()) == [copy]
 
 
 def test_a_run_json_that_is_a_pipe(refused, copy, tmp_path, monkeypatch):

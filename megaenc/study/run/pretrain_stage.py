@@ -187,7 +187,7 @@ class PretrainStage(StageRunner):
         return tokenizer | {"data": data}
 
     def _read_training_tokens(self) -> list[int] | None:
-        """Return the training tokens of each corpus in run.json; None if it has none, as in runs of earlier versions."""
+        """Return the training tokens of each corpus in run.json; None if it has none."""
         rows = read_json_or_empty(self.folder / RUN_FILE).get("reading")
         try:
             return [int(row["tokens"]) for row in rows]
@@ -206,8 +206,8 @@ class PretrainStage(StageRunner):
 
 
 # Unless set, bf16 and vocab_size depend on machine and tokenizer. The tokenizer is compared by its fingerprint, the first sample
-# by the parent that it follows from.
-_RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
+# by the parent that it follows from. The order of documents depends on their number too.
+_RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples", "data_order"}
 
 
 def read_run_init(run: Path) -> RunInit | None:

@@ -33,13 +33,11 @@ def test_units_of_one_token_are_hidden_as_tokens(tmp_path):
             assert all(map(np.array_equal, expected[:3], other[:3]))
 
 
-def test_runs_of_before_keep_their_identity():
-    """The option is a part of a run's identity only if it is used."""
-    text = "mlm(mask=0.4,random=0.0,keep=0.0,span=0.0)"
-    assert Schedule.build("mlm", 10, VOCABULARY).canonical == f"{text}:10"
-    assert Schedule.build("mlm(unit=token)", 10, VOCABULARY).canonical == f"{text}:10"
+def test_the_unit_is_a_part_of_the_identity():
+    text = "mlm(mask=0.4,random=0.0,keep=0.0,span=0.0,unit"
+    assert Schedule.build("mlm", 10, VOCABULARY).canonical == f"{text}=token):10"
     words = Schedule.build("mlm(unit=word)", 10, WORDS)
-    assert words.canonical == f"{text[:-1]},unit=word):10"
+    assert words.canonical == f"{text}=word):10"
     assert Schedule.build(words.canonical, 10, WORDS).canonical == words.canonical
     assert words.packages() == Schedule.build("mlm", 10, VOCABULARY).packages() == {}
 

@@ -13,7 +13,9 @@ from megaenc.data.packing.builder import RunData
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
-from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
+from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages, format_flags
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 
 CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
 
@@ -34,6 +36,14 @@ def test_a_finished_study_is_done_and_fits(study):
     stages = nodes(study)
     check_stages(stages.values(), stages, study / STUDY)
     assert finished_stages(stages.values()) == set(stages) and len(stages) == 7
+
+
+def test_a_run_of_the_stages_command_fits(study, small_corpus):
+    stage = nodes(study)["pretrain/base"]
+    data = {"data_path": [str(small_corpus.prefix)], "tokenizer": str(small_corpus.tokenizer)}
+    plan = build_plan(parse_config(format_flags(stage.flags | data), "pretrain"))
+    (stage.folder / "run.json").write_text(json.dumps(plan.run_metadata))
+    stage.check()
 
 
 def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):

@@ -111,20 +111,6 @@ def test_a_state_with_fields_of_another_kind_is_damage(wrong, copy):
         CheckpointDir(copy / "checkpoints").read_state(12)
 
 
-@pytest.mark.parametrize("has_digest", [True, False])
-def test_a_checkpoint_of_an_earlier_version_is_one_line(has_digest, small_corpus, copy, tmp_path, refusal):
-    """Which says what reads it; nothing is removed, and nothing begins anew."""
-    for step in (4, 8, 12):
-        (checkpoint(copy, step) / "index.json").unlink()
-        change_state(checkpoint(copy, step), lambda state: state["files"].pop("index.json"), has_digest)
-    before = sorted(copy.rglob("*"))
-    for command, more in ((main, flags(small_corpus, copy)), (convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])):
-        line = refusal(command, more)
-        assert f"{checkpoint(copy, 12)}: has the format of before 2026-11-26" in line
-        assert "1effa6e8 reads it" in line
-    assert sorted(copy.rglob("*")) == before
-
-
 def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, capfd):
     DAMAGES["bit of the index of torch"](checkpoint(copy, 12))
     DAMAGES["state lost"](checkpoint(copy, 8))
