@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) 
     """
     temporary = [temporary_path(path) for path in paths]
     try:
-        with _report_write_errors(paths[0].parent, dict(zip(map(str, temporary), paths, strict=True))):
+        final_paths = dict(zip(map(str, temporary), paths, strict=True))
+        with convert_write_errors(paths[0].parent, *_UNWRITABLE_ERRNOS, final_paths=final_paths):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
@@ -98,12 +100,12 @@ def atomic_dir(path: Path) -> Iterator[Path]:
             temporary.mkdir()
         except OSError as error:  # ENOENT in /proc, a name that is too long and so on
             raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
-        with _report_write_errors(target.parent, {}):
+        with convert_write_errors(target.parent, *_UNWRITABLE_ERRNOS):
             yield temporary
             for entry in (*temporary.rglob("*"), temporary):
                 fsync_path(entry)
         try:
-            with _report_write_errors(path, {}):
+            with convert_write_errors(path, *_UNWRITABLE_ERRNOS):
                 os.rename(temporary, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -126,29 +128,46 @@ def fsync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _report_write_errors(path: Path, final_paths: Mapping[str, Path]) -> Iterator[None]:
-    """Raise InputError, naming `path`, for an OSError of a disk that cannot be written to, or for any error if it is full.
+def convert_write_errors(
+    path: Path,
+    *errnos: int,
+    kind: type[InputError] = InputError,
+    name_host: bool = False,
+    final_paths: Mapping[str, Path] | None = None,
+) -> Iterator[None]:
+    """Convert an error of writing inside the context into a `kind` of InputError that names `path`.
 
-    An OSError about a temporary file, a key of `final_paths`, names its final path. Libraries that write files themselves
-    (tokenizers, torch) raise errors without an errno.
+    Args:
+        path: File or folder that is written.
+        errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if the disk is full: libraries
+            that write files themselves (tokenizers, torch) raise errors without a number.
+        kind: Class of the error; an InputError of another class is converted too.
+        name_host: Whether the message names this machine.
+        final_paths: By temporary file the path that an OSError about it names instead of `path`.
     """
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        if isinstance(error, kind):
+            raise
+        raise kind(str(error)) from None
     except Exception as error:
-        is_os_error = isinstance(error, OSError)
-        final_path = final_paths.get(str(error.filename)) if is_os_error else None
-        if is_os_error and error.errno in _UNWRITABLE_ERRNOS:
-            reason = error.strerror
-        elif os.strerror(errno.ENOSPC) in str(error) or (not is_os_error and _is_disk_full(path)):
+        cause = error
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # of torch's writer
+            cause = error.__context__
+        is_os_error = isinstance(cause, OSError)
+        final_path = (final_paths or {}).get(str(cause.filename)) if is_os_error else None
+        if is_os_error and (cause.errno in errnos or not errnos):
+            reason = cause.strerror
+        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_disk_full(path)):
             reason = os.strerror(errno.ENOSPC)
         elif final_path is not None:
             path = final_path
-            reason = error.strerror
+            reason = cause.strerror
         else:
             raise
-        raise InputError(f"{path}: cannot be written to: {reason}") from None
+        place = f"{path} on {socket.gethostname()}" if name_host else path
+        raise kind(f"{place}: cannot be written to: {reason}") from None
 
 
 def _is_disk_full(folder: Path) -> bool:

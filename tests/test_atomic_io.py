@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, find_stale_temp_files, longest_file_name
+from megaenc.atomic_io import (
+    atomic_dir,
+    atomic_files,
+    atomic_write,
+    convert_write_errors,
+    find_stale_temp_files,
+    longest_file_name,
+)
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 from megaenc.processes import exit_on_sigterm
@@ -214,6 +221,15 @@ def test_a_full_disk_is_one_line_from_libraries_that_hide_the_number(tmp_path, m
     with pytest.raises(InputError, match=full), atomic_dir(tmp_path / "a"):
         raise RuntimeError("basic_ios::clear: iostream error")
     assert not names(tmp_path)
+
+
+def test_an_error_of_torchs_writer_has_the_reason_of_its_cause(tmp_path):
+    line = f"{tmp_path} on .*: cannot be written to: Input/output error"
+    with pytest.raises(InputError, match=line), convert_write_errors(tmp_path, name_host=True):
+        try:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -61,22 +61,26 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     """
     output = plan.settings.output
     save = Path(output.save) if output.save else None
-    checkpoints = None
-    if save:
-        checkpoints = CheckpointManager(save / "checkpoints", output.keep_last, output.keep_every, output.save_steps)
-    with abort_all_on_error(clean_up=checkpoints.remove_attempt if checkpoints else lambda: None):
+    checkpoints: CheckpointManager | None = None
+    with abort_all_on_error(clean_up=lambda: checkpoints.remove_attempt() if checkpoints else None):
         check_same_plan(plan)
         watchdog = Watchdog(output.distributed_timeout_minutes, save / STACKS_DIR if save else None)
         with contextlib.ExitStack() as stack:
             opened: list[RunDir] = []
+            run_dir = None
             if save:
                 broadcast_call(lambda: opened.append(RunDir(save, plan)))  # all ranks raise its InputError
-            run_dir = stack.enter_context(opened[0]) if opened else None
+                run_dir = stack.enter_context(opened[0]) if opened else None
+                checkpoints = CheckpointManager(
+                    save / "checkpoints",
+                    output.keep_last,
+                    output.keep_every,
+                    output.save_steps,
+                    before_publish=run_dir.lock.refresh if run_dir else None,
+                )
             stack.enter_context(watchdog)
             # Entered last: waiting for the run directory does not count towards the run's duration.
             signals = stack.enter_context(SignalHandler(output.exit_duration_in_mins, checkpoints is not None))
-            if run_dir:
-                checkpoints.before_publish = run_dir.lock.refresh
             run = RunContext(backend, watchdog, signals, checkpoints, run_dir)
             outcome = train_until_exit(plan, run)
             while outcome.rewound_plan:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -173,8 +172,8 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
         raise InputError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save on fewer ranks")
     (folder / INDEX_FILE).write_bytes(content)
     _write_metadata(folder, chunks)
-    common = {"optimizer": {"param_groups": [{"step": optimizer_step}]}}
-    TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
+    with open(folder / "common.pt", "wb") as stream:
+        torch.save({"optimizer": {"param_groups": [{"step": optimizer_step}]}}, stream)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
         list(pool.map(lambda rank: _rank_index(folder, rank).unlink(missing_ok=True), range(ranks)))

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megaenc.atomic_io import atomic_write, fsync_path, remove_path
+from megaenc.atomic_io import atomic_write, convert_write_errors, fsync_path, remove_path
 from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.dist_env import get_rank
-from megaenc.errors import InputError, LocalInputError, first_error_line
+from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.chunk_files import PUBLISHED_FILES, publish_chunks, write_chunks
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.state_tensors import list_engine_state, list_module_state
@@ -40,54 +40,53 @@ from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import saw_same_data
 
 
-def format_write_error(folder: Path, error: Exception) -> str:
-    """Return text such as `DIR on HOST: cannot be written to: No space left`.
-
-    The reason is that of the OSError among the causes of `error`.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch's writer raises its own error after a failed write
-        cause = cause.__cause__ or cause.__context__
-    reason = cause.strerror if cause is not None and cause.strerror else first_error_line(error)
-    if isinstance(cause, FileNotFoundError):
-        reason += ", expected a directory that all nodes share"
-    return f"{folder} on {socket.gethostname()}: cannot be written to: {reason}"
-
-
 def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write this rank's chunks. Raises InputError if they cannot be written."""
-    with _convert_disk_errors(folder):
+    if not folder.is_dir():
+        raise InputError(f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes share")
+    with convert_write_errors(folder, name_host=True):
         write_chunks(folder, rank, chunks)
 
 
-@contextlib.contextmanager
-def _convert_disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an error of the disk inside the context into an InputError."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        full = "PytorchStreamWriter" in str(error) or "inline_container" in str(error)  # messages of torch's C++ writer
-        if isinstance(error, RuntimeError) and not full:
-            raise
-        raise InputError(format_write_error(folder, error)) from None
+def _is_done_on_all_ranks(future: Future) -> bool:
+    """Return whether `future` is done on all ranks, which call this together."""
+    return all(reduce_over_ranks([future.done()], dist.ReduceOp.MIN))
 
 
 class CheckpointManager(CheckpointLoader):
     """Checkpoint directory of a running run, in which it saves (also in the background), loads and deletes checkpoints."""
 
     def __init__(
-        self, folder: Path, keep_last: int | None = None, keep_every: int | None = None, keep_steps: Collection[int] = ()
+        self,
+        folder: Path,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_steps: Collection[int] = (),
+        before_publish: Callable[[], None] | None = None,
     ):
-        """Manage the checkpoints in `folder`; the `keep` arguments are those of `checkpoints_to_delete`."""
+        """Manage the checkpoints in `folder`; the `keep` arguments are those of `checkpoints_to_delete`.
+
+        Args:
+            folder: Directory of the checkpoints, which need not exist.
+            keep_last: Number of newest checkpoints to keep.
+            keep_every: Number of whose multiples all steps are kept.
+            keep_steps: Further steps to keep.
+            before_publish: Called on rank 0 before a checkpoint gets its final name, which an InputError prevents.
+        """
         super().__init__(folder)
         self._keep = (keep_last, keep_every)
         self._keep_steps = keep_steps
+        self._before_publish = before_publish
         self._thread = ThreadPoolExecutor(1)  # joined at the end of the process
-        self._work: Future | None = None  # the current stage of a running save
+        self._writing: Future | None = None
+        """First half of a running save: this rank's chunks."""
+        self._publishing: Future | None = None
+        """Second half: the checkpoint gets its name, on rank 0."""
         self._attempt: Path | None = None
+        """Directory of a running save, which this rank removes after an error."""
+        self._saved_step = 0
+        """Step of a running save."""
         self._whole: dict[int, dict[str, Any]] = {}  # fields of state.json of checkpoints found to be whole
-        self.before_publish: Callable[[], None] = lambda: None
-        """Callback on rank 0 before a checkpoint gets its final name, which an InputError prevents."""
 
     def retarget_tracker(self, plan: Plan) -> None:
         """Reset the tracker, if its step did not skip `plan`'s packs, to the newest earlier one that did; delete if none.
@@ -111,53 +110,56 @@ class CheckpointManager(CheckpointLoader):
         and all others unchanged.
         """
         self.finish_save()
-        self._stages = self._save_stages(engine, step, progress, copy=not block)
-        self._work = next(self._stages)
+        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
+        updates = max(group.get("step", 0) for group in engine.optimizer.param_groups)
+        self._saved_step = step
+        with self._report_unsaved():
+            attempt = broadcast_call(lambda: self._create_attempt_dir(step))
+            self._attempt = attempt
+            chunks = [chunk for tensor in list_engine_state(engine) if tensor.is_first_copy for chunk in tensor.chunks()]
+        if not block:
+            chunks = [dataclasses.replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
+        self._publish_saved = partial(self._publish, attempt, state, dist.get_world_size(), updates, engine.plan)
+        self._writing = self._thread.submit(_write_chunks, attempt, get_rank(), chunks)
         if block:
             self.finish_save()
 
     @property
     def is_saving(self) -> bool:
         """Return whether a save has begun and is not finished by `finish_save` yet; the same on all ranks."""
-        return self._work is not None
+        return self._writing is not None or self._publishing is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Finish a running save, on all ranks together; `block=False` only stages done on all ranks. Raises its errors.
+        """Finish a running save, on all ranks together; `block=False` only halves done on all ranks. Raises its errors.
 
         All ranks call this together, on the main thread.
         """
-        while self.is_saving and (block or self._is_done_on_all_ranks()):
-            futures.wait([self._work])
-            self._work = None  # in case the next line raises
-            self._work = next(self._stages, None)
-
-    def _is_done_on_all_ranks(self) -> bool:
-        """Return whether the current stage of the save is done on all ranks."""
-        return all(reduce_over_ranks([self._work.done()], dist.ReduceOp.MIN))
-
-    def _save_stages(self, engine: Engine, step: int, progress: dict[str, Any], copy: bool) -> Iterator[Future]:
-        """Run a save in stages; yield the future of each, which must be done on all ranks before the next stage."""
-        self._attempt = attempt = broadcast_call(lambda: self._create_attempt_dir(step))
-        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
-        updates = max(group.get("step", 0) for group in engine.optimizer.param_groups)
-        try:
-            chunks = [chunk for tensor in list_engine_state(engine) if tensor.is_first_copy for chunk in tensor.chunks()]
-            if copy:
-                chunks = [dataclasses.replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
-            writing = self._thread.submit(_write_chunks, attempt, get_rank(), chunks)
-            del chunks  # the copy, once it is written
-            yield writing
-            call_on_all(writing.result)
-            self._attempt = attempt if get_rank() == 0 else None  # only rank 0 continues
-            ranks = dist.get_world_size()
-            publish = partial(self._publish, attempt, state, ranks, updates, engine.plan) if get_rank() == 0 else lambda: None
-            yield (publishing := self._thread.submit(publish))
-            broadcast_call(publishing.result)
+        if self._writing is not None and (block or _is_done_on_all_ranks(self._writing)):
+            futures.wait([self._writing])
+            writing = self._writing
+            self._writing = None  # in case of an error
+            with self._report_unsaved():
+                call_on_all(writing.result)
+            if get_rank() > 0:  # only rank 0 needs it now
+                self._attempt = None
+            self._publishing = self._thread.submit(self._publish_saved)
+        if self._publishing is not None and (block or _is_done_on_all_ranks(self._publishing)):
+            futures.wait([self._publishing])
+            publishing = self._publishing
+            self._publishing = None  # in case of an error
+            with self._report_unsaved():
+                broadcast_call(publishing.result)
             self._attempt = None
+
+    @contextlib.contextmanager
+    def _report_unsaved(self) -> Iterator[None]:
+        """Add to an InputError in the context that the step is not saved, and remove its files; on rank 0, which prints it."""
+        try:
+            yield
         except InputError as error:
-            if get_rank() == 0:  # which prints it
-                shutil.rmtree(attempt, ignore_errors=True)
-                error = type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}")
+            if get_rank() == 0:
+                self.remove_attempt()
+                error = type(error)(f"{error}; step {self._saved_step} is not saved, {self._describe_last_checkpoint()}")
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
@@ -178,8 +180,8 @@ class CheckpointManager(CheckpointLoader):
             on_all_ranks = isinstance(error, InputError) and not isinstance(error, LocalInputError)
             if on_all_ranks or dist.get_world_size() == 1:
                 self.finish_save()
-            elif self.is_saving:
-                futures.wait([self._work])
+            else:
+                futures.wait([future for future in (self._writing, self._publishing) if future is not None])
             raise
         self.finish_save()
 
@@ -188,9 +190,9 @@ class CheckpointManager(CheckpointLoader):
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
 
-    def _describe_last_checkpoint(self, step: int) -> str:
-        """Return the end of the message that `step` is not saved: the last step that is, and how to resume."""
-        earlier = [other for other in self.steps() if other < step]
+    def _describe_last_checkpoint(self) -> str:
+        """Return the end of the message that a step is not saved: the last step that is, and how to resume."""
+        earlier = [step for step in self.steps() if step < self._saved_step]
         if not earlier:
             return "and no step before it"
         return f"step {earlier[-1]} is: give the same command again when the cause is gone"
@@ -198,30 +200,29 @@ class CheckpointManager(CheckpointLoader):
     def _create_attempt_dir(self, step: int) -> Path:
         """Create and return a hidden directory for the files of the checkpoint of `step`."""
         attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"
-        try:
+        with convert_write_errors(self.folder, name_host=True):
             attempt.mkdir(parents=True)
-        except OSError as error:
-            raise InputError(
-                f"{format_write_error(self.folder, error)}; step {step} is not saved, {self._describe_last_checkpoint(step)}"
-            ) from None
         return attempt
 
     def _publish(self, attempt: Path, state: dict[str, Any], ranks: int, updates: int, plan: Plan | None = None) -> None:
-        """Make a checkpoint that all `ranks` have written permanent, on rank 0.
+        """Make a checkpoint that all `ranks` have written permanent; do nothing except on rank 0.
 
         Add indexes and state.json, rename the directory, update the tracker and delete old checkpoints.
         """
+        if get_rank() > 0:
+            return
         target = self.path(state["step"])
-        with _convert_disk_errors(attempt):
+        with convert_write_errors(attempt, name_host=True):
             shards = publish_chunks(attempt, ranks, updates)
             files = [attempt / name for name in PUBLISHED_FILES]
             for path in (*files, attempt):
                 fsync_path(path)
             state["files"] = dict(sorted((shards | file_digests(files)).items()))
-        with _convert_disk_errors(self.folder):
+        with convert_write_errors(self.folder, name_host=True):
             atomic_write(attempt / STATE_FILE, json.dumps(state | {DIGEST_FIELD: json_digest(state)}, indent=1))
             fsync_path(attempt)
-            self.before_publish()
+            if self._before_publish is not None:
+                self._before_publish()
             if target.exists():  # damaged, or interrupted before the tracker was written
                 self._remove(target)
             os.rename(attempt, target)

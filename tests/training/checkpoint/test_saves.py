@@ -12,7 +12,7 @@ import pytest
 import runs
 from checkpoint_helpers import assert_only_step_4, errors
 
-from megaenc.errors import LocalInputError
+from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
 
 SLOW = runs.WORKERS / "slow_disk.py"
@@ -138,3 +138,12 @@ def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypa
     monkeypatch.setattr(manager, "atomic_write", watched)
     CheckpointManager(tmp_path).save(engine, 1, {})
     assert named == [("1\n", True)]
+
+
+def test_a_save_of_a_run_that_has_lost_its_lock_is_not_published(engine, tmp_path):
+    def refuse() -> None:
+        raise InputError("the lock is lost")
+
+    with pytest.raises(InputError, match="the lock is lost; step 1 is not saved, and no step before it"):
+        CheckpointManager(tmp_path, before_publish=refuse).save(engine, 1, {})
+    assert list(tmp_path.iterdir()) == []
