@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -12,11 +11,19 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, find_stale_temp_files, remove_path
+from megaenc.atomic_io import (
+    atomic_dir,
+    atomic_files,
+    atomic_write,
+    convert_write_errors,
+    find_stale_temp_files,
+    remove_path,
+)
 from megaenc.console import truncate_text
 from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.model.config import get_preset
+from megaenc.output_paths import remove_new_parents_on_error
 from megaenc.torchelastic import is_torchrun_worker
 from megaenc.training.run_init import check_run_format
 from megaenc.training.run_lock import LOCK_FILE, RunLock
@@ -27,6 +34,8 @@ if TYPE_CHECKING:  # readers of a run directory import this module without torch
 _PATIENCE = 120.0  # seconds; a network file system releases the locks of a lost machine after a minute or two
 CONFIG_FILE, RUN_FILE, TOKENIZER_DIR = "config.yaml", "run.json", "tokenizer"
 METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
+STACKS_DIR = "stacks"
+"""Directory of the stacks of a hang, possibly of one before the run began."""
 
 
 class RunDir:
@@ -34,60 +43,48 @@ class RunDir:
 
     `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and kernels, `tokenizer/` a copy of the
     tokenizer, `metrics.jsonl` a row per logged step, `validation.jsonl` one per validation (including step 0),
-    `stragglers.jsonl` one per straggler report, `checkpoints/` the checkpoints.
+    `stragglers.jsonl` one per straggler report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which goes
+    again, with new and empty directories, if the run is refused before.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
         """Lock the directory and check that it is empty or holds this run; InputError otherwise."""
         self.path = path
-        self._kernels_entry: dict[str, Any] = {}
-        self._has_rows_changed = False
-        self._original_contents: dict[Path, bytes | None] = {}  # None for files that did not exist
-        self.lock = RunLock(path, patience=_PATIENCE if is_torchrun_worker() else 0.0)
-        try:
-            self._open(plan)
-        except BaseException:
-            self.restore()
-            self.lock.release()
-            raise
+        self._has_begun = False
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(remove_new_parents_on_error(path / LOCK_FILE))
+            self.lock = RunLock(path, patience=_PATIENCE if is_torchrun_worker() else 0.0)
+            stack.callback(self._release)
+            _check_contents(path, plan)
+            self._resources = stack.pop_all()
 
-    def _open(self, plan: "Plan") -> None:
-        """Check the directory and write configuration, metadata and tokenizer of `plan` into it."""
-        path = self.path
-        if (path / RUN_FILE).exists():
-            metadata = _check_same_run(path, plan)
-            self._kernels_entry = {name: metadata[name] for name in ("kernels",) if name in metadata}
-        elif other_files := sorted(
-            file.name for file in path.iterdir() if file.name != LOCK_FILE and not file.name.endswith(".tmp")
-        ):
-            raise InputError(
-                f"--save {path}: not a run directory: holds {other_files[0]} but no {RUN_FILE}; give a new or empty directory"
-            )
-        for stale in find_stale_temp_files(
-            *(path / name for name in (RUN_FILE, CONFIG_FILE, TOKENIZER_DIR, METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE))
-        ):
-            remove_path(stale)  # of a killed start
-        for file in (path / RUN_FILE, path / CONFIG_FILE):
-            try:
-                self._original_contents[file] = read_regular_file(file)
-            except FileNotFoundError:
-                self._original_contents[file] = None
-            except OSError as error:
-                raise InputError(f"{file}: {error.strerror}; expected a file written by a run") from None
-        self.write_plan(plan)
-        if not (path / TOKENIZER_DIR).exists():
-            self._original_contents[path / TOKENIZER_DIR] = None
-            with atomic_dir(path / TOKENIZER_DIR) as temporary:
-                plan.tokenizer.save_pretrained(temporary)
+    def _release(self) -> None:
+        """Release the lock, and remove its file if it is new and the run has not begun."""
+        if not self._has_begun and self.lock.is_held():
+            self.lock.remove()
+        self.lock.release()
 
-    def write_plan(self, plan: "Plan", kernels: dict[str, Any] | None = None) -> None:
-        """Write run.json (metadata of `plan`, `kernels` in use) and config.yaml."""
-        path = self.path
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._resources.__exit__(kind, error, trace)
+
+    def begin(self, plan: "Plan", kernels: dict[str, Any], step: int) -> None:
+        """Write configuration, metadata and tokenizer of a run that is ready to train the step after `step`.
+
+        Rows after `step` are dropped before. Temporary files of a killed start are removed.
+        """
+        files = (RUN_FILE, CONFIG_FILE, TOKENIZER_DIR, METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)
+        for stale in find_stale_temp_files(*(self.path / name for name in files)):
+            remove_path(stale)
+        self.drop_rows_after(step)
+        self.write_plan(plan, kernels)
+        self._has_begun = True
+
+    def write_plan(self, plan: "Plan", kernels: dict[str, Any]) -> None:
+        """Write run.json (metadata of `plan`, `kernels` in use), config.yaml and a missing tokenizer; nothing if one fails."""
         self.lock.check()
-        if kernels:
-            self._kernels_entry = {"kernels": kernels}
-        # First, because run.json marks the directory as a run.
-        atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
         preset = flags.flatten(get_preset(plan.settings.model))  # of which null overrides a value
         values = {
             name: value
@@ -98,67 +95,48 @@ class RunDir:
         if values["phases"]:
             del values["objective_schedule"]
             values["phases"] = [yaml.safe_load(text) for text in values["phases"]]
-        atomic_write(path / CONFIG_FILE, yaml.safe_dump(values, sort_keys=False))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Release the lock, after an InputError also restore the directory as far as possible."""
-        if isinstance(error, InputError):
-            self.restore()
-        self.lock.release()
-
-    def restore(self) -> None:
-        """Undo changes of run.json, config.yaml, tokenizer/ and lock, unless rows were written or the lock is lost."""
-        if self._has_rows_changed or not self.lock.is_held():
-            return
-        for file, content in reversed(self._original_contents.items()):
-            with contextlib.suppress(InputError, OSError):  # the original error is reported instead
-                if content is None:
-                    remove_path(file)
-                    continue
-                with atomic_files(file) as [temporary]:
-                    temporary.write_bytes(content)
-        self.lock.remove_created()
+        with contextlib.ExitStack() as stack:  # whose contexts end, and give the names, in reverse order
+            if not (self.path / TOKENIZER_DIR).exists():
+                folder = stack.enter_context(atomic_dir(self.path / TOKENIZER_DIR))
+                plan.tokenizer.save_pretrained(folder)
+            [config_file] = stack.enter_context(atomic_files(self.path / CONFIG_FILE))
+            config_file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+            # Named first, because it marks the directory as a run.
+            [run_file] = stack.enter_context(atomic_files(self.path / RUN_FILE))
+            run_file.write_text(json.dumps(plan.run_metadata | {"kernels": kernels}, indent=1), encoding="utf-8")
 
     def drop_rows_after(self, step: int) -> None:
         """Delete rows after `step`, and a cut-off last row, from metrics.jsonl, validation.jsonl and stragglers.jsonl.
 
-        LocalInputError, naming the line, for an invalid row before one up to `step`.
+        InputError, naming the line, for an invalid row before one up to `step`.
         """
         rows = {file: _read_rows(self.path / file, step) for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)}
-        self._has_rows_changed = True
         for file, lines in rows.items():
             if lines is not None:
-                with self._convert_write_errors(file):
+                with convert_write_errors(self.path / file):
+                    self.lock.check()
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
         """Append `row` as a JSON line to the metrics file `file`, null for NaN and infinity; LocalInputError if it fails."""
-        self._has_rows_changed = True
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-        with self._convert_write_errors(file), open(self.path / file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        with convert_write_errors(self.path / file, kind=LocalInputError):
+            self.lock.check()
+            with open(self.path / file, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Flush metrics.jsonl, validation.jsonl and stragglers.jsonl to the disk (fsync), before a checkpoint is saved."""
-        for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
-            with contextlib.suppress(FileNotFoundError), self._convert_write_errors(file), open(self.path / file, "rb") as stream:
-                os.fsync(stream.fileno())
+        """Flush metrics.jsonl, validation.jsonl and stragglers.jsonl to the disk (fsync), before a checkpoint is saved.
 
-    @contextlib.contextmanager
-    def _convert_write_errors(self, file: str) -> Iterator[None]:
-        """Convert a full disk or a lost lock inside the context into LocalInputError, because only rank 0 notices it."""
-        try:
-            self.lock.check()
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
-        except InputError as error:  # of `atomic_write`
-            raise LocalInputError(str(error)) from None
+        LocalInputError if it fails.
+        """
+        for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
+            path = self.path / file
+            if path.exists():
+                with convert_write_errors(path, kind=LocalInputError):
+                    self.lock.check()
+                    with open(path, "rb") as stream:
+                        os.fsync(stream.fileno())
 
 
 def _read_rows(file: Path, step: int) -> list[str] | None:
@@ -168,12 +146,12 @@ def _read_rows(file: Path, step: int) -> list[str] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LocalInputError(f"{file}: {error.strerror}; expected a file of JSON lines written by a run") from None
+        raise InputError(f"{file}: {error.strerror}; expected a file of JSON lines written by a run") from None
     steps = [_row_step(line) for line in lines]
     numbers = [number for number, line_step in enumerate(steps) if line_step is not None and line_step <= step]
     invalid = steps.index(None) if None in steps else len(lines)
     if numbers and invalid < numbers[-1]:
-        raise LocalInputError(
+        raise InputError(
             f"{file}: line {invalid + 1}: found {lines[invalid][:60]!r}, expected a JSON object with a `step`; "
             "correct or remove the line"
         )
@@ -189,8 +167,21 @@ def _row_step(row: bytes) -> int | None:
     return step if type(step) is int else None
 
 
-def _check_same_run(path: Path, plan: "Plan") -> dict[str, Any]:
-    """Return the content of run.json; InputError if it belongs to a different run than `plan`."""
+def _check_contents(path: Path, plan: "Plan") -> None:
+    """Raise InputError unless the directory is empty, holds what a refused or killed start leaves, or the run of `plan`."""
+    if (path / RUN_FILE).exists():
+        _check_same_run(path, plan)
+        return
+    names = sorted(file.name for file in path.iterdir())
+    other_files = [name for name in names if name not in (LOCK_FILE, STACKS_DIR) and not name.endswith(".tmp")]
+    if other_files:
+        raise InputError(
+            f"--save {path}: not a run directory: holds {other_files[0]} but no {RUN_FILE}; give a new or empty directory"
+        )
+
+
+def _check_same_run(path: Path, plan: "Plan") -> None:
+    """Raise InputError if run.json belongs to a different run than `plan`."""
     expected = "a file written by a run"
     metadata = read_json_object(path / RUN_FILE, expected)
     check_run_format(metadata, path / RUN_FILE)
@@ -201,7 +192,6 @@ def _check_same_run(path: Path, plan: "Plan") -> dict[str, Any]:
         raise InputError(f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory")
     if tuple(rewinds) != plan.rewinds:  # by the previous holder of the lock
         raise InputError(f"--save {path}: the run rewound at a loss spike while this command was starting; give it again")
-    return metadata
 
 
 def describe_difference(

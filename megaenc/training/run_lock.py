@@ -24,22 +24,17 @@ class RunLock(FileLock):
         """
         super().__init__(folder / LOCK_FILE)
         self.folder = folder
-        self._missing: list[Path] = []  # created directories, the innermost first
         try:
             self._wait(patience)
         except OSError as error:
             if error.filename is None:
-                self._remove_file()
+                self.remove()
                 reason = f"cannot be locked ({error.strerror}); expected a file system with locks"
             elif os.path.exists(self.path):
                 reason = f"{LOCK_FILE}: {error.strerror}; expected a file that you may write, as its owner can allow"
             else:
                 reason = f"{error.strerror}; expected a writable directory"
-            self._remove_folders()
             raise InputError(f"--save {folder}: {reason}") from None
-        except BaseException:
-            self._remove_folders()
-            raise
 
     def _wait(self, patience: float) -> None:
         """Try to acquire the lock for `patience` seconds, then raise InputError."""
@@ -58,9 +53,7 @@ class RunLock(FileLock):
         """Create directory and lock file if missing; return, without waiting, whether the lock was acquired; or OSError."""
         for _ in range(_ACQUIRE_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):  # another process is removing the directories
-                missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-                if missing:
-                    self._missing = list(dict.fromkeys([*missing, *self._missing]))
+                if not self.folder.exists():
                     self.folder.mkdir(parents=True, exist_ok=True)
                 return super().acquire()
         return super().acquire()
@@ -78,20 +71,8 @@ class RunLock(FileLock):
         self.check()
         os.utime(self._descriptor)
 
-    def remove_created(self) -> None:
-        """Remove what this lock created: the lock file if the lock is still held, and in any case empty directories."""
-        if self.is_held():
-            self._remove_file()
-        self._remove_folders()
-
-    def _remove_file(self) -> None:
+    def remove(self) -> None:
         """Remove the lock file if this lock has created it."""
         if self.created:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-
-    def _remove_folders(self) -> None:
-        """Remove the empty directories that this lock has created."""
-        for folder in self._missing:
-            with contextlib.suppress(OSError):  # something is in it
-                folder.rmdir()

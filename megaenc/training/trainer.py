@@ -17,13 +17,13 @@ from megaenc.training.distributed.collectives import abort_all_on_error, broadca
 from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.nonfinite import report_skipped_step
 from megaenc.training.distributed.signals import SignalHandler
-from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
+from megaenc.training.distributed.watchdog import Watchdog
 from megaenc.training.engine import Engine, TrainStepResult
 from megaenc.training.logging.loss_spikes import RecentLosses, format_spike
 from megaenc.training.logging.metrics_logger import MetricsLogger
 from megaenc.training.logging.run_messages import format_run_footer, format_run_header
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import RunDir
+from megaenc.training.run_dir import STACKS_DIR, RunDir
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
 from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
 from megaenc.training.validation import Validator
@@ -159,8 +159,6 @@ class Trainer:
         if plan.settings.has_auto_micro_batches:
             self.plan = fill_micro_batches(plan, self._engine)
         kernels = self._engine.kernel_metadata
-        if run.checkpoints:
-            broadcast_call(lambda: run.run_dir.write_plan(plan, kernels))
         run.watchdog.beat("load", self.start_step)
         if saved_state:
             run.checkpoints.load(self._engine, self.start_step)
@@ -168,8 +166,11 @@ class Trainer:
         self._losses = RecentLosses(state.get("losses"))
         print_rank_0(format_run_header(plan, run.backend, kernels, resumed=self.start_step if saved_state else 0))
         self._validator: Validator | None = None
+        last_step = self.start_step if saved_state else -1
+        if run.checkpoints:
+            broadcast_call(lambda: run.run_dir.begin(plan, kernels, last_step))
         self.logger = MetricsLogger(plan, run.backend, self._engine, run.run_dir, self.start_step)
-        self.logger.drop_rows_after(self.start_step if saved_state else -1)
+        self.logger.drop_rows_after(last_step)
         if not saved_state:
             self.validate(self.start_step)
 
@@ -217,7 +218,7 @@ class Trainer:
         except InputError as error:
             print_rank_0(f"step {step}: no rewind, as the packs left would be too few: {error}")
             return None
-        broadcast_call(lambda: self._run.run_dir.write_plan(plan))
+        broadcast_call(lambda: self._run.run_dir.write_plan(plan, self._engine.kernel_metadata))
         return plan
 
     def validate(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """What a full disk makes of the rows of a run folder."""
 
+import contextlib
 import errno
 import json
 import os
@@ -19,8 +20,8 @@ def opened(path) -> RunDir:
     return folder
 
 
-def test_a_disk_that_is_full_when_rows_are_cut_is_told_to_the_other_ranks(tmp_path, monkeypatch):
-    """Rank 0 alone notices: an error that all ranks are taken to have would leave them waiting for it."""
+def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
+    """Rank 0 alone notices while training: an error that all ranks are taken to have would leave them waiting for it."""
     folder = opened(tmp_path)
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
 
@@ -29,6 +30,8 @@ def test_a_disk_that_is_full_when_rows_are_cut_is_told_to_the_other_ranks(tmp_pa
 
     monkeypatch.setattr("megaenc.atomic_io.os.fsync", full)
     with pytest.raises(LocalInputError, match="cannot be written to: No space left on device"):
+        folder.sync()
+    with pytest.raises(InputError, match="cannot be written to: No space left on device"):
         folder.drop_rows_after(2)
     monkeypatch.undo()
     folder.drop_rows_after(2)
@@ -41,7 +44,7 @@ def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd,
     file = tmp_path / METRICS_FILE
     within = b'{"step": 1}\n' + odd + b'\n{"step": 3}\n'
     file.write_bytes(within)
-    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`") as error:
+    with pytest.raises(InputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`") as error:
         folder.drop_rows_after(3)
     assert len(str(error.value)) < 500
     assert file.read_bytes() == within
@@ -53,7 +56,7 @@ def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd,
 
 def test_rows_are_no_pipe(tmp_path):
     os.mkfifo(tmp_path / METRICS_FILE)
-    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: not a regular file"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: not a regular file"):
         opened(tmp_path).drop_rows_after(3)
 
 
@@ -61,8 +64,11 @@ def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
     folder = opened(tmp_path)
     folder.append_row(METRICS_FILE, {"step": 1})
     (tmp_path / ".lock").unlink()
-    for write in (lambda: folder.append_row(METRICS_FILE, {"step": 2}), lambda: folder.drop_rows_after(0), folder.sync):
+    for write in (lambda: folder.append_row(METRICS_FILE, {"step": 2}), folder.sync):
         with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
+            write()
+    for write in (lambda: folder.drop_rows_after(0), lambda: folder.write_plan(None, {})):
+        with pytest.raises(InputError, match=r"\.lock: found it removed or replaced"):
             write()
     opened(tmp_path)
     with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
@@ -73,25 +79,30 @@ def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
     """As by a command that was refused: the file that it has locked is no longer the lock."""
     first = RunLock(tmp_path / "a" / "b")
-    threading.Timer(0.3, lambda: (first.remove_created(), first.release())).start()
+
+    def give_up() -> None:
+        first.remove()
+        first.release()
+        with contextlib.suppress(OSError):  # the second has its file there already
+            (tmp_path / "a" / "b").rmdir()
+            (tmp_path / "a").rmdir()
+
+    threading.Timer(0.3, give_up).start()
     second = RunLock(tmp_path / "a" / "b", patience=20)
     second.check()
     with pytest.raises(InputError, match="another process is training in this directory"):
         RunLock(tmp_path / "a" / "b")
-    second.remove_created()
-    # Empty folders stay if the second has its file in them before the first has removed them.
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-
-
-def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
-    folder = opened(tmp_path)
-    os.utime(tmp_path / ".lock", (1, 1))
-    folder.lock.refresh()
-    assert (tmp_path / ".lock").stat().st_mtime > 1
 
 
 def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(RunLock, "is_held", lambda *_: False)
     with pytest.raises(InputError, match=r"cannot be locked \(its inode number keeps changing"):
-        RunLock(tmp_path / "new" / "run")
+        RunDir(tmp_path / "new" / "run", None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_stacks_of_a_start_that_hung_do_not_keep_out_the_next(tmp_path):
+    (tmp_path / "run" / "stacks").mkdir(parents=True)
+    with RunDir(tmp_path / "run", None):
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["stacks"]

@@ -1,6 +1,7 @@
 """Two runs that are started on one folder at the same time: one has it, the other ends with one line and changes nothing."""
 
 import fcntl
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,12 +47,17 @@ def test_a_command_on_a_folder_in_use_is_one_line(small_corpus, tmp_path, refusa
 
 
 def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_path, monkeypatch, refusal):
-    """Somebody removes `.lock` while it trains, and gives the command again."""
+    """Somebody removes `.lock` while it trains; saves renew it before, because purges of old files would remove it."""
     train_step = Engine.train_step
+    lock = tmp_path / "run" / ".lock"
+    times = []
 
     def train_and_lose(engine, step):
+        if step == 3:
+            os.utime(lock, (1, 1))
         if step == 8:
-            (tmp_path / "run" / ".lock").unlink()
+            times.append(lock.stat().st_mtime)
+            lock.unlink()
         return train_step(engine, step)
 
     monkeypatch.setattr(Engine, "train_step", train_and_lose)
@@ -60,6 +66,7 @@ def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_p
         line = refusal(main, [*flags, "--save", tmp_path / "run"])
     finally:
         backend.destroy_distributed()  # a rank that finds an error alone leaves without the others
+    assert times[0] > 1
     assert ".lock: found it removed or replaced, expected the lock of this run" in line
     assert CheckpointLoader(tmp_path / "run" / "checkpoints").steps() == [4]
     assert [row["step"] for row in runs.metrics(tmp_path / "run")] == list(range(1, 8))

@@ -23,7 +23,7 @@ def main(folder: Path, flags: list[str]) -> None:
 
     engine = Engine(plan, device)
     if get_rank() == 0:
-        RunDir(folder, plan)
+        RunDir(folder, plan).begin(plan, engine.kernel_metadata, step=-1)
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.objectives(step)[0][1]

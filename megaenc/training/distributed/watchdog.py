@@ -21,7 +21,6 @@ from megaenc.json_files import parse_json
 from megaenc.training.skip_ranges import SkippedPacks
 
 EXIT_HUNG = 70  # sysexits.h: EX_SOFTWARE
-STACKS_DIR = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
 _MAX_REPORT_BYTES = 1 << 16

@@ -130,12 +130,7 @@ class MetricsLogger:
             logger.submit("log", _GROUPS[file], row)
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows of steps after `step`, before those are repeated.
-
-        They are deleted from metrics files and logging backends.
-        """
-        if self._run_dir:
-            self._run_dir.drop_rows_after(step)
+        """Delete rows of steps after `step` from logging backends, before those steps are repeated."""
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
 
