@@ -104,7 +104,11 @@ def test_an_index_with_a_chunk_of_no_save_is_refused(folder):
     assert_index_is_refused(folder, json.dumps(index).encode(), "found chunks of")
 
 
-def test_what_is_no_index_is_refused(folder):
+def test_what_is_no_index_is_refused(folder, small_corpus, tmp_path, refusal):
     for content in (b"", b"[]", b"[" * 100_000, b"\xff", b'{"optimizer_step": 12, "chunks": null}'):
         assert_index_is_refused(folder, content, "not written by a save")
     assert_index_is_refused(folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None")
+    run = folder.parents[1]
+    resume = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", run]
+    for command, words in ((main, resume), (convert, ["to-hf", "--load", run, "--output", tmp_path / "hf"])):
+        assert f"{folder / 'index.json'}: not written by a save (optimizer_step: found None)" in refusal(command, words)
