@@ -35,7 +35,7 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     sha256 = writer.finish()
     sidecar = {
         "format": 1,
-        "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1},
+        "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1, "text_fingerprint": None},
         "vocab_size": 100,
         "eod": 0,
         "append_eod": True,
@@ -50,6 +50,9 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
         "sha256": sha256,
         "sources": [],
         "megaenc": "0.1.0",
+        "sentences": None,
+        "deduplication": None,
+        "special_tokens": {"mode": "eod", "before": [], "after": [0]},
     }
     Path(f"{prefix}.json").write_text(json.dumps(sidecar | changes))
     return str(prefix)

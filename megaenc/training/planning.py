@@ -147,7 +147,7 @@ def _check_special_tokens(parts: Sequence[RunData], validation_sets: Sequence[Va
     for held_out in validation_sets:
         check_same_special_tokens(*first, held_out.corpus.prefix, held_out.special_tokens, "--valid-data-path")
     corpora = [corpus for data in parts for corpus in data.corpora] + [held_out.corpus for held_out in validation_sets]
-    prefixes = dict.fromkeys(corpus.prefix for corpus in corpora if not (corpus.metadata and corpus.metadata.special_tokens))
+    prefixes = dict.fromkeys(corpus.prefix for corpus in corpora if not corpus.metadata)
     mode = f"--special-tokens {parts[0].special_tokens.mode}"
     for prefix in list(prefixes)[:_NAMED_CORPORA]:
         print_rank_0(f"{prefix}: records no special tokens; by its documents {mode}")

@@ -24,8 +24,8 @@ class TokenizerIdentity:
     """See `Vocabulary.fingerprint`."""
     eos_id: int | None
     mask_id: int | None
-    text_fingerprint: str | None = None
-    """See `Vocabulary.text_fingerprint`; None if it is `fingerprint`, and in files of earlier versions."""
+    text_fingerprint: str | None
+    """See `Vocabulary.text_fingerprint`; None if it is `fingerprint`."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,17 @@ class CorpusMetadata:
     """One entry per input: `path` (name without folder), `bytes` on disk (null for Hub data sets), `files` of a folder."""
     megaenc: str
     """Version of megaenc that wrote the corpus."""
-    sentences: dict[str, Any] | None = None
+    sentences: dict[str, Any] | None
     """Output of `PunktModel.describe`; None if each sequence is a document."""
-    deduplication: dict[str, Any] | None = None
+    deduplication: dict[str, Any] | None
     """Output of `Deduplication.describe` with `removed`, the number of documents left out as duplicates; None without."""
-    special_tokens: dict[str, Any] | None = None
-    """Output of `SpecialTokens.to_json`; None in files of earlier versions."""
+    special_tokens: dict[str, Any]
+    """Output of `SpecialTokens.to_json`."""
 
     @property
     def surrounding_tokens(self) -> SpecialTokens:
-        """Return the special tokens around each document.
-
-        Those of corpora of earlier versions follow from `append_eod`.
-        """
-        if self.special_tokens is not None:
-            return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
-        return SpecialTokens("eod", after=(self.eod,)) if self.append_eod else SpecialTokens()
+        """Return the special tokens around each document."""
+        return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
 
     def write(self, path: Path) -> None:
         """Write all fields of the metadata to the file `path` as a JSON object."""
@@ -114,11 +109,11 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     if values["eod"] is not None and not 0 <= values["eod"] < values["vocab_size"]:
         expected = f"0 to {values['vocab_size'] - 1} or null"
         raise InputError(f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}")
-    if (special := values.get("special_tokens")) is not None:
-        tokens = SpecialTokens.from_json(special, f"{path}: field `special_tokens`")
-        if max((*tokens.before, *tokens.after), default=0) >= values["vocab_size"]:
-            expected = f"ids below {values['vocab_size']}"
-            raise InputError(f"{path}: field `special_tokens`: found {json.dumps(special)[:60]}, expected {expected}")
+    special = values["special_tokens"]
+    tokens = SpecialTokens.from_json(special, f"{path}: field `special_tokens`")
+    if max((*tokens.before, *tokens.after), default=0) >= values["vocab_size"]:
+        expected = f"ids below {values['vocab_size']}"
+        raise InputError(f"{path}: field `special_tokens`: found {json.dumps(special)[:60]}, expected {expected}")
     return CorpusMetadata(**{**values, "tokenizer": TokenizerIdentity(**identity)})
 
 
@@ -134,6 +129,7 @@ _JSON_TYPES = {
     str: ((str,), "text"),
     str | None: ((str, type(None)), "text or null"),
     dict[str, str]: ((dict,), _OBJECT_OR_LIST),
+    dict[str, Any]: ((dict,), _OBJECT_OR_LIST),
     list[dict[str, Any]]: ((list,), _OBJECT_OR_LIST),
     dict[str, Any] | None: ((dict, type(None)), _OBJECT_OR_LIST),
     TokenizerIdentity: ((dict,), _OBJECT_OR_LIST),
@@ -143,15 +139,13 @@ _JSON_TYPES = {
 def _check_fields(path: Path, values: Any, kind: type, within: str = "") -> dict[str, Any]:
     """Return the fields of the dataclass `kind` from the JSON object `values`, checking presence and types.
 
-    Unknown fields are ignored. A field with a default may be missing, so that older files can be read. Raises InputError.
+    Unknown fields are ignored. Raises InputError.
     """
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a JSON {type(values).__name__}, expected an object")
     known = {}
     for field in dataclasses.fields(kind):
         if field.name not in values:
-            if field.default is not dataclasses.MISSING:
-                continue
             raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
         value, (kinds, expected) = values[field.name], _JSON_TYPES[field.type]
         if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):

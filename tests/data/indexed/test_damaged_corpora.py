@@ -90,6 +90,7 @@ SIDECAR = [
     (b"[]", "found a JSON list, expected an object"),
     ({"format": 2}, "field `format`: found 2, expected 1"),
     ({"tokens": MISSING}, "no field `tokens`"),
+    ({"special_tokens": MISSING}, "no field `special_tokens`"),
     ({"tokenizer": {"name": "demo"}}, "no field `tokenizer.fingerprint`"),
     ({"tokenizer": {"name": 3}}, "field `tokenizer.name`: found 3, expected text"),
     ({"tokenizer": None}, "field `tokenizer`: found null, expected an object"),

@@ -18,7 +18,6 @@ from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from text_helpers import TEXTS, contents, documents_of, reference_ids, serve_hub, small_tokenizer, write_csv, write_jsonl
 
-from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.indexed.verify import verify_corpus
 from megaenc.data.preprocess.command import PreprocessConfig, prepare_job, preprocess
@@ -244,19 +243,6 @@ def test_the_first_and_the_last_sentence_have_the_special_tokens(tmp_path, templ
         ["<|mask|><|mask|>One dog.", " Two foxes!", " Three?<|eos|>"],
         ["<|mask|><|mask|>No end<|eos|>"],
     ]
-
-
-@pytest.mark.parametrize(("append_eod", "special"), [(True, SpecialTokens("eod", after=(0,))), (False, SpecialTokens())])
-def test_a_sidecar_of_an_earlier_version_is_read(corpus, tokenizer_folder, append_eod, special):
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))
-    path = prefix.with_name(prefix.name + ".json")
-    values = json.loads(path.read_text())
-    del values["special_tokens"]
-    del values["sentences"]
-    path.write_text(json.dumps(values))
-    opened = Corpus.open(prefix)
-    assert opened.find_special_tokens(0) == special
-    assert opened.metadata.sentences is None
 
 
 def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):

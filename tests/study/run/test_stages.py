@@ -189,8 +189,9 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
 def test_a_run_on_another_corpus_is_told(study):
     say = {"format": 1, "vocab_size": 1024, "eod": 0, "append_eod": True, "documents": 1, "sequences": 1, "tokens": 1}
     say |= {"empty_documents": 0, "skipped_lines": 0, "dtype": "uint16", "bin_bytes": 1, "idx_bytes": 1, "sources": []}
-    say |= {"megaenc": "0.1.0", "sha256": {"bin": "d1", "idx": "i"}}
-    say["tokenizer"] = {"name": "t", "fingerprint": "t1", "eos_id": 0, "mask_id": 1}
+    say |= {"megaenc": "0.1.0", "sha256": {"bin": "d1", "idx": "i"}, "sentences": None, "deduplication": None}
+    say["special_tokens"] = {"mode": "eod", "before": [], "after": [0]}
+    say["tokenizer"] = {"name": "t", "fingerprint": "t1", "eos_id": 0, "mask_id": 1, "text_fingerprint": None}
     (study / STUDY / "corpus" / "corpus_text_document.json").write_text(json.dumps(say))
     run = nodes(study)["pretrain/base"]
     for data, tokenizer, expected in (("d2", "t1", "another data than"), ("d1", "t2", "another tokenizer than")):
