@@ -39,27 +39,25 @@ def program(tmp_path, monkeypatch):
     return put
 
 
-def devices(count=4, used="3", errors="0") -> str:
-    return "\n".join(ROWS.format(number=number, used=used, errors=errors) for number in range(count))
+def summary(findings) -> dict:
+    return {each.name: (each.level, each.result) for each in findings}
 
 
 def checked(**context) -> dict:
-    return {each.name: each for each in accelerators.check_driver(CheckContext(timeout=10, **context))}
+    return summary(accelerators.check_driver(CheckContext(timeout=10, **context)))
 
 
-@pytest.mark.parametrize("errors", ["0", "[N/A]"])
-def test_devices_are_counted_by_name(errors):
-    findings = {each.name: each for each in accelerators.parse_nvidia_smi(devices(errors=errors))}
-    assert {each.level for each in findings.values()} == {"ok"}
-    assert findings["devices"].result == "4 x NVIDIA H100 80GB HBM3, 80 GiB"
-    assert findings["driver"].result == "570.86.15"
-
-
-def test_memory_in_use_and_uncorrected_errors_are_named():
-    text = devices(1) + "\n" + ROWS.format(number=1, used="40960", errors="2")
-    findings = {each.name: each for each in accelerators.parse_nvidia_smi(text)}
-    assert (findings["memory in use"].level, findings["memory in use"].result) == ("note", "1: 40.0 GiB")
-    assert (findings["memory errors"].level, findings["memory errors"].result) == ("problem", "uncorrected, 1: 2")
+def test_devices_are_counted_by_name_and_those_in_use_or_with_errors_are_named():
+    rows = [ROWS.format(number=number, used="3", errors=errors) for number, errors in enumerate(("0", "[N/A]"))]
+    expected = {"devices": ("ok", "2 x NVIDIA H100 80GB HBM3, 80 GiB"), "driver": ("ok", "570.86.15")}
+    assert summary(accelerators.parse_nvidia_smi("\n".join(rows))) == expected
+    rows.append(ROWS.format(number=2, used="40960", errors="2"))
+    assert summary(accelerators.parse_nvidia_smi("\n".join(rows))) == {
+        "devices": ("ok", "3 x NVIDIA H100 80GB HBM3, 80 GiB"),
+        "driver": ("ok", "570.86.15"),
+        "memory in use": ("note", "2: 40.0 GiB"),
+        "memory errors": ("problem", "uncorrected, 2: 2"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,29 +76,29 @@ def test_memory_in_use_and_uncorrected_errors_are_named():
 )
 def test_a_driver_that_has_lost_its_devices_is_a_problem(name, script, words, program):
     program(name, script)
-    [finding] = checked().values()
-    assert (finding.level, finding.name) == ("problem", name)
-    assert finding.result.startswith(words)
+    [(where, (level, result))] = checked().items()
+    assert (where, level) == (name, "problem")
+    assert result.startswith(words)
 
 
 @pytest.mark.parametrize("ends", ["", "exit 2"])
 def test_rocm_s_program_is_asked_where_it_is_there_and_may_fail_in_one_thing_of_many(program, ends):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\n{ends}")
-    findings = checked()
-    assert list(findings) == ["devices", "architecture", "driver", "memory in use"]
-    for name, result in (("devices", "2 x AMD Instinct MI250X"), ("architecture", "2 x gfx90a"), ("driver", "6.10.5")):
-        assert (findings[name].level, findings[name].result) == ("ok", result)
-    assert (findings["memory in use"].level, findings["memory in use"].result) == ("note", "1: 40.0 GiB")
+    assert checked() == {
+        "devices": ("ok", "2 x AMD Instinct MI250X"),
+        "architecture": ("ok", "2 x gfx90a"),
+        "driver": ("ok", "6.10.5"),
+        "memory in use": ("note", "1: 40.0 GiB"),
+    }
 
 
 def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "find_program", lambda name: "")
-    assert {each.level for each in checked(root=tmp_path).values()} == {"ok"}
+    assert checked(root=tmp_path) == {"driver": ("ok", "none: neither nvidia-smi nor rocm-smi is installed")}
     for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    [finding] = checked(root=tmp_path).values()
-    assert (finding.level, finding.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")
+    assert checked(root=tmp_path) == {"driver": ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")}
 
 
 @pytest.fixture

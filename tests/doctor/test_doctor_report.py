@@ -101,6 +101,7 @@ SENT = {"host": "a", "findings": [ROW]}
         SENT | {"findings": [ROW | {"result": "b" * (1 << 20)}]},
         SENT | {"host": None},
         {},
+        [],
     ],
 )
 def test_what_is_no_finding_is_refused(content):
@@ -109,7 +110,7 @@ def test_what_is_no_finding_is_refused(content):
         parse_findings(json.dumps(content).encode(), 1)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(ROW), b"", b"[]", b"[" * 100_000])
+@pytest.mark.parametrize("content", [pickle.dumps(ROW), b"", b"[" * 100_000])
 def test_what_is_not_json_is_refused(content):
     with pytest.raises(ValueError, match=r"."):
         parse_findings(content, 1)

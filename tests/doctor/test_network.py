@@ -152,23 +152,23 @@ def test_nccl_passes_over_docker_and_prefers_infiniband(ifname, usable, level, w
 
 
 @pytest.mark.parametrize(
-    ("own", "between_nodes"),
-    [(["127.0.1.1"], "problem"), (["127.0.0.1"], "problem"), ([], "problem"), (["10.0.0.5"], "ok")],
+    ("ifname", "own", "on_one_node", "between_nodes"),
+    [
+        (None, ["127.0.1.1"], "ok", "problem"),
+        (None, ["127.0.0.1"], "ok", "problem"),
+        (None, [], "ok", "problem"),
+        (None, ["10.0.0.5"], "ok", "ok"),
+        ("eth0", [], "ok", "ok"),
+        ("hsn0", [], "problem", "problem"),
+    ],
 )
-def test_a_name_that_leads_nowhere_is_a_problem_between_nodes_alone(own, between_nodes, monkeypatch):
+def test_a_name_that_leads_nowhere_is_a_problem_between_nodes(ifname, own, on_one_node, between_nodes, nodes):
     owners = {"127.0.0.1": "lo", "10.0.0.5": "eth0"}
-    assert check_gloo_interface(None, ["lo", "eth0"], own, owners).level == "ok"
-    monkeypatch.setattr(network, "is_multi_node", lambda: True)
-    finding = check_gloo_interface(None, ["lo", "eth0"], own, owners)
-    assert finding.level == between_nodes
-    assert "eth0" in finding.result + finding.advice
-
-
-def test_an_interface_of_gloo_that_is_not_there_is_a_problem():
-    assert check_gloo_interface("eth0", ["lo", "eth0"], [], {}).level == "ok"
-    finding = check_gloo_interface("hsn0", ["lo", "eth0"], [], {})
-    assert finding.level == "problem"
-    assert "hsn0" in finding.result
+    for count, level in ((1, on_one_node), (2, between_nodes)):
+        nodes(count)
+        finding = check_gloo_interface(ifname, ["lo", "eth0"], own, owners)
+        assert finding.level == level
+    assert (ifname or "eth0") in finding.result + finding.advice
 
 
 def test_interfaces_that_are_up_are_named_with_their_addresses(monkeypatch):
