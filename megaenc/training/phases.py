@@ -125,11 +125,13 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
     """Return `settings` without what `values`, applied over them, replace.
 
-    These are the fields that REPLACES names.
-
-    Another lr_decay_style than WSD replaces the fields of WSD's decay.
+    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style. A value of None replaces
+    nothing.
     """
-    replaced = {name for given in values for name in REPLACES.get(given, ())}
+    replaced = set()
+    for given, value in values.items():
+        if value is not None:
+            replaced.update(REPLACES.get(given, ()))
     if values.get("lr_decay_style") not in (None, "WSD"):
         replaced.update(_WSD_FLAGS)
     defaults = flags.flatten(type(settings)(bf16=settings.bf16))  # whose default imports torch

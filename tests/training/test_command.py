@@ -34,7 +34,7 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text("train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nbranch_from: a\nbranch_at: 3\n")
     over = tmp_path / "over.yaml"
-    over.write_text("config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\ninit_from: b\n")
+    over.write_text("config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n")
     words = ["--train-tokens", "2048", "--lr-warmup-fraction", "0.1", "--init-from", "b"]
     for argv in (["--config", str(over)], ["--config", str(base), *words]):
         settings = parse_config(argv, "test")
