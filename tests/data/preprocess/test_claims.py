@@ -5,39 +5,21 @@ import os
 import signal
 import time
 
-import pytest
-
 from megaenc.data.preprocess import claims
 from megaenc.data.preprocess.claims import ClaimFolder
 
 
-def take_all(folder, count, queue):
-    shared = ClaimFolder(folder)
-    own = [name for name in map(str, range(count)) if shared.acquire(name) is not None]
-    queue.put(own)
+def hold(folder, queue):
+    queue.put(ClaimFolder(folder).acquire("0") is not None)
     signal.pause()  # live until killed
 
 
-@pytest.fixture
-def owner(tmp_path):
-    """Start a process that claims names 0..count-1 and lives on; return it and its names."""
-    context, processes = multiprocessing.get_context("fork"), []
-
-    def start(count):
-        queue = context.Queue()
-        processes.append(context.Process(target=take_all, args=(tmp_path, count, queue), daemon=True))
-        processes[-1].start()
-        return processes[-1], queue
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path, owner):
-    process, queue = owner(1)
-    assert queue.get(timeout=30) == ["0"]
+def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=hold, args=(tmp_path, queue), daemon=True)
+    process.start()
+    assert queue.get(timeout=30)
     shared = ClaimFolder(tmp_path)
     assert shared.acquire("0") is None
     process.kill()
