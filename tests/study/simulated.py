@@ -135,7 +135,7 @@ def power(studies: int) -> None:
     for effect in (1.0, 0.0):
         counts: Counter = Counter()
         for number in range(studies):
-            for one in judge(paper_study(number, effect), draws=0):
+            for one in judge(paper_study(number, effect)):
                 name = f"{one.claim}{one.part}"
                 counts.update([f"{name}: {one.verdict}", f"{name}: {one.another_run}, another run"])
         for outcome, count in sorted(counts.items()):
@@ -155,7 +155,7 @@ WORLDS = {
 
 def verdicts(number: int, **effects) -> list[Verdict]:
     """Of one study."""
-    return judge(study(number, **effects), draws=0)
+    return judge(study(number, **effects))
 
 
 OF_EQUALITY = {"1c", "4b", "5b"}

@@ -20,13 +20,11 @@ and continued models."""
 
 @dataclass(frozen=True)
 class TestScope:
-    """Models that a claim is tested on, number of bootstrap draws, and the noise if the test is about another run."""
+    """Models that a claim is tested on, and the noise if the test is about another run."""
 
     __test__ = False  # pytest collects classes by name
 
     models: ModelSelector
-    draws: int = 0
-    """bootstrap draws for the interval of the pooled comparison; 0 for none"""
     noise: RunNoise | None = None
     """noise between pretraining runs; None to test these trained models only"""
 
@@ -129,8 +127,8 @@ def judge_direction(
 
     def pool(some: Sequence[Contrast]) -> Comparison:
         """Pool contrasts with equal weight of each family."""
-        options = {"draws": scope.draws, "weights": family_weights(some), "unit": "SD" if is_standardised else unit}
-        return scope.compare(some, pooled_borrowed, **options)
+        unit_of_pool = "SD" if is_standardised else unit
+        return scope.compare(some, pooled_borrowed, weights=family_weights(some), unit=unit_of_pool)
 
     overall, p, caveat = pool_all(standard if is_standardised else chosen, pool)
     if len(by_family) > 1 and unit == "points" and not is_standardised:
@@ -212,7 +210,7 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
 
     def pool(some: Sequence[Contrast]) -> Comparison:
         """Pool contrasts of one family, with the p of the margin; NaN if the test against 0 has none."""
-        one = scope.compare(some, borrowed, margin=EQUALITY_MARGINS[some[0].family], draws=scope.draws)
+        one = scope.compare(some, borrowed, margin=EQUALITY_MARGINS[some[0].family])
         p = one.test.noninferiority_p if at_least else one.test.margin_p
         return replace(one, p=math.nan if math.isnan(one.p) else p)
 
@@ -233,8 +231,7 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
 
     if not contrasts:
         return PendingVerdict(note=note)
-    singles = [replace(pool([contrast]), bootstrap=None) for contrast in contrasts]
-    comparisons = adjust(singles, [pool_beyond([contrast]).p for contrast in contrasts])
+    comparisons = adjust([pool([contrast]) for contrast in contrasts], [pool_beyond([contrast]).p for contrast in contrasts])
     tests = [pool_twice(of_family, pool, one_sign=False) for of_family in by_family.values()]
     p_beyond = [pool_twice(of_family, pool_beyond, one_sign=False)[1] for of_family in by_family.values()]
     families = adjust([replace(one, p=p) for one, p, _ in tests], p_beyond)

@@ -176,7 +176,7 @@ def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str, twice
     About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
     """
     testable = [one for one in contrasts if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)]
-    draft = judge_direction(replace(scope, noise=None, draws=0), contrasts, note, testable, unit="share", twice=twice)
+    draft = judge_direction(replace(scope, noise=None), contrasts, note, testable, unit="share", twice=twice)
     if scope.noise is None or draft.overall is None or draft.overall.pretraining_runs > 1 or draft.overall.has_borrowed_variance:
         return draft
     by_size: dict[str, list[Contrast]] = defaultdict(list)

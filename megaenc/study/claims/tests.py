@@ -87,7 +87,7 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         gap = scope.compare(some, borrowed)
         sign = 1 if (gap.difference > 0) == widens else -1  # makes a trend in the claimed direction positive
         weights = [sign * weight for weight in _trend_weights(range(len(some)))]
-        trend = scope.compare(some, borrowed, draws=scope.draws, weights=weights)
+        trend = scope.compare(some, borrowed, weights=weights)
         gaps.append(gap.difference)
         p = float(np.max([trend.p, gap.p]))  # a gap must exist before it can change; NaN if either is
         sides = ("gap of the largest", "that of the smallest") if widens else ("gap of the smallest", "that of the largest")

@@ -178,14 +178,12 @@ those verdicts."""
 _ALL_CLAIMS = _CLAIMS | _ZERO_SHOT_CLAIMS
 
 
-def judge(
-    evidence: Evidence, draws: int = 2000, noise: RunNoise | None = None, zero_shot: Evidence | None = None
-) -> list[Verdict]:
+def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None) -> list[Verdict]:
     """Test the six claims; return a Verdict for each of their parts (1a to 6c), p corrected by Holm over all of them.
 
-    `draws`: bootstrap samples for the intervals shown next to each verdict, on which no verdict depends; 0 for none. `noise`:
-    noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask ratios.
-    Reads the example scores of all compared models. `zero_shot`: scores of zero-shot retrieval, which add claims of their own.
+    `noise`: noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask
+    ratios. `zero_shot`: scores of zero-shot retrieval, which add claims of their own. Reads the example scores of all compared
+    models.
     """
     settings: dict[str, tuple[ModelSelector, RunNoise]] = {}
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
@@ -193,8 +191,8 @@ def judge(
             models = ModelSelector(scores)
             settings |= dict.fromkeys(claims, (models, noise or estimate_run_noise(models)))
     settings = dict(sorted(settings.items()))
-    these = {name: _ALL_CLAIMS[name][-1](TestScope(models, draws)) for name, (models, _) in settings.items()}
-    another = {name: _ALL_CLAIMS[name][-1](TestScope(*of, noise=noise)) for name, (*of, noise) in settings.items()}
+    these = {name: _ALL_CLAIMS[name][-1](TestScope(models)) for name, (models, _) in settings.items()}
+    another = {name: _ALL_CLAIMS[name][-1](TestScope(models, noise)) for name, (models, noise) in settings.items()}
     corrected = inference.holm_adjust([draft.p for draft in these.values()])
     larger = [
         max(one.p, other.p) if not math.isnan(one.p + other.p) else math.nan

@@ -142,8 +142,6 @@ class Comparison:
     """Hedges' g; NaN if unknown"""
     verdict: Outcome = "not resolved"
     """outcome for the claim: `holds` if the difference has the claimed direction"""
-    bootstrap: tuple[tuple[float, float], tuple[float, float]] | None = None
-    """percentile and studentised bootstrap intervals, shown only; no verdict depends on them"""
     pretraining_runs: int = 1
     """pretraining runs of each side; the fewest if several contrasts are pooled"""
     has_borrowed_variance: bool = False

@@ -273,32 +273,3 @@ def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     interval = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")
     return collapsed / runs, float(interval.low), float(interval.high)
-
-
-def bootstrap_intervals(
-    scores: np.ndarray, examples: Sequence[np.ndarray], draws: int = 2000, seed: int = 0
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the percentile and studentised bootstrap 95 % intervals of the mean, each (low, high); NaN below three seeds.
-
-    `scores`: float[S]; `examples`: float[S, N] per data set. Not calibrated for as few as five seeds; NaN below three.
-    """
-    count, random = len(scores), np.random.default_rng(seed)
-    if count < 3:
-        return (math.nan, math.nan), (math.nan, math.nan)
-    parts = variance_components(scores, examples)
-    times = random.multinomial(count, np.full(count, 1 / count), draws)
-    rows = np.broadcast_to(np.asarray(scores, dtype=np.float64), (draws, count)).copy()
-    for block in examples:
-        block = np.asarray(block, dtype=np.float64) - np.mean(block, axis=1, keepdims=True)
-        width = block.shape[1]
-        for row in rows:
-            row += block @ np.bincount(random.integers(width, size=width), minlength=width) / width
-    means = (times * rows).sum(1) / count
-    edges = LEVEL / 2, 1 - LEVEL / 2
-    low, high = np.quantile(means, edges).tolist()
-    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.example_variance))
-    middle, error = float(np.mean(scores)), math.sqrt(parts.total)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        pivots = np.nan_to_num((means - middle) / errors, posinf=np.inf, neginf=-np.inf)
-    below, above = np.quantile(pivots, edges).tolist()
-    return (low, high), (middle - above * error, middle - below * error)

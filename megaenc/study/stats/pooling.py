@@ -67,7 +67,6 @@ def compare_contrasts(
     contrasts: Sequence[Contrast],
     borrowed: BetweenRunVariances | None = None,
     margin: float = 0.0,
-    draws: int = 0,
     weights: Sequence[float] | None = None,
     unit: Unit = "points",
     noise: RunNoise | None = None,
@@ -111,13 +110,8 @@ def compare_contrasts(
         [score_rows] = rows.values()
         blocks = list(score_rows.examples.values())
         more = [] if () not in rows else _run_variances(pool, noise)
-        result, drawn = inference.contrast_t_test(score_rows.scores, blocks, margin, more), None
-        if draws and blocks and result.seed_count > 2:
-            scale = 100 if unit == "points" else 1
-            drawn = tuple(
-                (scale * low, scale * high) for low, high in inference.bootstrap_intervals(score_rows.scores, blocks, draws)
-            )
-        return build_comparison(result, inference.hedges_g(score_rows.left, score_rows.right), bootstrap=drawn)
+        result = inference.contrast_t_test(score_rows.scores, blocks, margin, more)
+        return build_comparison(result, inference.hedges_g(score_rows.left, score_rows.right))
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
     result = inference.welch_satterthwaite_test(
         difference, _variances_by_seeds(groups, rows, borrowed), _pooled_example_variance(rows.values()), margin

@@ -19,17 +19,17 @@ from megaenc.study.stats.run_noise import estimate_run_noise, parse_run_noise
 
 def test_a_verdict_says_what_it_is_about():
     """Of models that were pretrained once: with the noise of the curves over mask ratios, with a given one, or without any."""
-    for verdict in judge(published(), draws=0):
+    for verdict in judge(published()):
         assert "Another pretraining run: " in verdict.reason or verdict.verdict == "no data"
     sentence = "by how much another pretraining run differs is unknown here: pretrain with several seeds, or state --run-noise"
-    unknown = {name: one for name, one in by_claim(mini(5), draws=0).items() if one.verdict != "no data"}
+    unknown = {name: one for name, one in by_claim(mini(5)).items() if one.verdict != "no data"}
     assert all(sentence in one.reason for one in unknown.values())
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)
     quiet, loud = (parse_run_noise([f"SC={points}", f"IR={points}"]) for points in (0.01, 9))
-    given = by_claim(mini(5), draws=0, noise=quiet)["4a"]
+    given = by_claim(mini(5), noise=quiet)["4a"]
     assert given.label == "holds" and "noise between runs: 0.01 points on SC, 0.01 on IR, given" in given.reason
-    assert by_claim(mini(5), draws=0, noise=loud)["4a"].label == "holds for these runs"
-    several = judge(mini(5, pretraining_seeds=(1, 2)), draws=0)
+    assert by_claim(mini(5), noise=loud)["4a"].label == "holds for these runs"
+    several = judge(mini(5, pretraining_seeds=(1, 2)))
     assert all("nother pretraining run" not in one.reason and one.label == one.verdict for one in several)
 
 

@@ -40,7 +40,7 @@ def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
 
     assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {22_000}  # all that there is
     assert ModelSelector(only(half, plan)).final_pairs() == {}
-    assert judge(only(half, plan), draws=0)[0].verdict == "no data"
+    assert judge(only(half, plan))[0].verdict == "no data"
 
     def without(one):
         return one.size == "210M" and one.mask_ratio != 0.4
@@ -54,5 +54,5 @@ def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     for at in (10, 20, 40):
         for one in (ModelKey("tiny", at, decayed=False, budget=budget), ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False)):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
-    found = by_claim(Evidence(scores), draws=0)["2"]
+    found = by_claim(Evidence(scores))["2"]
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)

@@ -127,16 +127,6 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
     assert "nan" not in re.sub(r"base64,\S+", "", text)
 
 
-def test_the_bootstrap_stands_beside_the_deciding_test_alone():
-    whole = dataclasses.replace(ONE, bootstrap=((0.5, 3.5), (0.7, 3.3)))
-    single = dataclasses.replace(ONE, bootstrap=((0.1, 0.2), (0.1, 0.2)))
-    text = card(single, whole)
-    assert "bootstrap +0.50 to +3.50, studentised +0.70 to +3.30" in text and text.count("bootstrap +") == 1
-    few = dataclasses.replace(ONE, bootstrap=((math.nan, math.nan), (math.nan, math.nan)))  # below three seeds
-    none = card(few, few)
-    assert "bootstrap +" not in none and "nan" not in none
-
-
 def test_seeds_that_are_never_enough_have_a_word():
     never = dataclasses.replace(TEST, components=inference.VarianceComponents(1e-6, 4e-5), difference=0.01)
     assert '<td class="number">never</td></tr>' in card(dataclasses.replace(ONE, test=never))

@@ -97,7 +97,7 @@ def test_queries_are_paired_only_if_all_models_have_the_same(tmp_path):
 def verdicts(folder, **options):
     """Return the verdicts on the evidence of `folder` by number and part."""
     zero_shot = read(folder, **options).build_evidence()
-    return {f"{one.claim}{one.part}": one for one in judge(Evidence([]), draws=200, zero_shot=zero_shot)}
+    return {f"{one.claim}{one.part}": one for one in judge(Evidence([]), zero_shot=zero_shot)}
 
 
 def test_claims_compare_objectives_and_nothing_else(tmp_path):

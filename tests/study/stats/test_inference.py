@@ -10,7 +10,6 @@ from scipy import stats
 from megaenc.study.stats import inference
 from megaenc.study.stats.inference import (
     VarianceComponents,
-    bootstrap_intervals,
     contrast_t_test,
     holm_adjust,
     required_seeds,
@@ -156,18 +155,6 @@ def test_collapse_rates_and_hedges_correction():
     assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(inference.hedges_g([1.0, 1], [2.0, 2]))
     assert inference.collapse_rate(0, 30) == pytest.approx((0, 0, 0.1135), abs=1e-4)  # Wilson: z2 / (n + z2)
     assert all(math.isnan(part) for part in inference.collapse_rate(0, 0))
-
-
-def test_bootstrap_intervals_are_about_those_of_t_where_seeds_are_many():
-    random = np.random.default_rng(0)
-    block = 0.1 + 0.3 * random.standard_normal((40, 1)) + 0.5 * random.standard_normal((1, 300))
-    found = contrast_t_test(block.mean(1), [block])
-    intervals = bootstrap_intervals(block.mean(1), [block], 4000)
-    assert intervals == bootstrap_intervals(block.mean(1), [block], 4000)
-    for interval in intervals:
-        assert interval == pytest.approx((found.low, found.high), abs=0.15 * (found.high - found.low))
-    two_seeds = block[:2]
-    assert np.isnan(bootstrap_intervals(two_seeds.mean(1), [two_seeds])).all()
 
 
 WORLDS = ("5 seeds, seeds matter, shared", "5 seeds, examples matter", "2 seeds, seeds matter")
