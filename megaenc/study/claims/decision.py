@@ -210,15 +210,15 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
 
     def pool(some: Sequence[Contrast]) -> Comparison:
         """Pool contrasts of one family, with the p of the margin; NaN if the test against 0 has none."""
-        one = scope.compare(some, borrowed, margin=EQUALITY_MARGINS[some[0].family])
-        p = one.test.noninferiority_p if at_least else one.test.margin_p
-        return replace(one, p=math.nan if math.isnan(one.p) else p)
+        one, margin = scope.compare(some, borrowed), EQUALITY_MARGINS[some[0].family]
+        above, below = one.test.p_above(-margin), one.test.p_below(margin)
+        return replace(one, p=above if at_least else max(above, below))
 
     def pool_beyond(some: Sequence[Contrast]) -> Comparison:
         """Pool contrasts of one family, with the p of a difference within the margin."""
         one, margin = scope.compare(some, borrowed), EQUALITY_MARGINS[some[0].family]
-        size = -one.test.difference if at_least else abs(one.test.difference)
-        return replace(one, p=math.nan if math.isnan(one.p) else inference.one_sided_p(one.test, size - margin))
+        below, above = one.test.p_below(-margin), one.test.p_above(margin)
+        return replace(one, p=below if at_least else min(below, above))
 
     def adjust(each: Sequence[Comparison], beyond: Sequence[float]) -> list[Comparison]:
         """Correct p by Holm and set the verdicts; `beyond`: p of a difference within the margin, which counts if significant."""

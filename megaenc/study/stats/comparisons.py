@@ -275,9 +275,7 @@ def put_better_first(comparison: Comparison) -> Comparison:
     """Return the comparison; if negative, with sides swapped, signs flipped, and the verdict reversed turned into holds."""
     if not comparison.difference < 0:
         return comparison
-    mirrored = replace(
-        comparison.test, difference=-comparison.test.difference, low=-comparison.test.high, high=-comparison.test.low
-    )
+    mirrored = replace(comparison.test, difference=-comparison.test.difference)
     verdict = "holds" if comparison.verdict == "reversed" else comparison.verdict
     return replace(
         comparison, left=comparison.right, right=comparison.left, effect=-comparison.effect, verdict=verdict, test=mirrored

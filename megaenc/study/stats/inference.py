@@ -35,21 +35,47 @@ class VarianceComponents:
 
 @dataclass(frozen=True)
 class TestResult:
-    """Result of testing a difference of scores against 0: difference, 95 % interval, p, variances, degrees of freedom."""
+    """Result of testing a difference of scores by t: 95 % interval, and p for any bound."""
 
     difference: float
-    low: float
-    high: float
-    p: float
-    """two-sided; NaN if the chance variation is unknown: one seed, or identical scores"""
+    errors: Sequence[tuple[float, float]]
+    """(standard error, degrees of freedom) over seeds, and over seeds and examples; the wider interval and the larger p count;
+    empty if nothing varies"""
     components: VarianceComponents
-    df: float
-    seed_count: int
+    seed_count: int = 0
     """0 for published intervals and for sums of parts with different seeds"""
-    margin_p: float = math.nan
-    """p of the equivalence test, whose null hypothesis is a difference beyond the margin; NaN without a margin"""
-    noninferiority_p: float = math.nan
-    """p of the test whose null hypothesis is a difference below minus the margin; NaN without a margin"""
+
+    def p_above(self, bound: float = 0.0) -> float:
+        """Return the one-sided p that the difference is above `bound`; NaN for one seed, or without any spread of the seeds."""
+        return self._largest_p(bound - self.difference)
+
+    def p_below(self, bound: float = 0.0) -> float:
+        """Return the one-sided p that the difference is below `bound`; NaN for one seed, or without any spread of the seeds."""
+        return self._largest_p(self.difference - bound)
+
+    def _largest_p(self, distance: float) -> float:
+        if not self.components.seed_variance > _TOLERANCE**2:
+            return math.nan
+        return max(_t_cdf(distance / error, df) for error, df in self.errors)
+
+    @property
+    def p(self) -> float:
+        """Return the two-sided p that the difference is not 0; NaN if the chance variation between seeds is unknown."""
+        return 2 * min(self.p_above(), self.p_below())
+
+    @property
+    def _half_width(self) -> float:
+        return max((error * float(_t_quantile(df)) for error, df in self.errors), default=math.nan)
+
+    @property
+    def low(self) -> float:
+        """Return the lower end of the 95 % interval; NaN if nothing varies; with one seed it covers the examples only."""
+        return self.difference - self._half_width
+
+    @property
+    def high(self) -> float:
+        """Return the upper end of the 95 % interval; NaN if nothing varies; with one seed it covers the examples only."""
+        return self.difference + self._half_width
 
 
 def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> VarianceComponents:
@@ -90,43 +116,38 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
 
 
 def contrast_t_test(
-    scores: np.ndarray,
-    examples: Sequence[np.ndarray] = (),
-    margin: float = 0.0,
-    run_variances: Sequence[tuple[float, float]] = (),
+    scores: np.ndarray, examples: Sequence[np.ndarray] = (), run_variances: Sequence[tuple[float, float]] = ()
 ) -> TestResult:
-    """Test the mean of `scores` against 0 by t over seeds (and examples; larger p); `margin` adds an equivalence test.
+    """Test the mean of `scores`, float[S], by t over seeds, and over seeds and `examples`, float[S, N] per data set.
 
-    `examples`: float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. A
-    `margin` adds tests of equivalence and noninferiority. `run_variances`: (variance, degrees of freedom) of the noise between
-    pretraining runs. One seed gives an interval over its examples, and no p.
+    Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. `run_variances`: (variance, degrees of freedom) of
+    the noise between pretraining runs. One seed gives an interval over its examples, and no p.
     """
-    parts, count = variance_components(scores, examples), len(scores)
+    parts = variance_components(scores, examples)
+    count = len(scores)
     if count > 1:
         by_seed = [(parts.seed_variance, count - 1), *run_variances]
-        return welch_satterthwaite_test(float(np.mean(scores)), by_seed, parts.example_variance, margin, count)
-    df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
-    return _most_conservative_test(float(scores[0]), parts, [(parts.example_variance, df)], count, margin=None)
+        return welch_satterthwaite_test(float(np.mean(scores)), by_seed, parts.example_variance, count)
+    example_counts = [block.shape[1] for block in examples]
+    errors = _standard_errors([(parts.example_variance, min(example_counts) - 1)]) if example_counts else []
+    return TestResult(float(scores[0]), errors, parts, count)
 
 
 def welch_satterthwaite_test(
-    difference: float,
-    seed_variances: Sequence[tuple[float, float]],
-    example_variance: float,
-    margin: float = 0.0,
-    seed_count: int = 0,
+    difference: float, seed_variances: Sequence[tuple[float, float]], example_variance: float, seed_count: int = 0
 ) -> TestResult:
-    """Test `difference` by t, over seeds and over seeds and examples; keep larger p (NaN for one seed), wider interval.
+    """Test `difference` by t over seeds, and over seeds and examples, given (variance, degrees of freedom) of each part.
 
     Degrees of freedom by Welch and Satterthwaite, for the seeds and for seeds and examples; the example variance counts as
     known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
     """
     parts = VarianceComponents(math.fsum(variance for variance, _ in seed_variances), example_variance)
-    if math.isnan(parts.seed_variance) or parts.seed_variance <= _TOLERANCE**2:
-        return _most_conservative_test(difference, parts, [(np.nan_to_num(example_variance), math.inf)], seed_count, margin=None)
+    if not parts.seed_variance > _TOLERANCE**2:
+        return TestResult(difference, _standard_errors([(example_variance, math.inf)]), parts, seed_count)
     bottom = math.fsum(variance**2 / df for variance, df in seed_variances)  # a known variance has infinite df
-    totals = [total for total in (parts.seed_variance, parts.seed_variance + example_variance) if not math.isnan(total)]
-    return _most_conservative_test(difference, parts, [(total, total**2 / bottom) for total in totals], seed_count, margin)
+    totals = [parts.seed_variance, parts.seed_variance + example_variance]
+    errors = _standard_errors([(total, total**2 / bottom if bottom else math.inf) for total in totals])
+    return TestResult(difference, errors, parts, seed_count)
 
 
 def welch_from_intervals(
@@ -134,7 +155,6 @@ def welch_from_intervals(
     half_widths: Sequence[float],
     weights: Sequence[float],
     seeds: int = 5,
-    margin: float = 0.0,
     run_variances: Sequence[tuple[float, float]] = (),
 ) -> TestResult:
     """Run Welch's t test of a weighted sum of means against 0; half widths are 1.96 * sd / sqrt(seeds) of each mean.
@@ -143,24 +163,12 @@ def welch_from_intervals(
     """
     each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
     variances = [*((variance, seeds - 1) for variance in each), *run_variances]
-    return welch_satterthwaite_test(float(np.dot(weights, means)), variances, math.nan, margin)
+    return welch_satterthwaite_test(float(np.dot(weights, means)), variances, math.nan)
 
 
-def _most_conservative_test(
-    difference: float, parts: VarianceComponents, variances: Sequence[tuple[float, float]], seed_count: int, margin: float | None
-) -> TestResult:
-    """Return the widest interval and the largest p over several (variance, degrees of freedom); no p if `margin` is None."""
-    known = [(math.sqrt(variance), df) for variance, df in variances if variance > _TOLERANCE**2]
-    if not known:  # without any spread the chance variation is unknown
-        return TestResult(difference, math.nan, math.nan, math.nan, parts, math.nan, seed_count)
-    half, df = max((error * float(_t_quantile(df)), df) for error, df in known)
-    p = margin_p = noninferiority_p = math.nan
-    if margin is not None:
-        p = max(2 * _t_cdf(-abs(difference) / error, df) for error, df in known)
-    if margin:
-        margin_p = max(_t_cdf((abs(difference) - margin) / error, df) for error, df in known)
-        noninferiority_p = max(_t_cdf((-difference - margin) / error, df) for error, df in known)
-    return TestResult(difference, difference - half, difference + half, p, parts, df, seed_count, margin_p, noninferiority_p)
+def _standard_errors(variances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (standard error, degrees of freedom) of each variance that is known and above 0."""
+    return [(math.sqrt(variance), df) for variance, df in variances if variance > _TOLERANCE**2]
 
 
 def _t_quantile(df: float | np.ndarray) -> np.ndarray:
@@ -171,14 +179,6 @@ def _t_quantile(df: float | np.ndarray) -> np.ndarray:
 def _t_cdf(value: float, df: float) -> float:
     """Return the cumulative probability of Student's t at `value`."""
     return float(stdtr(min(df, _NORMAL_DF), value))
-
-
-def one_sided_p(result: TestResult, excess: float) -> float:
-    """Return the p of the one-sided t test that `excess`, a shifted difference of `result`, is above 0; NaN without interval."""
-    half = (result.high - result.low) / 2
-    if not half > 0:
-        return math.nan
-    return _t_cdf(-excess / (half / float(_t_quantile(result.df))), result.df)
 
 
 def holm_adjust(p: Sequence[float]) -> list[float]:

@@ -65,8 +65,7 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
 
 def compare_contrasts(
     contrasts: Sequence[Contrast],
-    borrowed: BetweenRunVariances | None = None,
-    margin: float = 0.0,
+    borrowed: BetweenRunVariances,
     weights: Sequence[float] | None = None,
     unit: Unit = "points",
     noise: RunNoise | None = None,
@@ -75,48 +74,54 @@ def compare_contrasts(
 
     The result is uncorrected: p_adjusted and verdict are set by the caller. Contrasts with the same pretraining seeds are summed
     by seed; such groups, and the contrasts with one pretraining run, are combined by Welch and Satterthwaite. The latter vary
-    between fine-tuning seeds and by the `borrowed` variance (None: estimated from `contrasts`), or by `noise` if nothing can be
-    borrowed; without either the result holds for these trained models only. Published scores have neither seeds nor examples and
-    get Welch's test of their intervals.
+    between fine-tuning seeds and by the `borrowed` variance, or by `noise` if nothing can be borrowed; without either the result
+    holds for these trained models only. Published scores have neither seeds nor examples and get Welch's test of their intervals.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [(weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight]
-    families, datasets, locations = (
-        {getattr(contrast, name) for contrast in contrasts} for name in ("family", "dataset", "where")
-    )
-    family = contrasts[0].family if len(families) == 1 else ""
-    collapsed = contrasts[0].collapsed if len(contrasts) == 1 else ()
-    where = contrasts[0].where if len(locations) == 1 else f"{len(locations)} pairs"
-
-    def build_comparison(result: TestResult, effect: float = math.nan, **more) -> Comparison:
-        """Build the comparison with labels and sides of the contrasts."""
-        runs = min(len(contrast.pretraining_seeds) for _, contrast in pool)
-        more = {"pretraining_runs": runs, "collapsed": collapsed, "unit": unit} | more
-        label = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
-        dataset = contrasts[0].dataset if len(datasets) == 1 and family else "all"
-        return Comparison(*contrasts[0].names, label, family, dataset, result, result.p, result.p, effect, **more)
-
-    borrowed = between_run_variance([contrast for _, contrast in pool]) if borrowed is None else borrowed
-    if not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms):
-        return build_comparison(*_test_published(pool, margin, _run_variances(pool, noise)))
     groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, contrast in pool:
         groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
-    rows = {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
-    if None in rows.values():  # no common fine-tuning seed
-        unknown = VarianceComponents(math.nan, math.nan)
-        return build_comparison(TestResult(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretraining_runs=1)
-    if len(rows) == 1 and (() not in rows or not borrowed):
-        [score_rows] = rows.values()
-        blocks = list(score_rows.examples.values())
-        more = [] if () not in rows else _run_variances(pool, noise)
-        result = inference.contrast_t_test(score_rows.scores, blocks, margin, more)
-        return build_comparison(result, inference.hedges_g(score_rows.left, score_rows.right))
-    difference = math.fsum(float(one.scores.mean()) for one in rows.values())
-    result = inference.welch_satterthwaite_test(
-        difference, _variances_by_seeds(groups, rows, borrowed), _pooled_example_variance(rows.values()), margin
+    run_count = min(len(contrast.pretraining_seeds) for _, contrast in pool)
+    effect, has_borrowed_variance = math.nan, False
+    is_published = not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms)
+    rows = {} if is_published else {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
+    if is_published:
+        result, effect = _test_published(pool, _run_variances(pool, noise))
+    elif None in rows.values():  # no common fine-tuning seed
+        result = TestResult(math.nan, (), VarianceComponents(math.nan, math.nan))
+        run_count = 1
+    elif len(rows) == 1 and not (() in rows and borrowed):
+        [sides] = rows.values()
+        run_variances = _run_variances(pool, noise) if () in rows else []
+        result = inference.contrast_t_test(sides.scores, list(sides.examples.values()), run_variances)
+        effect = inference.hedges_g(sides.left, sides.right)
+    else:
+        difference = math.fsum(float(one.scores.mean()) for one in rows.values())
+        seed_variances = _variances_by_seeds(groups, rows, borrowed)
+        result = inference.welch_satterthwaite_test(difference, seed_variances, _pooled_example_variance(rows.values()))
+        has_borrowed_variance = () in rows
+    places = {contrast.where for contrast in contrasts}
+    families = {contrast.family for contrast in contrasts}
+    datasets = {contrast.dataset for contrast in contrasts}
+    where = contrasts[0].where if len(places) == 1 else f"{len(places)} pairs"
+    collapsed = contrasts[0].collapsed if len(contrasts) == 1 else ()
+    left, right = contrasts[0].names
+    return Comparison(
+        left=left,
+        right=right,
+        where=f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where,
+        family=contrasts[0].family if len(families) == 1 else "",
+        dataset=contrasts[0].dataset if len(families) == 1 and len(datasets) == 1 else "all",
+        test=result,
+        p=result.p,
+        p_adjusted=result.p,
+        effect=effect,
+        pretraining_runs=run_count,
+        has_borrowed_variance=has_borrowed_variance,
+        collapsed=collapsed,
+        unit=unit,
     )
-    return build_comparison(result, has_borrowed_variance=() in rows)
 
 
 def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tuple[float, float]]:
@@ -231,9 +236,7 @@ def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
     return sums
 
 
-def _test_published(
-    pool: WeightedContrasts, margin: float, run_variances: Sequence[tuple[float, float]]
-) -> tuple[TestResult, float]:
+def _test_published(pool: WeightedContrasts, run_variances: Sequence[tuple[float, float]]) -> tuple[TestResult, float]:
     """Test a weighted sum of contrasts of published means; return the result and its effect size."""
     terms = _merge_terms(
         [(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]]
@@ -241,6 +244,6 @@ def _test_published(
     weights = [weight for weight, _ in terms]
     half_widths = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in terms]
     means = [score.mean for _, score in terms]
-    result = inference.welch_from_intervals(means, half_widths, weights, margin=margin, run_variances=run_variances)
+    result = inference.welch_from_intervals(means, half_widths, weights, run_variances=run_variances)
     spread = 5 * (np.array(weights) * half_widths / 1.96) ** 2  # of one seed, on each side; pooled by their mean
     return result, inference.standardised_difference(result.difference, math.sqrt(spread.sum() / 2), 8)

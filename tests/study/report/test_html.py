@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from scipy import stats
 
 from megaenc.study.claims.verdicts import Verdict
 from megaenc.study.report.figures.base import FigureLine, FigurePanel, FigurePoint, FigureSpec
@@ -17,7 +18,7 @@ from megaenc.study.stats.comparisons import Comparison
 
 EVIL = '<b onclick="x">&'
 _WITHOUT_END = {"meta", "link", "br", "img"}
-TEST = inference.TestResult(0.02, 0.01, 0.03, 0.001, inference.VarianceComponents(1e-5, math.nan), 4.0, 5)
+TEST = inference.TestResult(0.02, [(0.01 / stats.t.ppf(0.975, 4), 4)], inference.VarianceComponents(1e-5, math.nan), 5)
 ONE = Comparison(
     left="MLM",
     right=EVIL,
@@ -32,7 +33,7 @@ ONE = Comparison(
 )
 UNKNOWN = dataclasses.replace(
     ONE,
-    test=inference.TestResult(0.02, math.nan, math.nan, math.nan, inference.VarianceComponents(math.nan, math.nan), math.nan, 1),
+    test=inference.TestResult(0.02, [], inference.VarianceComponents(math.nan, math.nan), 1),
     p=math.nan,
     effect=math.nan,
     verdict="not resolved",

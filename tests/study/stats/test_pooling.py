@@ -40,9 +40,9 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
         differences.append(np.array(means[::2]) - np.array(means[1::2]))
     variances = [np.var(each, ddof=1) / len(each) / 4 for each in differences]
     assert whole.test.components.seed_variance == pytest.approx(sum(variances))
-    assert whole.test.df == pytest.approx(sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1))
+    assert whole.test.errors[0][1] == pytest.approx(sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1))
     equal = by_claim(Evidence(sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))))["1a"].overall
-    assert equal.test.seed_count == 3 and equal.test.df == pytest.approx(2)  # by seed, whatever they share
+    assert equal.test.seed_count == 3 and equal.test.errors[0][1] == pytest.approx(2)  # by seed, whatever they share
 
 
 def test_other_examples_leave_the_seeds_alone():
@@ -70,5 +70,5 @@ def test_seeds_that_have_nothing_in_common():
 def test_seeds_needed_are_never_enough_or_not_known():
     found = by_claim(published())["1a"].overall
     assert found.seeds_needed is None
-    of_examples = inference.TestResult(0.01, 0.0, 0.02, 0.1, inference.VarianceComponents(1e-6, 4e-5), 50.0, 5)
+    of_examples = inference.TestResult(0.01, [(0.006, 50.0)], inference.VarianceComponents(1e-6, 4e-5), 5)
     assert dataclasses.replace(found, test=of_examples).seeds_needed == math.inf
