@@ -1,6 +1,5 @@
-"""Decision on one claim: pooled tests of direction and of equality, by task family, with and without collapsed models."""
+"""Decision on one claim, with and without collapsed models: pooled tests of direction and of equality, by task family."""
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,19 @@ class TestScope:
     noise: RunNoise | None = None
     """noise between pretraining runs; None to test these trained models only"""
 
-    def compare(self, contrasts: Sequence[Contrast], borrowed: BetweenRunVariances, **options) -> Comparison:
-        """Test contrasts against 0 in this scope, as `compare_contrasts` with its `options`.
+    def compare(
+        self,
+        contrasts: Sequence[Contrast],
+        borrowed: BetweenRunVariances,
+        weights: Sequence[float] | None = None,
+        unit: Unit = "points",
+    ) -> Comparison:
+        """Test contrasts against 0 in this scope, as `compare_contrasts`.
 
         Only runs of the same task families lend their variance to contrasts that have one run each.
         """
         is_lent = any(len(one.pretraining_seeds) > 1 or one.family in borrowed for one in contrasts)
-        return compare_contrasts(contrasts, borrowed if is_lent else {}, noise=self.noise, **options)
+        return compare_contrasts(contrasts, borrowed if is_lent else {}, weights, unit, self.noise)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class PendingVerdict:
     requirement: str = ""
     """results that the test needs, if other than the claim's usual requirement"""
 
+    def with_note(self, note: str) -> "PendingVerdict":
+        """Return the verdict with `note` after its own."""
+        return replace(self, note="; ".join(filter(None, (self.note, note))))
+
     def decide(self, p: float, tests: int = 1) -> Outcome:
         """Return the outcome for the corrected `p`; mixed if families or decisive comparisons contradict it or each other.
 
@@ -68,14 +77,12 @@ class PendingVerdict:
         return self.outcome if p < LEVEL else "not resolved"
 
 
+ClaimTest = Callable[[TestScope], PendingVerdict]
+
+
 def format_difference(difference: float, unit: Unit = "points") -> str:
     """Format a difference with its sign, two decimals and unit, such as `+0.12 points`."""
     return f"{difference:+.2f} {'of both variances' if unit == 'share' else unit}"
-
-
-def drop_collapsed(contrasts: Sequence[Contrast]) -> list[Contrast]:
-    """Return the contrasts that have no collapsed side, in the same order."""
-    return [contrast for contrast in contrasts if not contrast.collapsed]
 
 
 def format_p_value(p: float) -> str:
@@ -100,96 +107,38 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
     return [1 / (len(counts) * counts[one.family]) for one in contrasts]
 
 
-def judge_direction(
-    scope: TestScope,
-    contrasts: list[Contrast],
-    note: str = "",
-    decisive: Sequence[Contrast] = (),
-    unit: Unit = "points",
-    twice: bool = True,
-) -> PendingVerdict:
-    """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled.
+def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
+    """Test a claim and, if compared models have collapsed, also without their scores in that task family; the larger p counts.
 
-    Contrasts of several task families in points are pooled in standard deviations over the study's models, of each data set, so
-    that no wide data set decides; each family counts equally. Collapsed models count with their scores, and the claim must also
-    hold without them, which the caller tests if `twice` is False.
+    Both tests compare the same models at the same steps, as far as they have scores. p is 1 if the outcomes differ.
     """
-    borrowed, chosen = between_run_variance(contrasts), list(decisive or contrasts)
-    pool_all = pool_twice if twice else lambda some, pool: (pool(some), pool(some).p, "")
-    comparisons = adjust_comparisons([scope.compare([contrast], borrowed, unit=unit) for contrast in contrasts])
-    draft = PendingVerdict(comparisons, note=note, contrasts=contrasts)
-    if not chosen:
+    draft = test(scope)
+    compared = [score for contrast in draft.contrasts for terms in contrast.weighted_scores for _, score in terms]
+    collapsed = {(score.model_key, score.family) for score in compared if score.is_collapsed}
+    if not collapsed:
         return draft
-    by_family = _split_by_family(chosen)
-    standard = [scope.models.standardise(one) for one in chosen] if len(by_family) > 1 and unit == "points" else [None]
-    is_standardised = None not in standard
-    pooled_borrowed = between_run_variance(standard) if is_standardised else borrowed
+    without = test(replace(scope, models=scope.models.without(collapsed)))
+    if not without.comparisons:
+        return draft.with_note("nothing is left without the collapsed models, which count with their scores")
+    by_family = {one.family: one for one in without.families or [without.overall] if one}
+    families = [_combine_tests(one, by_family.get(one.family, one)) for one in draft.families]
+    p = inference.largest_p(draft.p, without.p)
+    if draft.outcome != without.outcome and not math.isnan(p):
+        p = 1.0
+    outcome = without.outcome if without.p < LEVEL else "not resolved"
+    return replace(draft, p=p, families=families).with_note(f"without the collapsed models {outcome} ({format_p(without.p)})")
 
-    def pool(some: Sequence[Contrast]) -> Comparison:
-        """Pool contrasts with equal weight of each family."""
-        unit_of_pool = "SD" if is_standardised else unit
-        return scope.compare(some, pooled_borrowed, weights=family_weights(some), unit=unit_of_pool)
 
-    overall, p, caveat = pool_all(standard if is_standardised else chosen, pool)
-    if len(by_family) > 1 and unit == "points" and not is_standardised:
-        note = "; ".join(filter(None, (note, "pooled in points, as fewer than three decayed models have scores")))
-    families = [
-        pool_twice(of_family, lambda some: scope.compare(some, borrowed, unit=unit))[:2]
-        for of_family in by_family.values()
-        if len(by_family) > 1
-    ]
-    single = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and not one.collapsed]
+def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
+    """Return `one` with the larger p of both, and its verdict only if `other` has the same."""
+    is_same = one.verdict == other.verdict
+    is_contradiction = not is_same and "not resolved" not in (one.verdict, other.verdict)
     return replace(
-        draft,
-        overall=overall,
-        p=p,
-        outcome=direction_outcome(overall),
-        note="; ".join(filter(None, (note, caveat))),
-        families=adjust_comparisons([replace(one, p=family_p) for one, family_p in families]),
-        decisive=[] if families else single,
+        one,
+        p=inference.largest_p(one.p, other.p),
+        p_adjusted=1.0 if is_contradiction else inference.largest_p(one.p_adjusted, other.p_adjusted),
+        verdict=one.verdict if is_same else "not resolved",
     )
-
-
-def pool_twice(
-    contrasts: Sequence[Contrast], pool: Callable[[Sequence[Contrast]], Comparison | None], one_sign: bool = True
-) -> tuple[Comparison, float, str]:
-    """Pool all contrasts, and those without a collapsed side; return the first comparison, the larger p, and a note.
-
-    `one_sign`: p is 1 if the signs differ. Only the first test counts if every contrast has a collapsed side, or if `pool`
-    returns None for the others.
-    """
-    overall, kept = pool(contrasts), drop_collapsed(contrasts)
-    if len(kept) == len(contrasts):
-        return overall, overall.p, ""
-    other = pool(kept) if kept else None
-    if other is None:
-        return overall, overall.p, "nothing is left without the collapsed models, which count with their scores"
-    is_same = not one_sign or (overall.difference > 0) == (other.difference > 0)
-    p = math.nan if math.isnan(overall.p + other.p) else max(overall.p, other.p) if is_same else 1.0
-    difference = format_difference(other.difference, other.unit)
-    return overall, p, f"without the collapsed models {difference} ({format_p(other.p)})"
-
-
-def test_without_collapsed(test: Callable[[TestScope], PendingVerdict]) -> Callable[[TestScope], PendingVerdict]:
-    """Wrap a claim's test to run it also without the collapsed models, and take the larger p (1 if the outcomes differ)."""
-
-    @functools.wraps(test)
-    def test_twice(scope: TestScope) -> PendingVerdict:
-        draft = test(scope)
-        used = [score for contrast in draft.contrasts for terms in contrast.weighted_scores for _, score in terms]
-        collapsed = {score.model_key for score in used if score.is_collapsed}
-        if not collapsed:
-            return draft
-        without = test(replace(scope, models=scope.models.without(collapsed)))
-        if not without.comparisons:
-            return replace(draft, note="; ".join(filter(None, (draft.note, "nothing is left without the collapsed models"))))
-        p = math.nan if math.isnan(draft.p + without.p) else max(draft.p, without.p) if draft.outcome == without.outcome else 1.0
-        caveat = (
-            f"without the collapsed models {without.outcome if without.p < LEVEL else 'not resolved'} ({format_p(without.p)})"
-        )
-        return replace(draft, p=p, note="; ".join(filter(None, (draft.note, caveat))))
-
-    return test_twice
 
 
 def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
@@ -200,57 +149,83 @@ def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]
     return by_family
 
 
+def judge_direction(
+    scope: TestScope, contrasts: list[Contrast], note: str = "", decisive: Sequence[Contrast] = (), unit: Unit = "points"
+) -> PendingVerdict:
+    """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled.
+
+    Contrasts of several task families in points are pooled in standard deviations over the study's models, of each data set, so
+    that no wide data set decides; each family counts equally.
+    """
+    borrowed = between_run_variance(contrasts)
+    comparisons = adjust_comparisons([scope.compare([contrast], borrowed, unit=unit) for contrast in contrasts])
+    draft = PendingVerdict(comparisons, note=note, contrasts=contrasts)
+    chosen = list(decisive or contrasts)
+    if not chosen:
+        return draft
+    by_family = _split_by_family(chosen)
+    weights = family_weights(chosen)
+    if len(by_family) == 1:
+        [overall] = adjust_comparisons([scope.compare(chosen, borrowed, weights, unit)])
+        single = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and not one.collapsed]
+        return replace(draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), decisive=single)
+    standardised = [scope.models.standardise(one) for one in chosen] if unit == "points" else []
+    if unit == "points" and None in standardised:
+        draft = draft.with_note("pooled in points, as fewer than three decayed models have scores")
+        standardised = []
+    if standardised:
+        overall = scope.compare(standardised, between_run_variance(standardised), weights, "SD")
+    else:
+        overall = scope.compare(chosen, borrowed, weights, unit)
+    families = adjust_comparisons([scope.compare(of_family, borrowed, unit=unit) for of_family in by_family.values()])
+    return replace(draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), families=families)
+
+
 def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = "") -> PendingVerdict:
     """Test that each task family differs by less than its EQUALITY_MARGINS; `at_least`: that left is not lower by as much.
 
     Two one-sided tests for each family, of which all must be significant. Reversed if a family differs by more than its margin,
-    by a one-sided test. Collapsed models count with their scores, and both outcomes must also hold without them.
+    by a one-sided test.
     """
-    borrowed, by_family = between_run_variance(contrasts), _split_by_family(contrasts)
-
-    def pool(some: Sequence[Contrast]) -> Comparison:
-        """Pool contrasts of one family, with the p of the margin; NaN if the test against 0 has none."""
-        one, margin = scope.compare(some, borrowed), EQUALITY_MARGINS[some[0].family]
-        above, below = one.test.p_above(-margin), one.test.p_below(margin)
-        return replace(one, p=above if at_least else max(above, below))
-
-    def pool_beyond(some: Sequence[Contrast]) -> Comparison:
-        """Pool contrasts of one family, with the p of a difference within the margin."""
-        one, margin = scope.compare(some, borrowed), EQUALITY_MARGINS[some[0].family]
-        below, above = one.test.p_below(-margin), one.test.p_above(margin)
-        return replace(one, p=below if at_least else min(below, above))
-
-    def adjust(each: Sequence[Comparison], beyond: Sequence[float]) -> list[Comparison]:
-        """Correct p by Holm and set the verdicts; `beyond`: p of a difference within the margin, which counts if significant."""
-        corrected = zip(each, inference.holm_adjust([one.p for one in each]), inference.holm_adjust(beyond), strict=True)
-        verdicts = [
-            (one, other, "reversed") if other < LEVEL else (one, p, "holds" if p < LEVEL else "not resolved")
-            for one, p, other in corrected
-        ]
-        return [replace(one, p_adjusted=p, verdict=verdict) for one, p, verdict in verdicts]
-
     if not contrasts:
         return PendingVerdict(note=note)
-    comparisons = adjust([pool([contrast]) for contrast in contrasts], [pool_beyond([contrast]).p for contrast in contrasts])
-    tests = [pool_twice(of_family, pool, one_sign=False) for of_family in by_family.values()]
-    p_beyond = [pool_twice(of_family, pool_beyond, one_sign=False)[1] for of_family in by_family.values()]
-    families = adjust([replace(one, p=p) for one, p, _ in tests], p_beyond)
+    borrowed = between_run_variance(contrasts)
+    by_family = _split_by_family(contrasts)
+    comparisons = _test_margins([scope.compare([contrast], borrowed) for contrast in contrasts], at_least)
+    families = _test_margins([scope.compare(of_family, borrowed) for of_family in by_family.values()], at_least)
     margins = ", ".join(
         f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}" for at, family in enumerate(by_family)
     )
-    meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
-    p, outcome = max((one.p for one in families), key=lambda value: math.inf if math.isnan(value) else value), "holds"
-    if beyond := [one for one in families if one.verdict == "reversed"]:  # here p is that of a smaller difference
-        outcome, p = "reversed", min(one.p_adjusted for one in beyond)
+    beyond = [one for one in families if one.verdict == "reversed"]
+    if beyond:  # here p is that of a smaller difference
+        outcome = "reversed"
+        p = min(one.p_adjusted for one in beyond)
         meaning = f"beyond the margin on {', '.join(one.family for one in beyond)} ({margins})"
-    is_single = len(families) == 1
-    return PendingVerdict(
-        comparisons,
-        replace(families[0] if is_single else judge_direction(scope, contrasts).overall, p=p),
-        p,
-        outcome,
-        "; ".join(filter(None, (note, meaning, *dict.fromkeys(caveat for *_, caveat in tests)))),
-        [] if is_single else families,
-        [one for one in comparisons if not one.collapsed] if is_single else [],
-        contrasts,
-    )
+    else:
+        outcome = "holds"
+        p = inference.largest_p(*(one.p for one in families))
+        meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
+    draft = PendingVerdict(comparisons, p=p, outcome=outcome, note=note, contrasts=contrasts).with_note(meaning)
+    if len(families) == 1:
+        decisive = [one for one in comparisons if not one.collapsed]
+        return replace(draft, overall=replace(families[0], p=p), decisive=decisive)
+    return replace(draft, overall=replace(judge_direction(scope, contrasts).overall, p=p), families=families)
+
+
+def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Comparison]:
+    """Return comparisons with p of a difference within the margin of their family, or of one beyond it if that is significant."""
+    within, beyond = [], []
+    for one in comparisons:
+        margin = EQUALITY_MARGINS[one.family]
+        not_lower, not_higher = one.test.p_above(-margin), one.test.p_below(margin)
+        lower, higher = one.test.p_below(-margin), one.test.p_above(margin)
+        within.append(not_lower if at_least else max(not_lower, not_higher))
+        beyond.append(lower if at_least else min(lower, higher))
+    tested = []
+    adjusted = zip(comparisons, within, inference.holm_adjust(within), inference.holm_adjust(beyond), strict=True)
+    for one, p, p_within, p_beyond in adjusted:
+        if p_beyond < LEVEL:
+            tested.append(replace(one, p=p, p_adjusted=p_beyond, verdict="reversed"))
+        else:
+            tested.append(replace(one, p=p, p_adjusted=p_within, verdict="holds" if p_within < LEVEL else "not resolved"))
+    return tested

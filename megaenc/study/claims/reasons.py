@@ -17,13 +17,19 @@ def format_reason(
     p: float,
     claims: int,
     verdict: Outcome,
-    another: tuple[Outcome, float, RunNoise],
+    another_run: Outcome,
+    p_another_run: float,
+    noise: RunNoise,
 ) -> str:
-    """Format the reason of a verdict, with p corrected over `claims`; `another`: verdict, p and noise of another run."""
+    """Format the reason of a verdict, with p corrected over `claims`, and of the one on another run, with the `noise` of runs."""
+    families = [
+        f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
+        for one in draft.families
+    ]
     sentences = (
         _format_decision(draft, p, claims, verdict),
-        _format_families(draft.families),
-        _another_run_caveat(draft, *another),
+        f"By family: {'; '.join(families)}." if families else "",
+        _another_run_caveat(draft, another_run, p_another_run, noise),
         _collapse_caveat(draft.comparisons),
         _excluded_models_caveat(models, draft.contrasts),
         _incomplete_grid_caveat(draft.contrasts),
@@ -33,13 +39,15 @@ def format_reason(
 
 def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outcome) -> str:
     """Format difference, interval, p and counts of a claim as a sentence."""
-    overall, chance = draft.overall, "no p, as the variation between seeds is unknown"
+    overall = draft.overall
+    chance = "no p, as the variation between seeds is unknown"
     if not math.isnan(p):
         chance = format_p(p) + (f" corrected over {claims} claims" if claims > 1 else "")
-    parts = [chance]
-    if overall is not None and math.isnan(overall.difference):
+    if overall is None:
+        parts = [chance]
+    elif math.isnan(overall.difference):
         parts = ["no fine-tuning seed that all of these models have"]
-    elif overall is not None:
+    else:
         interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
         counts = Counter(one.verdict for one in draft.comparisons)
         words = {"holds": "holds" if counts["holds"] == 1 else "hold", "reversed": "reversed", "not resolved": "not resolved"}
@@ -53,15 +61,6 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
         parts.append("some of them are significant in opposite directions")
     sentence = "; ".join([*parts, draft.note] if draft.note else parts)
     return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
-
-
-def _format_families(families: Sequence[Comparison]) -> str:
-    """Return a sentence with the difference, p and verdict of each task family; "" for a claim on one family."""
-    each = [
-        f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
-        for one in families
-    ]
-    return f"By family: {'; '.join(each)}." if each else ""
 
 
 def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise: RunNoise) -> str:
@@ -111,15 +110,17 @@ def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
     rates: set[int] = set()
     for members in (run_scores for contrast in contrasts for run_scores in contrast.weighted_scores):
         seed_sets = [set(member.seed_scores) for _, member in members]
-        if all(seed_sets):
-            seeds[len(set.intersection(*seed_sets)), len(set.union(*seed_sets))] += 1
-            if len(tried := {_count_finished_rates(member) for _, member in members}) > 1:
-                rates |= tried
+        if not all(seed_sets):
+            continue
+        seeds[len(set.intersection(*seed_sets)), len(set.union(*seed_sets))] += 1
+        tried = {_count_finished_rates(member) for _, member in members}
+        if len(tried) > 1:
+            rates |= tried
     parts = []
-    if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
-        worst = min(fewer, key=lambda place: place[0] / place[1])
-        incomplete = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
-        parts.append(f"{incomplete} ({worst[0]} of {worst[1]})")
+    fewer = {place: count for place, count in seeds.items() if place[0] < place[1]}
+    if fewer:
+        shared, planned = min(fewer, key=lambda place: place[0] / place[1])
+        parts.append(f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds ({shared} of {planned})")
     if rates:
         parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
     return f"Not complete: {'; '.join(parts)}." if parts else ""

@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction, test_without_collapsed
+from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import is_average
@@ -41,7 +41,8 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
                 dropped_rates, dropped_seeds = dropped_rates + without_rates, dropped_seeds + without_seeds
         if grids:
             contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
-            spreads.append(_mean_spreads(grids))
+            each = [[inference.rate_variance_pseudo_values(grid).mean() for grid in pair] for pair in grids.values()]
+            spreads.append(np.mean(each, axis=0).tolist())
     notes = []
     if contrasts:
         points = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*spreads, strict=True)]
@@ -82,32 +83,38 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
     return None
 
 
-@test_without_collapsed
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c, scores vary less over the mask ratios after CLM than without CLM, at equal size, steps and ratios."""
+    models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(lambda: defaultdict(dict))
-    for key in scope.models.model_keys:
+    for key in models.model_keys:
         if key.decayed and key.mask_ratio and not key.cpt_mlm_steps:
             by_schedule[key.size, key.steps, key.clm_steps][key.seed][key.mask_ratio] = key
     contrasts: list[Contrast] = []
     for (size, steps, clm_steps), after_clm in sorted(by_schedule.items()):
         alone = by_schedule.get((size, steps, 0), {}) if clm_steps else {}
-        shared = {seed: sorted(set(of_seed) & set(alone.get(seed, ()))) for seed, of_seed in after_clm.items()}
-        ratios = max(shared.values(), key=len)
-        if len(ratios) < 3:
-            continue
-        pairs = {
-            seed: [[side[seed][ratio] for ratio in ratios] for side in (alone, after_clm)]
-            for seed, of_seed in shared.items()
-            if set(ratios) <= set(of_seed)
-        }
         for family in TaskFamily:
-            if (grid_pair := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
-                label, grids, sides = grid_pair
+            shared: dict[int, dict[float, tuple[ModelKey, ModelKey]]] = defaultdict(dict)
+            for seed, of_seed in after_clm.items():
+                for ratio in sorted(set(of_seed) & set(alone.get(seed, ()))):
+                    sides = (alone[seed][ratio], of_seed[ratio])
+                    if not any((key, family) in models.left_out for key in sides):
+                        shared[seed][ratio] = sides
+            ratios = list(max(shared.values(), key=len, default=()))
+            if len(ratios) < 3:
+                continue
+            pairs = {
+                seed: list(zip(*(of_seed[ratio] for ratio in ratios), strict=True))
+                for seed, of_seed in shared.items()
+                if set(ratios) <= set(of_seed)
+            }
+            grid_pair = _ratio_grids(models.evidence, family, pairs)
+            if grid_pair is not None:
+                label, grids, terms = grid_pair
                 where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
                 names = ("MLM only", "CLM, then MLM")
-                contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, sides))
-    return _judge_spreads(scope, contrasts, "", twice=False)
+                contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, terms))
+    return _judge_spreads(scope, contrasts, "")
 
 
 def _ratio_grids(
@@ -132,15 +139,15 @@ def _ratio_grids(
         seeds = set.intersection(*(set(score.seed_scores) for side in models for each in side for _, score in each))
         if len(seeds) < 2:
             return None
-        grids[seed] = [np.array([_scores_at(each, sorted(seeds)) for each in side]) for side in models]
+        grids[seed] = []
+        for side in models:
+            rows = [
+                [math.fsum(weight * score.seed_scores[one] for weight, score in each) for one in sorted(seeds)] for each in side
+            ]
+            grids[seed].append(np.array(rows))
         signed = zip((1.0, -1.0), models, strict=True)
         terms[seed] = [(sign * weight, score) for sign, side in signed for each in side for weight, score in each]
     return label, grids, terms
-
-
-def _scores_at(terms: Terms, seeds: Sequence[int]) -> list[float]:
-    """Return the weighted sum of scores at each fine-tuning seed."""
-    return [math.fsum(weight * score.seed_scores[seed] for weight, score in terms) for seed in seeds]
 
 
 def _spread_contrast(
@@ -164,25 +171,18 @@ def _spread_contrast(
     return Contrast(names, where, family, dataset, size, terms, sides)
 
 
-def _mean_spreads(grids: Mapping[int, Sequence[np.ndarray]]) -> list[float]:
-    """Return the variance component between the rows of both sides, the mean over the pretraining seeds."""
-    each = [[inference.rate_variance_pseudo_values(grid).mean() for grid in pair] for pair in grids.values()]
-    return np.mean(each, axis=0).tolist()
-
-
-def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str, twice: bool = True) -> PendingVerdict:
+def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> PendingVerdict:
     """Test each contrast of spreads for left above right, and pooled with equal weight of the task families.
 
     About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
     """
     testable = [one for one in contrasts if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)]
-    draft = judge_direction(replace(scope, noise=None), contrasts, note, testable, unit="share", twice=twice)
+    draft = judge_direction(replace(scope, noise=None), contrasts, note, testable, unit="share")
     if scope.noise is None or draft.overall is None or draft.overall.pretraining_runs > 1 or draft.overall.has_borrowed_variance:
         return draft
     by_size: dict[str, list[Contrast]] = defaultdict(list)
     for contrast in contrasts:
         by_size[contrast.size].append(contrast)
-    means = [scope.compare(some, {}, weights=family_weights(some), unit="share").difference for some in by_size.values()]
+    means = [scope.compare(some, {}, family_weights(some), "share").difference for some in by_size.values()]
     over_sizes = float(stats.ttest_1samp(means, 0.0).pvalue) if len(means) > 1 and np.ptp(means) > 0 else math.nan
-    p = max(draft.p, over_sizes) if not math.isnan(draft.p + over_sizes) else math.nan
-    return replace(draft, p=p, families=[], decisive=[])
+    return replace(draft, p=inference.largest_p(draft.p, over_sizes), families=[], decisive=[])

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +17,10 @@ from megaenc.study.claims.decision import (
     format_difference,
     judge_direction,
     judge_equality,
-    pool_twice,
-    test_without_collapsed,
 )
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.groups import format_percent, is_size_order_known
+from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import (
     Comparison,
     Contrast,
@@ -75,27 +74,20 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
     if len({contrast.dataset for contrast in contrasts}) > 1:
         return PendingVerdict(requirement=f"models of all sizes evaluated on the same {family} data sets")
     borrowed = between_run_variance(contrasts)
-    draft = PendingVerdict(
-        adjust_comparisons([scope.compare([contrast], borrowed) for contrast in contrasts]), contrasts=contrasts
+    comparisons = adjust_comparisons([scope.compare([contrast], borrowed) for contrast in contrasts])
+    gap = scope.compare(contrasts, borrowed)
+    sign = 1 if (gap.difference > 0) == widens else -1  # makes a trend in the claimed direction positive
+    weights = [sign * weight for weight in _trend_weights(range(len(contrasts)))]
+    trend = scope.compare(contrasts, borrowed, weights)
+    overall = replace(
+        trend,
+        left=f"gap of the {'largest' if widens else 'smallest'}",
+        right=f"that of the {'smallest' if widens else 'largest'}",
+        where=f"{contrasts[0].where} to {contrasts[-1].where}",
+        p=inference.largest_p(trend.p, gap.p),  # a gap must exist before it can change
     )
-    gaps = []
-
-    def pool(some: Sequence[Contrast]) -> Comparison | None:
-        """Return the trend from the smallest to the largest size, with the larger p of trend and gap; None below two sizes."""
-        if len(some) < 2:
-            return None
-        gap = scope.compare(some, borrowed)
-        sign = 1 if (gap.difference > 0) == widens else -1  # makes a trend in the claimed direction positive
-        weights = [sign * weight for weight in _trend_weights(range(len(some)))]
-        trend = scope.compare(some, borrowed, weights=weights)
-        gaps.append(gap.difference)
-        p = float(np.max([trend.p, gap.p]))  # a gap must exist before it can change; NaN if either is
-        sides = ("gap of the largest", "that of the smallest") if widens else ("gap of the smallest", "that of the largest")
-        return replace(trend, left=sides[0], right=sides[1], where=f"{some[0].where} to {some[-1].where}", p=p)
-
-    overall, p, caveat = pool_twice(contrasts, pool)
-    note = "; ".join(filter(None, (f"the mean gap is {format_difference(gaps[0])}", caveat)))
-    return replace(draft, overall=overall, p=p, outcome=direction_outcome(overall), note=note)
+    note = f"the mean gap is {format_difference(gap.difference)}"
+    return PendingVerdict(comparisons, overall, overall.p, direction_outcome(overall), note, contrasts=contrasts)
 
 
 def _trend_weights(positions: Sequence[float]) -> list[float]:
@@ -205,6 +197,8 @@ def judge_continued_pretraining(scope: TestScope, families: Sequence[str] = tupl
             last += some
         else:
             by_length[more] += some
+    if not last:
+        return PendingVerdict()
     shorter = []
     for length, some in sorted(by_length.items()):
         for family in dict.fromkeys(contrast.family for contrast in some):
@@ -228,10 +222,10 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     return judge_equality(scope, contrasts, at_least=True, note=f"after {steps} steps")
 
 
-def _ratios_by_size(models: ModelSelector) -> dict[str, tuple[int, list[float]]]:
-    """Return {size: (steps, sorted ratios)} of the longest budget with several planned MLM mask ratios."""
+def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[float]]]:
+    """Return {size: (steps, sorted ratios)} of the longest budget with several `planned` MLM mask ratios."""
     ratios_by_budget: dict[tuple[str, int], set[float]] = defaultdict(set)
-    for key in models.planned_model_keys:
+    for key in planned:
         if _is_mlm_from_scratch(key):
             ratios_by_budget[key.size, key.steps].add(key.mask_ratio)
     several = {place: sorted(ratios) for place, ratios in ratios_by_budget.items() if len(ratios) > 1}
@@ -239,25 +233,20 @@ def _ratios_by_size(models: ModelSelector) -> dict[str, tuple[int, list[float]]]
     return {size: (steps, several[size, steps]) for size, steps in longest.items()}
 
 
-def _ratio_contrasts(models: ModelSelector, size: str, steps: int, pair: tuple[float, float]) -> list[Contrast]:
-    """Build the contrasts of two MLM mask ratios at a size and budget, one for each family."""
-    evaluated = [one for one in models.model_keys if _is_mlm_from_scratch(one) and (one.size, one.steps) == (size, steps)]
-    is_side = (lambda key, ratio=ratio: key.mask_ratio == ratio for ratio in pair)
-    places = [(size, pairs) for pairs in models.match_pairs(*is_side, model_keys=evaluated).values()]
-    return build_contrasts(models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places)
-
-
-@test_without_collapsed
 def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6a, no MLM mask ratio is best everywhere: each is clearly beaten somewhere.
 
     Holds if each ratio is significantly beaten somewhere; reversed if one never is and is above each other ratio overall.
     """
+    models = scope.models
     contrasts: list[Contrast] = []
     sides: list[tuple[float, float]] = []
-    for size, (steps, ratios) in _ratios_by_size(scope.models).items():
+    for size, (steps, ratios) in _ratios_by_size(models.planned_model_keys).items():
+        evaluated = [one for one in models.model_keys if _is_mlm_from_scratch(one) and (one.size, one.steps) == (size, steps)]
         for pair in itertools.combinations(ratios, 2):
-            some = _ratio_contrasts(scope.models, size, steps, pair)
+            is_side = (lambda key, ratio=ratio: key.mask_ratio == ratio for ratio in pair)
+            places = [(size, pairs) for pairs in models.match_pairs(*is_side, model_keys=evaluated).values()]
+            some = build_contrasts(models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places)
             contrasts += some
             sides += [pair] * len(some)
     borrowed = between_run_variance(contrasts)
@@ -268,7 +257,8 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
             lost[first if one.difference < 0 else second].append(one)
     clearest = {ratio: min(of_ratio, key=lambda one: one.p_adjusted, default=None) for ratio, of_ratio in lost.items()}
     note = "; ".join(f"{format_percent(ratio)} {_describe_defeat(one)}" for ratio, one in clearest.items())
-    p, outcome = max((one.p_adjusted if one else 1.0 for one in clearest.values()), default=math.nan), "holds"
+    outcome = "holds"
+    p = max((one.p_adjusted if one else 1.0 for one in clearest.values()), default=math.nan)
     if all(math.isnan(one.p) for one in comparisons):
         p = math.nan
     unbeaten = [ratio for ratio, one in clearest.items() if one is None or one.p_adjusted >= LEVEL]
@@ -276,10 +266,12 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
         against = []
         for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
             of_pair = [contrast for contrast, names in zip(contrasts, sides, strict=True) if names == pair]
-            against.append((judge_direction(scope, of_pair, twice=False), pair[0] == unbeaten[0]))
+            against.append((judge_direction(scope, of_pair), pair[0] == unbeaten[0]))
         if len(against) == len(lost) - 1 and all((one.outcome == "holds") == first for one, first in against):
-            p, outcome = float(np.max([one.p for one, _ in against])), "reversed"
-    return PendingVerdict([put_better_first(one) for one in comparisons], p=p, outcome=outcome, note=note, contrasts=contrasts)
+            outcome = "reversed"
+            p = inference.largest_p(*(one.p for one, _ in against))
+    better_first = [put_better_first(one) for one in comparisons]
+    return PendingVerdict(better_first, p=p, outcome=outcome, note=note, contrasts=contrasts)
 
 
 def _describe_defeat(worst: Comparison | None) -> str:
@@ -290,34 +282,37 @@ def _describe_defeat(worst: Comparison | None) -> str:
     return f"is beaten by {better} on {worst.family} at {worst.where} ({format_difference(abs(worst.difference))})"
 
 
-@test_without_collapsed
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6b, retrieval prefers high mask ratios: the change of the IR score from the lowest to the highest, by size.
 
     The change is along a fitted line; sizes with three or more ratios count.
     """
-    models, contrasts = scope.models, []
-    for size, (steps, planned) in _ratios_by_size(models).items():
+    evidence = scope.models.evidence
+    counted = [key for key in scope.models.planned_model_keys if (key, TaskFamily.IR) not in scope.models.left_out]
+    contrasts = []
+    for size, (steps, ratios) in _ratios_by_size(counted).items():
+        if len(ratios) < 3:
+            continue
         by_seed: dict[int, dict[float, ModelKey]] = defaultdict(dict)
-        for key in models.model_keys:
+        for key in scope.models.model_keys:
             if _is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps):
                 by_seed[key.seed][key.mask_ratio] = key
-        complete = {
-            seed: [by_ratio[ratio] for ratio in planned] for seed, by_ratio in by_seed.items() if set(planned) <= set(by_ratio)
-        }
-        is_evaluated = {seed: family_terms(models.evidence, TaskFamily.IR, keys) is not None for seed, keys in complete.items()}
-        complete = {seed: keys for seed, keys in complete.items() if is_evaluated[seed]}
-        every = [key for keys in complete.values() for key in keys]
-        if len(planned) < 3 or (common := family_terms(models.evidence, TaskFamily.IR, every)) is None:
+        complete: dict[int, list[ModelKey]] = {}
+        for seed, by_ratio in by_seed.items():
+            keys = [by_ratio[ratio] for ratio in ratios if ratio in by_ratio]
+            if len(keys) == len(ratios) and family_terms(evidence, TaskFamily.IR, keys) is not None:
+                complete[seed] = keys
+        common = family_terms(evidence, TaskFamily.IR, [key for keys in complete.values() for key in keys])
+        if common is None:
             continue
         label, parts = common
-        weights = _trend_weights(planned)
+        weights = _trend_weights(ratios)
         terms = {}
         for at, seed in enumerate(complete):
-            of_seed = parts[at * len(planned) : (at + 1) * len(planned)]
+            of_seed = parts[at * len(ratios) : (at + 1) * len(ratios)]
             terms[seed] = [(sign * weight, score) for sign, each in zip(weights, of_seed, strict=True) for weight, score in each]
         contrasts.append(Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms))
-    return judge_direction(scope, contrasts, twice=False)
+    return judge_direction(scope, contrasts)
 
 
 def _is_mlm_from_scratch(key: ModelKey) -> bool:

@@ -4,18 +4,17 @@ docs/study-claims.md explains the comparisons, the meaning of each verdict, and 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims import spread_tests
 from megaenc.study.claims import tests as claim_tests
-from megaenc.study.claims.decision import EQUALITY_MARGINS, PendingVerdict, TestScope
+from megaenc.study.claims.decision import EQUALITY_MARGINS, ClaimTest, PendingVerdict, TestScope, judge_claim
 from megaenc.study.claims.reasons import format_reason
 from megaenc.study.claims.tests import CLM_SHARES, EARLY_SHARE
 from megaenc.study.results.evidence import Evidence
-from megaenc.study.results.groups import FAMILY_LABELS, ZERO_SHOT
+from megaenc.study.results.groups import ZERO_SHOT
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import Comparison, ModelSelector, Outcome
 from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
@@ -52,130 +51,171 @@ class Verdict:
         return self.verdict if is_general else f"{self.verdict} for these runs"
 
 
+@dataclass(frozen=True)
+class Claim:
+    """Claim, or a part of one, with its question and the test that decides it."""
+
+    name: str
+    """number and part: 1a, 2, ..."""
+    title: str
+    question: str
+    """`{mlm}` is MLM at the reference ratio"""
+    requirement: str
+    """results that the test needs"""
+    test: ClaimTest
+
+
 _BOTH = "an MLM and a CLM model of one size and as many steps"
-
-_CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] = {
-    **{
-        name: (
-            f"MLM is above CLM on {family}",
-            f"Is {{mlm}} above CLM on {FAMILY_LABELS[family].lower()}, trained for as many steps?",
-            f"{_BOTH}, both decayed and evaluated on {family}",
-            partial(claim_tests.judge_mlm_above_clm, family=family),
-        )
-        for name, family in (("1a", TaskFamily.SC), ("1b", TaskFamily.QA))
-    },
-    "1c": (
-        "MLM and CLM are about equal on TC",
-        f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGINS[TaskFamily.TC]:g} points on token classification?",
-        f"{_BOTH}, both decayed and evaluated on TC",
-        claim_tests.judge_mlm_equals_clm,
-    ),
-    "1d": (
-        "The gap on IR narrows with size",
-        "Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
-        "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
-        partial(claim_tests.judge_gap_trend, family=TaskFamily.IR, widens=False),
-    ),
-    "1e": (
-        "The gap on SC widens with size",
-        "Is the difference between {mlm} and CLM on sequence classification larger in larger models?",
-        "MLM and CLM models of at least two sizes, decayed and evaluated on SC",
-        partial(claim_tests.judge_gap_trend, family=TaskFamily.SC, widens=True),
-    ),
-    "2": (
-        "CLM learns faster early",
-        "Is CLM above {mlm} after as many of the first steps?",
-        f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY_SHARE:.0%} of them",
-        claim_tests.judge_early_steps,
-    ),
-    "3": (
-        "CLM is less sensitive to the fine-tuning rate",
-        "Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
-        f"results of two or more seeds at two or more learning rates, of {_BOTH}",
-        spread_tests.judge_rate_sensitivity,
-    ),
-    **{
-        name: (
-            title,
-            question,
-            f"a decayed model with {CLM_SHARES[share][0]:.0%} to {CLM_SHARES[share][1]:.0%} CLM before MLM, "
-            "and MLM only of the same size, ratio and steps",
-            test,
-        )
-        for name, share, title, question, test in (
-            (
-                "4a",
-                0.25,
-                "25 % CLM, then MLM, beats MLM only",
-                "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-                claim_tests.judge_clm_quarter,
-            ),
-            (
-                "4b",
-                0.75,
-                "75 % CLM, then MLM, is comparable with MLM only",
-                "At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
-                claim_tests.judge_clm_three_quarters,
-            ),
-        )
-    },
-    "5a": (
-        "MLM on a finished CLM model beats more MLM",
-        "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
-        "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
-        claim_tests.judge_continued_pretraining,
-    ),
-    "5b": (
-        "Half of that continuation suffices to match more MLM",
-        "After about half as many more MLM steps, is a model that began as CLM at least about as good as one that began as MLM?",
-        "models as for 5a, continued for two or more numbers of steps",
-        claim_tests.judge_shorter_continuation,
-    ),
-    "6a": (
-        "There is no single best mask ratio",
-        "Is every mask ratio beaten by another one on some task or at some size?",
-        "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
-        claim_tests.judge_mask_ratios,
-    ),
-    "6b": (
-        "Retrieval prefers high mask ratios",
-        "Does the score on retrieval rise with the mask ratio?",
-        "MLM models of three or more mask ratios, of one size and as many steps, decayed and evaluated on IR",
-        claim_tests.judge_high_ratios,
-    ),
-    "6c": (
-        "After CLM, the mask ratio matters less",
-        "Are scores further apart over the mask ratios for MLM only than for MLM after CLM?",
-        "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM only, of one size and budget",
-        spread_tests.judge_ratio_sensitivity,
-    ),
-}
-"""Title, question (`{mlm}` is MLM at the reference ratio), required results and test of each claim, by number and part."""
+_CONTINUED = "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after"
 
 
-_ZERO_SHOT_CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] = {
-    "1f": (
-        f"MLM is above CLM on {ZERO_SHOT}",
-        f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?",
-        f"{_BOTH}, both decayed and evaluated on {ZERO_SHOT}",
-        partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
+def _requires_clm_share(share: float) -> str:
+    low, high = CLM_SHARES[share]
+    return f"a decayed model with {low:.0%} to {high:.0%} CLM before MLM, and MLM only of the same size, ratio and steps"
+
+
+_CLAIMS = [
+    Claim(
+        name="1a",
+        title="MLM is above CLM on SC",
+        question="Is {mlm} above CLM on sequence classification, trained for as many steps?",
+        requirement=f"{_BOTH}, both decayed and evaluated on SC",
+        test=partial(claim_tests.judge_mlm_above_clm, family=TaskFamily.SC),
     ),
-    "4c": (
-        f"25 % CLM, then MLM, beats MLM only on {ZERO_SHOT}",
-        f"At equal steps, is a quarter of CLM and then MLM above MLM from the start in zero-shot retrieval ({ZERO_SHOT})?",
-        f"{_CLAIMS['4a'][2]}, evaluated on {ZERO_SHOT}",
-        partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
+    Claim(
+        name="1b",
+        title="MLM is above CLM on QA",
+        question="Is {mlm} above CLM on question answering, trained for as many steps?",
+        requirement=f"{_BOTH}, both decayed and evaluated on QA",
+        test=partial(claim_tests.judge_mlm_above_clm, family=TaskFamily.QA),
     ),
-    "5c": (
-        f"MLM on a finished CLM model beats more MLM on {ZERO_SHOT}",
-        f"After the most MLM steps, is a model that began as CLM above one begun as MLM in zero-shot retrieval ({ZERO_SHOT})?",
-        f"{_CLAIMS['5a'][2]}, evaluated on {ZERO_SHOT}",
-        partial(claim_tests.judge_continued_pretraining, families=[ZERO_SHOT]),
+    Claim(
+        name="1c",
+        title="MLM and CLM are about equal on TC",
+        question=(
+            f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGINS[TaskFamily.TC]:g} points on token classification?"
+        ),
+        requirement=f"{_BOTH}, both decayed and evaluated on TC",
+        test=claim_tests.judge_mlm_equals_clm,
     ),
-}
+    Claim(
+        name="1d",
+        title="The gap on IR narrows with size",
+        question="Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
+        requirement="MLM and CLM models of at least two sizes, decayed and evaluated on IR",
+        test=partial(claim_tests.judge_gap_trend, family=TaskFamily.IR, widens=False),
+    ),
+    Claim(
+        name="1e",
+        title="The gap on SC widens with size",
+        question="Is the difference between {mlm} and CLM on sequence classification larger in larger models?",
+        requirement="MLM and CLM models of at least two sizes, decayed and evaluated on SC",
+        test=partial(claim_tests.judge_gap_trend, family=TaskFamily.SC, widens=True),
+    ),
+    Claim(
+        name="2",
+        title="CLM learns faster early",
+        question="Is CLM above {mlm} after as many of the first steps?",
+        requirement=(
+            f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY_SHARE:.0%} of them"
+        ),
+        test=claim_tests.judge_early_steps,
+    ),
+    Claim(
+        name="3",
+        title="CLM is less sensitive to the fine-tuning rate",
+        question="Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
+        requirement=f"results of two or more seeds at two or more learning rates, of {_BOTH}",
+        test=spread_tests.judge_rate_sensitivity,
+    ),
+    Claim(
+        name="4a",
+        title="25 % CLM, then MLM, beats MLM only",
+        question="At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
+        requirement=_requires_clm_share(0.25),
+        test=claim_tests.judge_clm_quarter,
+    ),
+    Claim(
+        name="4b",
+        title="75 % CLM, then MLM, is comparable with MLM only",
+        question="At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
+        requirement=_requires_clm_share(0.75),
+        test=claim_tests.judge_clm_three_quarters,
+    ),
+    Claim(
+        name="5a",
+        title="MLM on a finished CLM model beats more MLM",
+        question="After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
+        requirement=_CONTINUED,
+        test=claim_tests.judge_continued_pretraining,
+    ),
+    Claim(
+        name="5b",
+        title="Half of that continuation suffices to match more MLM",
+        question=(
+            "After about half as many more MLM steps, is a model that began as CLM at least about as good as one that began "
+            "as MLM?"
+        ),
+        requirement="models as for 5a, continued for two or more numbers of steps",
+        test=claim_tests.judge_shorter_continuation,
+    ),
+    Claim(
+        name="6a",
+        title="There is no single best mask ratio",
+        question="Is every mask ratio beaten by another one on some task or at some size?",
+        requirement=(
+            "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets"
+        ),
+        test=claim_tests.judge_mask_ratios,
+    ),
+    Claim(
+        name="6b",
+        title="Retrieval prefers high mask ratios",
+        question="Does the score on retrieval rise with the mask ratio?",
+        requirement="MLM models of three or more mask ratios, of one size and as many steps, decayed and evaluated on IR",
+        test=claim_tests.judge_high_ratios,
+    ),
+    Claim(
+        name="6c",
+        title="After CLM, the mask ratio matters less",
+        question="Are scores further apart over the mask ratios for MLM only than for MLM after CLM?",
+        requirement=(
+            "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM only, of one size and "
+            "budget"
+        ),
+        test=spread_tests.judge_ratio_sensitivity,
+    ),
+]
+
+_ZERO_SHOT_CLAIMS = [
+    Claim(
+        name="1f",
+        title=f"MLM is above CLM on {ZERO_SHOT}",
+        question=f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?",
+        requirement=f"{_BOTH}, both decayed and evaluated on {ZERO_SHOT}",
+        test=partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
+    ),
+    Claim(
+        name="4c",
+        title=f"25 % CLM, then MLM, beats MLM only on {ZERO_SHOT}",
+        question=(
+            f"At equal steps, is a quarter of CLM and then MLM above MLM from the start in zero-shot retrieval ({ZERO_SHOT})?"
+        ),
+        requirement=f"{_requires_clm_share(0.25)}, evaluated on {ZERO_SHOT}",
+        test=partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
+    ),
+    Claim(
+        name="5c",
+        title=f"MLM on a finished CLM model beats more MLM on {ZERO_SHOT}",
+        question=(
+            f"After the most MLM steps, is a model that began as CLM above one begun as MLM in zero-shot retrieval ({ZERO_SHOT})?"
+        ),
+        requirement=f"{_CONTINUED}, evaluated on {ZERO_SHOT}",
+        test=partial(claim_tests.judge_continued_pretraining, families=[ZERO_SHOT]),
+    ),
+]
 """Claims on zero-shot retrieval, apart from the study's: pooled with other families, their seeds and weights would change
 those verdicts."""
-_ALL_CLAIMS = _CLAIMS | _ZERO_SHOT_CLAIMS
 
 
 def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None) -> list[Verdict]:
@@ -185,49 +225,60 @@ def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence
     ratios. `zero_shot`: scores of zero-shot retrieval, which add claims of their own. Reads the example scores of all compared
     models.
     """
-    settings: dict[str, tuple[ModelSelector, RunNoise]] = {}
+    drafts: list[_TestedClaim] = []
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
-        if scores is not None:
-            models = ModelSelector(scores)
-            settings |= dict.fromkeys(claims, (models, noise or estimate_run_noise(models)))
-    settings = dict(sorted(settings.items()))
-    these = {name: _ALL_CLAIMS[name][-1](TestScope(models)) for name, (models, _) in settings.items()}
-    another = {name: _ALL_CLAIMS[name][-1](TestScope(models, noise)) for name, (models, noise) in settings.items()}
-    corrected = inference.holm_adjust([draft.p for draft in these.values()])
-    larger = [
-        max(one.p, other.p) if not math.isnan(one.p + other.p) else math.nan
-        for one, other in zip(these.values(), another.values(), strict=True)
-    ]
-    corrected_another = inference.holm_adjust(larger)
+        if scores is None:
+            continue
+        models = ModelSelector(scores)
+        run_noise = noise or estimate_run_noise(models)
+        for claim in claims:
+            these = judge_claim(claim.test, TestScope(models))
+            another = judge_claim(claim.test, TestScope(models, run_noise))
+            drafts.append(_TestedClaim(claim, models, run_noise, these, another))
+    drafts.sort(key=lambda one: one.claim.name)
+    adjusted = inference.holm_adjust([one.these.p for one in drafts])
+    adjusted_another = inference.holm_adjust([inference.largest_p(one.these.p, one.another.p) for one in drafts])
+    claim_count = sum(not math.isnan(p) for p in adjusted)
     return [
-        _build_verdict(*settings[name], name, these[name], p, another[name], p_another, sum(not math.isnan(p) for p in corrected))
-        for name, p, p_another in zip(settings, corrected, corrected_another, strict=True)
+        _build_verdict(one, p, p_another, claim_count)
+        for one, p, p_another in zip(drafts, adjusted, adjusted_another, strict=True)
     ]
 
 
-def _build_verdict(
-    models: ModelSelector,
-    noise: RunNoise,
-    name: str,
-    draft: PendingVerdict,
-    p: float,
-    another: PendingVerdict,
-    p_another: float,
-    claims: int,
-) -> Verdict:
-    """Build the verdict of the claim `name`, given the p of its draft and of the one for `another` run, over all `claims`."""
-    title, question, requirement, _ = _ALL_CLAIMS[name]
-    base = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
+@dataclass(frozen=True)
+class _TestedClaim:
+    """Claim with its test for these trained models and for another pretraining run."""
+
+    claim: Claim
+    models: ModelSelector
+    noise: RunNoise
+    these: PendingVerdict
+    another: PendingVerdict
+
+
+def _build_verdict(tested: _TestedClaim, p: float, p_another: float, claim_count: int) -> Verdict:
+    """Build the verdict of a claim, given the p of both its tests, corrected over `claim_count` claims."""
+    claim, draft = tested.claim, tested.these
+    verdict = Verdict(
+        claim=int(claim.name[0]),
+        title=claim.title,
+        question=claim.question.format(mlm=tested.models.mlm),
+        comparisons=draft.comparisons,
+        verdict="no data",
+        reason=f"Needs {draft.requirement or claim.requirement}.",
+        part=claim.name[1:],
+    )
     if not draft.comparisons:
-        return replace(base, reason=f"Needs {draft.requirement or requirement}.")
-    verdict, another_run = draft.decide(p), another.decide(p_another, claims)
-    if another_run != verdict:  # another run is never surer than these
+        return verdict
+    outcome = draft.decide(p)
+    another_run = tested.another.decide(p_another, claim_count)
+    if another_run != outcome:  # another run is never surer than these
         another_run = "not resolved"
     return replace(
-        base,
-        verdict=verdict,
-        reason=format_reason(models, draft, p, claims, verdict, (another_run, p_another, noise)),
-        overall=replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None,
+        verdict,
+        verdict=outcome,
+        reason=format_reason(tested.models, draft, p, claim_count, outcome, another_run, p_another, tested.noise),
+        overall=replace(draft.overall, p_adjusted=p, verdict=outcome) if draft.overall else None,
         families=draft.families,
         another_run=another_run,
         p_another_run=p_another,

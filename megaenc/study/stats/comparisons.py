@@ -4,6 +4,7 @@ A contrast is a question such as "MLM less CLM, 610M, on SC": scores with weight
 by one and pooled over a claim in megaenc.study.stats.pooling.
 """
 
+import copy
 import functools
 import itertools
 import math
@@ -38,18 +39,23 @@ class ModelSelector:
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
+        self.left_out: Collection[tuple[ModelKey, str]] = frozenset()
         self.model_keys = [key for key in evidence.model_keys() if not key.schedule]
         self.planned_model_keys = [key for key in evidence.planned_model_keys() if not key.schedule]
         self.ratio = evidence.reference_mask_ratio
         self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
 
-    def without(self, dropped: Collection[ModelKey]) -> "ModelSelector":
-        """Return a selector without the models `dropped`, evaluated or planned."""
-        models = ModelSelector(
-            replace(self.evidence, scores=[one for one in self.evidence.scores if one.model_key not in dropped])
+    def without(self, left_out: Collection[tuple[ModelKey, str]]) -> "ModelSelector":
+        """Return a selector without the scores of the (model, task family) pairs `left_out`.
+
+        The models are the same, so that pairs, longest budgets and reference ratio are, and so is the unit SD.
+        """
+        models = copy.copy(self)
+        models.evidence = replace(
+            self.evidence, scores=[one for one in self.evidence.scores if (one.model_key, one.family) not in left_out]
         )
-        models.planned_model_keys = [key for key in self.planned_model_keys if key not in dropped]
-        models.ratio, models.mlm = self.ratio, self.mlm
+        models.left_out = frozenset(left_out)
+        models.dataset_spreads = self.dataset_spreads
         return models
 
     def match_pairs(
@@ -206,15 +212,9 @@ class Contrast:
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
-        """Return names of sides with a model that collapsed in half or more of its runs on a data set; empty if none."""
-        counts: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-        for weight, member in (pair for run_scores in self.weighted_scores for pair in run_scores):
-            if weight:
-                model = replace(member.model_key, seed=0) if member.model_key else None
-                count = counts[self.names[weight < 0], member.dataset, model]
-                count[0] += member.collapsed_at_rate
-                count[1] += len(member.seed_scores)
-        sides = {name for (name, *_), (collapsed, runs) in counts.items() if collapsed and 2 * collapsed >= runs}
+        """Return the names of sides with a collapsed model; empty if none."""
+        weighted = [pair for run_scores in self.weighted_scores for pair in run_scores]
+        sides = {self.names[weight < 0] for weight, score in weighted if weight and score.is_collapsed}
         return tuple(name for name in self.names if name in sides)
 
 

@@ -181,6 +181,11 @@ def _t_cdf(value: float, df: float) -> float:
     return float(stdtr(min(df, _NORMAL_DF), value))
 
 
+def largest_p(*p: float) -> float:
+    """Return the largest p; NaN if any is."""
+    return float(np.max(p))
+
+
 def holm_adjust(p: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p values (family-wise error rate) in the same order; NaN stays NaN and counts as no test.
 

@@ -70,7 +70,7 @@ def test_collapsed_models_count_once_as_such_and_once_left_out():
     some = by_claim(collapsed(evidence, lambda one: one.family == "SC" and one.model_key.clm_steps == 10))["4a"]
     assert [one.verdict for one in some.comparisons] == ["holds", "holds", "holds"]
     assert some.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)"
-    assert some.verdict == "holds" and "without the collapsed models +" in some.reason
+    assert some.verdict == "holds" and "without the collapsed models holds (p " in some.reason
     few = by_claim(collapsed(evidence, lambda one: True, runs=1))["4a"]  # one seed of five: its score says so
     assert not any(one.collapsed for one in few.comparisons)
 
@@ -81,9 +81,27 @@ def test_a_model_that_always_collapses_is_evidence():
     first[1] = dataclasses.replace(first[1], mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
     found = by_claim(Evidence([*first, *sized("20M", [1], gap=0.05, runs=0)]))["1a"]
     assert found.verdict == "holds" and found.comparisons[0].difference == pytest.approx(35, abs=0.2)
-    assert found.overall.difference == pytest.approx(20, abs=0.2) and "without the collapsed models +4.9" in found.reason
+    assert found.overall.difference == pytest.approx(20, abs=0.2) and "without the collapsed models holds (p " in found.reason
     undecided = by_claim(Evidence([*first, *sized("20M", [1], gap=-0.05, runs=0)]))["1a"]  # without the collapse MLM is below
-    assert undecided.verdict != "holds" and "without the collapsed models -5" in undecided.reason
+    assert undecided.verdict != "holds" and "without the collapsed models reversed (p " in undecided.reason
+
+
+def test_a_family_counts_as_without_the_collapsed_models_too():
+    """A quarter of CLM is below MLM by two points on both families, but for one size whose MLM model collapsed on SC."""
+    scores = []
+    for family, dataset in (("SC", "sst2"), ("TC", "uner_en")):
+        for size in ("10M", "20M"):
+            quarter, mlm = sized(size, [1], gap=-0.02, runs=0)
+            key = ModelKey(size, clm_steps=150, mlm_steps=450, mask_ratio=0.4)
+            quarter = dataclasses.replace(quarter, model_key=key, model=format_model_name(key))
+            mlm = dataclasses.replace(mlm, model_key=dataclasses.replace(key, clm_steps=0, mlm_steps=600), model=f"mlm {size}")
+            if (family, size) == ("SC", "10M"):
+                mlm = dataclasses.replace(mlm, mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
+            scores += [dataclasses.replace(one, family=family, dataset=dataset) for one in (quarter, mlm)]
+    found = by_claim(Evidence(scores))["4a"]
+    verdicts = {one.family: (one.verdict, one.p_adjusted) for one in found.families}
+    assert verdicts["SC"] == ("not resolved", 1.0) and verdicts["TC"][0] == "reversed"
+    assert found.verdict != "holds" and "without the collapsed models reversed" in found.reason
 
 
 def test_what_is_not_complete_is_said():
