@@ -19,7 +19,7 @@ and continued models."""
 
 @dataclass(frozen=True)
 class TestScope:
-    """Models that a claim is tested on, and the noise if the test is about another run."""
+    """Models that a claim is tested on, and the noise between pretraining runs."""
 
     __test__ = False  # pytest collects classes by name
 
@@ -108,9 +108,10 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
 
 
 def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
-    """Test a claim and, if compared models have collapsed, also without their scores in that task family; the larger p counts.
+    """Test a claim and, if compared models have collapsed, also without them.
 
-    Both tests compare the same models at the same steps, as far as they have scores. p is 1 if the outcomes differ.
+    The second test leaves out their scores in the task family in which they collapsed, and compares the same models otherwise.
+    The larger p counts, and 1 if the outcomes differ.
     """
     draft = test(scope)
     compared = [score for contrast in draft.contrasts for terms in contrast.weighted_scores for _, score in terms]
@@ -130,7 +131,7 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
 
 
 def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
-    """Return `one` with the larger p of both, and its verdict only if `other` has the same."""
+    """Return `one` with the larger p of both, and a verdict only if both have it."""
     is_same = one.verdict == other.verdict
     is_contradiction = not is_same and "not resolved" not in (one.verdict, other.verdict)
     return replace(
@@ -213,7 +214,10 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
 
 
 def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Comparison]:
-    """Return comparisons with p of a difference within the margin of their family, or of one beyond it if that is significant."""
+    """Return comparisons with p and verdict of a difference within their margin.
+
+    `p_adjusted` is that of a difference beyond the margin if it is significant.
+    """
     within, beyond = [], []
     for one in comparisons:
         margin = EQUALITY_MARGINS[one.family]

@@ -21,7 +21,10 @@ def format_reason(
     p_another_run: float,
     noise: RunNoise,
 ) -> str:
-    """Format the reason of a verdict, with p corrected over `claims`, and of the one on another run, with the `noise` of runs."""
+    """Format the reason of a verdict: numbers, families, another run, and caveats.
+
+    `p` is corrected over `claims`; `noise` is that between pretraining runs.
+    """
     families = [
         f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
         for one in draft.families

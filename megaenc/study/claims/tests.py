@@ -223,7 +223,10 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
 
 
 def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[float]]]:
-    """Return {size: (steps, sorted ratios)} of the longest budget with several `planned` MLM mask ratios."""
+    """Return {size: (steps, sorted ratios)} of the longest budget with several ratios.
+
+    `planned`: models, of which those that were trained with MLM only count.
+    """
     ratios_by_budget: dict[tuple[str, int], set[float]] = defaultdict(set)
     for key in planned:
         if _is_mlm_from_scratch(key):

@@ -257,8 +257,9 @@ class _TestedClaim:
 
 
 def _build_verdict(tested: _TestedClaim, p: float, p_another: float, claim_count: int) -> Verdict:
-    """Build the verdict of a claim, given the p of both its tests, corrected over `claim_count` claims."""
-    claim, draft = tested.claim, tested.these
+    """Build the verdict of a claim from its tests, with p corrected over all claims."""
+    claim = tested.claim
+    draft = tested.these
     verdict = Verdict(
         claim=int(claim.name[0]),
         title=claim.title,

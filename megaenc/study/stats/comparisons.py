@@ -46,7 +46,7 @@ class ModelSelector:
         self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
 
     def without(self, left_out: Collection[tuple[ModelKey, str]]) -> "ModelSelector":
-        """Return a selector without the scores of the (model, task family) pairs `left_out`.
+        """Return a selector without the scores of some models in some task families.
 
         The models are the same, so that pairs, longest budgets and reference ratio are, and so is the unit SD.
         """

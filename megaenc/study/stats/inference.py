@@ -35,7 +35,10 @@ class VarianceComponents:
 
 @dataclass(frozen=True)
 class TestResult:
-    """Result of testing a difference of scores by t: 95 % interval, and p for any bound."""
+    """Result of a t test of a difference: 95 % interval, and p for any bound.
+
+    p is NaN if the chance variation between seeds is unknown: for one seed, or if all seeds agree.
+    """
 
     difference: float
     errors: Sequence[tuple[float, float]]
@@ -46,11 +49,11 @@ class TestResult:
     """0 for published intervals and for sums of parts with different seeds"""
 
     def p_above(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is above `bound`; NaN for one seed, or without any spread of the seeds."""
+        """Return the one-sided p that the difference is above `bound`."""
         return self._largest_p(bound - self.difference)
 
     def p_below(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is below `bound`; NaN for one seed, or without any spread of the seeds."""
+        """Return the one-sided p that the difference is below `bound`."""
         return self._largest_p(self.difference - bound)
 
     def _largest_p(self, distance: float) -> float:
@@ -60,7 +63,7 @@ class TestResult:
 
     @property
     def p(self) -> float:
-        """Return the two-sided p that the difference is not 0; NaN if the chance variation between seeds is unknown."""
+        """Return the two-sided p that the difference is not 0."""
         return 2 * min(self.p_above(), self.p_below())
 
     @property
@@ -69,12 +72,12 @@ class TestResult:
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval; NaN if nothing varies; with one seed it covers the examples only."""
+        """Return the lower end of the 95 % interval; NaN if nothing varies."""
         return self.difference - self._half_width
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval; NaN if nothing varies; with one seed it covers the examples only."""
+        """Return the upper end of the 95 % interval; NaN if nothing varies."""
         return self.difference + self._half_width
 
 
@@ -118,10 +121,11 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
 def contrast_t_test(
     scores: np.ndarray, examples: Sequence[np.ndarray] = (), run_variances: Sequence[tuple[float, float]] = ()
 ) -> TestResult:
-    """Test the mean of `scores`, float[S], by t over seeds, and over seeds and `examples`, float[S, N] per data set.
+    """Test the mean of scores by t over seeds, and over seeds and examples.
 
-    Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. `run_variances`: (variance, degrees of freedom) of
-    the noise between pretraining runs. One seed gives an interval over its examples, and no p.
+    `scores` is float[S], and `examples` float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007
+    over both. `run_variances`: (variance, degrees of freedom) of the noise between pretraining runs. One seed gives an interval
+    over its examples, and no p.
     """
     parts = variance_components(scores, examples)
     count = len(scores)
@@ -136,10 +140,10 @@ def contrast_t_test(
 def welch_satterthwaite_test(
     difference: float, seed_variances: Sequence[tuple[float, float]], example_variance: float, seed_count: int = 0
 ) -> TestResult:
-    """Test `difference` by t over seeds, and over seeds and examples, given (variance, degrees of freedom) of each part.
+    """Test `difference` by t over seeds, and over seeds and examples.
 
-    Degrees of freedom by Welch and Satterthwaite, for the seeds and for seeds and examples; the example variance counts as
-    known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
+    `seed_variances`: (variance, degrees of freedom) of each part. Degrees of freedom of their sum are by Welch and Satterthwaite;
+    the example variance counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
     """
     parts = VarianceComponents(math.fsum(variance for variance, _ in seed_variances), example_variance)
     if not parts.seed_variance > _TOLERANCE**2:
@@ -167,7 +171,7 @@ def welch_from_intervals(
 
 
 def _standard_errors(variances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (standard error, degrees of freedom) of each variance that is known and above 0."""
+    """Return (standard error, degrees of freedom) of each known variance above 0."""
     return [(math.sqrt(variance), df) for variance, df in variances if variance > _TOLERANCE**2]
 
 

@@ -83,7 +83,8 @@ def compare_contrasts(
     for weight, contrast in pool:
         groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
     run_count = min(len(contrast.pretraining_seeds) for _, contrast in pool)
-    effect, has_borrowed_variance = math.nan, False
+    effect = math.nan
+    has_borrowed_variance = False
     is_published = not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms)
     rows = {} if is_published else {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
     if is_published:

@@ -98,6 +98,8 @@ def test_without_any_spread_nothing_is_said():
     found = contrast_t_test(constants.mean(1), [constants])
     assert math.isnan(found.p) and found.low < found.difference < found.high
     assert math.isnan(welch_from_intervals([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
+    given_noise = contrast_t_test(np.full(3, 0.5), run_variances=[(0.0625, math.inf)])  # known, although the seeds agree
+    assert given_noise.p == pytest.approx(2 * stats.norm.sf(2), rel=1e-4)
 
 
 def test_holm_by_hand():
