@@ -4,8 +4,8 @@ Reads a results directory of `megaenc` (with the manifest, if there is one) or o
 the study's published tables only. Published values are shown next to those of the same models.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +20,13 @@ from megaenc.finetune.results.aggregate import IntervalKind
 from megaenc.finetune.results.files import Result, read_result_tree
 from megaenc.output_paths import create_parent_with_rollback
 from megaenc.study.claims.verdicts import judge
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import StudyScope, build_scope
 from megaenc.study.report import methods, output_dir
 from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import ReportFigure, build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
+from megaenc.study.report.methods import Fact
 from megaenc.study.report.missing_results import find_missing_results
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
 from megaenc.study.report.schedule_table import build_schedule_table
@@ -38,9 +40,9 @@ from megaenc.study.report.table import WRITERS, Table
 from megaenc.study.report.zero_shot import build_zero_shot_figure, build_zero_shot_tables, zero_shot_facts
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
-from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
+from megaenc.study.results.pretrain_runs import TrainedRun, flops_by_model, read_runs, resolve_model_keys
 from megaenc.study.results.published import drop_unprinted_results, published
-from megaenc.study.results.zero_shot import read_zero_shot
+from megaenc.study.results.zero_shot import ZeroShotResults, read_zero_shot
 from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.stats.run_noise import parse_run_noise
 
@@ -79,69 +81,132 @@ _OURS = (
 )
 
 
-def build_report(config: ReportConfig) -> ReportPage:
-    """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
+@dataclass(frozen=True)
+class ReportInputs:
+    """Scores, pretraining runs and facts that a report is built from."""
+
+    title: str
+    lead: str
+    evidence: Evidence
+    flops: Mapping[ModelKey, float]
+    facts: Sequence[Fact]
+    runs: Mapping[str, TrainedRun] = field(default_factory=dict)
+    standard: Sequence[Evidence] = ()
+    """scores in standard metrics"""
+    zero_shot: ZeroShotResults | None = None
+    published: Evidence | None = None
+    """published tables to compare with; None for a report of those"""
     checks: Sequence[Table] = ()
     notices: Sequence[str] = ()
-    if config.published:
-        conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
-        if conflicting:
-            raise InputError(
-                f"--published: found together with {conflicting[0]}; it reports the published tables only: leave one out"
-            )
-        title, lead, evidence, published_evidence = "The published tables", _PUBLISHED, published(), None
-        facts, standard, runs, flops = methods.published_facts(), [], {}, published_flops_by_model(evidence)
-        zero_shot = None
-    else:
-        if not config.results:
-            raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
-        scope, title = _read_scope(config.manifest)
-        zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
-        is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
-        existing = [] if is_zero_shot_only else read_result_tree(config.results)
-        published_evidence, lead = published(), _OURS
-        results = drop_unprinted_results(existing) or existing
-        models = list(dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())]))
-        model_keys = resolve_model_keys(sorted(models), scope.model_keys)
-        evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
-        if not is_zero_shot_only:
-            _check_results(evidence, results, models, config)
-        runs = read_runs(Path(config.runs)) if config.runs else {}
-        flops = flops_by_model(runs, model_keys) if runs else {} if scope.model_keys else published_flops_by_model(evidence)
-        available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
-        metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
-        standard = [build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics]
-        dropped = len(existing) - len(results)
-        facts = [
-            *methods.read_notes(Path(config.results), config.about),
-            *([] if is_zero_shot_only else methods.finetuning_facts(results, evidence)),
-            *(zero_shot_facts(zero_shot) if zero_shot else []),
-            *methods.pretraining_facts(runs),
-            ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
-            *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
-        ]
-        if not config.manifest:
-            checks, notices = find_missing_results(evidence)
-    figures = build_figures(evidence, runs, flops, published_evidence)
+
+
+def build_report(config: ReportConfig) -> ReportPage:
+    """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
+    inputs = read_published_inputs(config) if config.published else read_study_inputs(config)
+    evidence = inputs.evidence
+    zero_shot = inputs.zero_shot
+    figures = build_figures(evidence, inputs.runs, inputs.flops, inputs.published)
+    notices = list(inputs.notices)
     if zero_shot:
         figures.append(ReportFigure(build_zero_shot_figure(zero_shot, config.interval)))
-        notices = [*notices, *filter(None, [zero_shot.describe_missing()])]
+        notices += filter(None, [zero_shot.describe_missing()])
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
         zero_shot_evidence = zero_shot.build_evidence(config.interval) if zero_shot else None
         verdicts = judge(evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence)
         tables = [
-            *build_score_tables(evidence, published_evidence),
-            *build_standard_metric_tables(evidence, standard),
+            *build_score_tables(evidence, inputs.published),
+            *build_standard_metric_tables(evidence, inputs.standard),
             *(build_zero_shot_tables(zero_shot, config.interval) if zero_shot else []),
             *filter(None, [build_schedule_table(evidence)]),
             *build_diagnostic_tables(evidence),
-            *checks,
+            *inputs.checks,
         ]
-    published_verdicts = judge(published_evidence) if published_evidence is not None else []
     has_grid = not zero_shot or evidence.grids or evidence.scope.datasets
-    scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence) if has_grid else ""
-    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing, notices)
+    return ReportPage(
+        title=inputs.title,
+        lead=inputs.lead,
+        verdicts=verdicts,
+        published=judge(inputs.published) if inputs.published is not None else [],
+        figures=figures,
+        tables=tables,
+        scores=format_scores_csv([evidence, *inputs.standard]),
+        facts=inputs.facts,
+        missing_scores=describe_missing_scores(evidence) if has_grid else "",
+        notices=notices,
+    )
+
+
+def read_published_inputs(config: ReportConfig) -> ReportInputs:
+    """Read the published tables; InputError if `config` names other results too."""
+    conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
+    if conflicting:
+        raise InputError(
+            f"--published: found together with {conflicting[0]}; it reports the published tables only: leave one out"
+        )
+    evidence = published()
+    return ReportInputs(
+        title="The published tables",
+        lead=_PUBLISHED,
+        evidence=evidence,
+        flops=published_flops_by_model(evidence),
+        facts=methods.published_facts(),
+    )
+
+
+def read_study_inputs(config: ReportConfig) -> ReportInputs:
+    """Read the manifest, results and pretraining runs that `config` names.
+
+    Raises:
+        InputError: one of them is invalid, or has nothing to report.
+    """
+    if not config.results:
+        raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
+    scope, title = _read_scope(config.manifest)
+    zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
+    is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
+    existing = [] if is_zero_shot_only else read_result_tree(config.results)
+    results = drop_unprinted_results(existing) or existing
+    models = list(dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())]))
+    model_keys = resolve_model_keys(sorted(models), scope.model_keys)
+    evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
+    if not is_zero_shot_only:
+        _check_results(evidence, results, models, config)
+    runs = read_runs(Path(config.runs)) if config.runs else {}
+    if runs:
+        flops = flops_by_model(runs, model_keys)
+    elif scope.model_keys:
+        flops = {}
+    else:
+        flops = published_flops_by_model(evidence)
+    available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
+    metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
+    dropped = len(existing) - len(results)
+    facts = [
+        *methods.read_notes(Path(config.results), config.about),
+        *([] if is_zero_shot_only else methods.finetuning_facts(results, evidence)),
+        *(zero_shot_facts(zero_shot) if zero_shot else []),
+        *methods.pretraining_facts(runs),
+        ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published())}"),
+        *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
+    ]
+    checks: list[Table] = []
+    notices: list[str] = []
+    if not config.manifest:
+        checks, notices = find_missing_results(evidence)
+    return ReportInputs(
+        title=title,
+        lead=_OURS,
+        evidence=evidence,
+        flops=flops,
+        facts=facts,
+        runs=runs,
+        standard=[build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics],
+        zero_shot=zero_shot,
+        published=published(),
+        checks=checks,
+        notices=notices,
+    )
 
 
 def _read_scope(path: str) -> tuple[StudyScope, str]:
