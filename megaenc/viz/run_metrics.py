@@ -1,12 +1,14 @@
 """Validated reading of a run directory: metrics.jsonl, validation.jsonl and run.json."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from megaenc.console import truncate_text
+from pydantic import BeforeValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
+
 from megaenc.errors import InputError
+from megaenc.json_checks import JSON_OBJECT, Amount, Count, Number, Text, check_json
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.objectives import PseudoPerplexity
 from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, VALIDATION_FILE
@@ -15,8 +17,92 @@ Row = dict[str, Any]
 
 _MOST_BYTES = 4 << 30  # about ten million steps
 _LONGEST_ROW = 1 << 20
-_LARGEST = 1e100  # keeps sums and squares finite
 _EXPECTED = "a file written by a run"
+_ADVICE = f"not {_EXPECTED}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number (no boolean, NaN or infinity) of at most 1e100 in absolute value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e100
+
+
+def _drop_nan(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_Loss = Annotated[Number | None, BeforeValidator(_drop_nan)]
+"""Loss, or None if it was NaN or infinite."""
+_Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_drop_nan)]
+
+
+class _StepRow(TypedDict):
+    """Row of metrics.jsonl."""
+
+    __pydantic_config__ = JSON_OBJECT
+    step: Count
+    objective: Text
+    phase: int
+    loss: _Loss
+    learning_rate: Amount
+    tokens: Count
+    step_seconds: Amount
+    predicted_tokens: NotRequired[Count]
+    flops: NotRequired[Amount]
+
+
+class _HeldOutScores(TypedDict):
+    """Scores of an objective on held-out text."""
+
+    __pydantic_config__ = JSON_OBJECT
+    loss: _Loss
+    accuracy: _Share
+    most_frequent: _Share
+    by_position: NotRequired[dict[Text, _Loss]]
+    by_corpus: NotRequired[dict[Text, _Loss]]
+
+
+class _ValidationRow(TypedDict):
+    """Row of validation.jsonl."""
+
+    __pydantic_config__ = JSON_OBJECT
+    step: Count
+    objectives: dict[Text, _HeldOutScores]
+    held_out: NotRequired[Text]
+    tokens: NotRequired[Count]
+    predicted_tokens: NotRequired[Count]
+    flops: NotRequired[Amount]
+
+
+class _Start(TypedDict, total=False):
+    """Field `start` of run.json; a branch has all of its fields."""
+
+    __pydantic_config__ = JSON_OBJECT
+    run: str
+    at: Count
+    tokens: Count
+    predicted_tokens: Count
+    flops: Amount
+
+
+class _Identity(TypedDict, total=False):
+    """Field `identity` of run.json."""
+
+    __pydantic_config__ = JSON_OBJECT
+    train_iters: Count
+
+
+class _RunFile(TypedDict, total=False):
+    """Content of run.json."""
+
+    __pydantic_config__ = JSON_OBJECT
+    parameters: Count
+    start: _Start
+    identity: _Identity
+
+
+_STEP_ROW = TypeAdapter(_StepRow)
+_VALIDATION_ROW = TypeAdapter(_ValidationRow)
+_RUN_FILE = TypeAdapter(_RunFile)
 _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
@@ -26,7 +112,7 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     `required`: whether the file must exist and have a row; otherwise the result may be empty.
     """
     path = Path(run) / METRICS_FILE
-    rows = _read_rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
+    rows = _read_rows(path, _STEP_ROW, more)
     if rows or not required:
         return rows or []
     if rows is None:
@@ -36,7 +122,7 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the checked rows of `run`/validation.jsonl, also with fields `more`; [] without it. InputError if invalid."""
-    return _read_rows(Path(run) / VALIDATION_FILE, ("objectives", *more)) or []
+    return _read_rows(Path(run) / VALIDATION_FILE, _VALIDATION_ROW, more) or []
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
@@ -51,20 +137,16 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
     """Return `run`/run.json as a dict, `start` and `identity` {} by default. InputError for a missing or invalid file."""
     path = Path(run) / RUN_FILE
     facts = read_json_object(path, _EXPECTED)
-    for name in ("start", "identity"):
-        if not isinstance(facts.setdefault(name, {}), dict):
-            raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
-    if not isinstance(facts["start"].get("run", ""), str):
-        raise InputError(
-            f"{path}: field `start.run`: found {truncate_text(repr(facts['start']['run']), 40)}; expected a directory's path"
-        )
-    return facts
+    return {"start": {}, "identity": {}} | check_json(_RUN_FILE, facts, path, _ADVICE)
 
 
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
     """Return {"parameters", "train_iters"}: model size and planned steps, from `run`/run.json. InputError if invalid."""
-    path, facts = Path(run) / RUN_FILE, read_run_json(run)
-    return {name: _check_field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
+    path = Path(run) / RUN_FILE
+    facts = read_run_json(run)
+    _require_fields(path, facts, "parameters")
+    _require_fields(path, facts["identity"], "train_iters")
+    return {"parameters": facts["parameters"], "train_iters": facts["identity"]["train_iters"]}
 
 
 def read_start_progress(run: str | Path) -> Row:
@@ -73,7 +155,15 @@ def read_start_progress(run: str | Path) -> Row:
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
         return {"step": 0, **dict.fromkeys(_PROGRESS, 0)}
-    return {"step": _check_field(path, start, "at"), **{name: _check_field(path, start, name) for name in _PROGRESS}}
+    _require_fields(path, start, "at", *_PROGRESS)
+    return {"step": start["at"], **{name: start[name] for name in _PROGRESS}}
+
+
+def _require_fields(place: str | Path, values: Row, *names: str) -> None:
+    """Raise InputError unless `values` has the fields `names`."""
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise InputError(f"{place}: no field `{missing[0]}`; {_ADVICE}")
 
 
 HeldOutCurves = dict[str, tuple[list[float], list[float]]]
@@ -106,8 +196,11 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
     return seconds
 
 
-def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
-    """Read the rows of a JSON Lines file except an unfinished last line, checking for `needed` fields; None without a file."""
+def _read_rows(path: Path, kind: TypeAdapter[Any], needed: tuple[str, ...]) -> list[Row] | None:
+    """Return the checked rows of a JSON Lines file; None without a file.
+
+    An unfinished last line is left out. Each row must have the `needed` fields.
+    """
     try:
         content = read_regular_file(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -117,94 +210,16 @@ def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
     rows: list[Row] = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         place = f"{path}:{number}"
-        rows.append(_parse_row(place, line, ("step", *needed)))
-        if len(rows) > 1 and rows[-1]["step"] < rows[-2]["step"]:
-            steps = f"found {rows[-1]['step']} after {rows[-2]['step']}"
+        if len(line) > _LONGEST_ROW:
+            raise InputError(f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}")
+        try:
+            values = parse_json(line)
+        except ValueError as error:
+            raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
+        row = check_json(kind, values, place, _ADVICE)
+        _require_fields(place, row, *needed)
+        if rows and row["step"] < rows[-1]["step"]:
+            steps = f"found {row['step']} after {rows[-1]['step']}"
             raise InputError(f"{place}: field `step`: {steps}; expected steps that do not fall")
+        rows.append(row)
     return rows
-
-
-def _parse_row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
-    """Parse a line as a JSON object and check its known fields. Raises InputError, prefixed with `place`."""
-    if len(line) > _LONGEST_ROW:
-        raise InputError(f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}")
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
-    known = [*needed, *(name for name in row if name in _FIELD_CHECKS and name not in needed)]
-    return row | {name: _check_field(place, row, name) for name in known}
-
-
-def _check_field(place: str | Path, values: dict[str, Any], name: str) -> Any:
-    """Return the checked value of a field. Raises InputError if it is missing or invalid."""
-    if name not in values:
-        raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
-    try:
-        return _check_objectives(values[name]) if name == "objectives" else _check_value(values[name], _FIELD_CHECKS[name])
-    except ValueError as error:
-        raise InputError(f"{place}: field `{name}`: found {truncate_text(repr(values[name]), 40)}; expected {error}") from None
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number (no boolean, NaN or infinity) of at most 1e100 in absolute value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
-_COUNT = ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 1 << 63)
-_WHOLE = ("a whole number", lambda value: type(value) is int and abs(value) < 1 << 63)
-_AMOUNT = ("a number of 0 or more", lambda value: is_number(value) and value >= 0)
-_LOSS = ("a number or null", lambda value: value is None or is_number(value))
-_SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_number(value) and 0 <= value <= 1))
-_TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
-_OBJECTIVE_CHECKS = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
-_GROUPS = ("by_position", "by_corpus")
-"""Fields of an objective that hold losses by name, each of which may be missing."""
-_FIELD_CHECKS = {
-    **dict.fromkeys(("step", "tokens", "predicted_tokens", "parameters", "train_iters", "at"), _COUNT),
-    **dict.fromkeys(("learning_rate", "flops", "step_seconds"), _AMOUNT),
-    **dict.fromkeys(("objective", "held_out"), _TEXT),
-    "phase": _WHOLE,
-    "loss": _LOSS,
-    "objectives": None,
-}
-"""Expected value and check of each known field of rows and of run.json."""
-
-
-def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
-    """Return a field's value if it passes its check, with None for a NaN or infinite loss. Raises ValueError."""
-    expected, holds = kind
-    if kind in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
-        return None
-    if not holds(value):
-        raise ValueError(expected)
-    return value
-
-
-def _check_objectives(value: Any) -> dict[str, dict[str, Any]]:
-    """Return the checked scores of each objective, and its losses by group.
-
-    Raises ValueError.
-    """
-    if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
-        raise ValueError("an object of objects")
-    if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
-        raise ValueError(f"`{missing[0]}` for each objective")
-    for group in _GROUPS:
-        if not all(isinstance(result.get(group, {}), dict) for result in value.values()):
-            raise ValueError(f"an object in each `{group}`")
-    try:
-        return {
-            _check_value(name, _TEXT): {key: _check_value(result[key], kind) for key, kind in _OBJECTIVE_CHECKS.items()}
-            | {key: _check_losses(result[key]) for key in _GROUPS if key in result}
-            for name, result in value.items()
-        }
-    except ValueError as error:
-        raise ValueError(f"of each objective's name and numbers {error}") from None
-
-
-def _check_losses(losses: dict[str, Any]) -> dict[str, float | None]:
-    """Return the checked losses by name. Raises ValueError."""
-    return {_check_value(name, _TEXT): _check_value(loss, _LOSS) for name, loss in losses.items()}

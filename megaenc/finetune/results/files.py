@@ -13,12 +13,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.examples import TaskFamily
+from megaenc.json_checks import JSON_OBJECT, Count, Number, Text, check_json
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.output_paths import create_parent_dir
 
@@ -53,6 +57,49 @@ _CONSTANT_PREDICTION_SCORES = {
     "squad_v2": ("never answers", 5945 / 11873),
 }
 _UNSEEDED_TEST_SETS = ("nq",)  # the study drew the validation and test halves anew in each evaluation
+
+
+_ADVICE = "remove the file"
+_Fraction = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]  # up to rounding errors
+
+
+class _Split(TypedDict):
+    """Field `validation` or `test` of a result file."""
+
+    __pydantic_config__ = JSON_OBJECT
+    score: _Fraction
+    metrics: NotRequired[dict[Text, _Fraction] | None]
+    baseline: NotRequired[dict[Text, _Fraction] | None]
+    collapsed: NotRequired[str | None]
+
+
+class _Evaluation(TypedDict):
+    """Entry of the field `evaluations` of a result file."""
+
+    __pydantic_config__ = JSON_OBJECT
+    step: Count
+    score: Number
+
+
+class _ResultFile(TypedDict):
+    """Content of results.json."""
+
+    __pydantic_config__ = JSON_OBJECT
+    validation: _Split
+    test: _Split
+    evaluations: NotRequired[list[_Evaluation]]
+    best_step: NotRequired[Count]
+
+
+class _FailureFile(TypedDict):
+    """Content of failed.json."""
+
+    __pydantic_config__ = JSON_OBJECT
+    reason: NotRequired[str]
+
+
+_RESULT_FILE = TypeAdapter(_ResultFile)
+_FAILURE_FILE = TypeAdapter(_FailureFile)
 
 
 @dataclass(frozen=True)
@@ -273,8 +320,10 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
     for name in names:
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise InputError(f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8") from None
         if levels == 1:
             yield path / name
         elif levels != 3 or name in list(TaskFamily):
@@ -292,13 +341,25 @@ def read_result(path: Path) -> Result | None:
         return None
     *_, model, family, dataset, _ = path.parts
     run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
-    if (values := read_fields(path / RESULTS)) is not None:
-        splits = (_parse_split(path / RESULTS, dataset, values, name) for name in ("validation", "test"))
-        scores_only = all(isinstance(part, dict) and part.keys() <= {"score", "scores_i"} for part in values.values())
-        evaluations, best_step = _parse_evaluations(path / RESULTS, values)
-        return Result(*run, path, *splits, evaluations=evaluations, best_step=best_step, scores_only=scores_only)
-    if (values := read_fields(path / FAILED)) is not None:
-        return Result(*run, path, None, None, _check_text(path / FAILED, "reason", values.get("reason", "no reason given")))
+    file = path / RESULTS
+    values = read_fields(file)
+    if values is not None:
+        checked = check_json(_RESULT_FILE, values, file, _ADVICE)
+        evaluations = [(one["step"], one["score"]) for one in checked.get("evaluations", ())]
+        return Result(
+            *run,
+            path,
+            validation=_build_split(dataset, "validation", checked["validation"]),
+            test=_build_split(dataset, "test", checked["test"]),
+            evaluations=evaluations,
+            best_step=checked.get("best_step", 0),
+            scores_only=all(isinstance(part, dict) and part.keys() <= {"score", "scores_i"} for part in values.values()),
+        )
+    file = path / FAILED
+    values = read_fields(file)
+    if values is not None:
+        reason = check_json(_FAILURE_FILE, values, file, _ADVICE).get("reason", "no reason given")
+        return Result(*run, path, None, None, _join_lines(reason))
     return None
 
 
@@ -361,27 +422,18 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
 
 
-def _parse_split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> SplitScores:
-    """Parse and check the scores of `validation` or `test`."""
-    split = values.get(name)
-    if not isinstance(split, dict) or "score" not in split:
-        raise _build_field_error(path, f"{name}.score", "none", "a number")
-    score = _check_fractions(path, name, {"score": split["score"]})["score"]
-    metrics, baseline = (_check_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
-    collapsed = split["collapsed"] if "collapsed" in split else _detect_collapse(dataset, score, name, split)
-    return SplitScores(score, metrics, None if collapsed is None else _check_text(path, f"{name}.collapsed", collapsed), baseline)
+def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:
+    """Build the scores of `validation` or `test` from checked fields."""
+    collapsed = split["collapsed"] if "collapsed" in split else _detect_collapse(dataset, split["score"], name, split)
+    return SplitScores(
+        score=split["score"],
+        metrics=split.get("metrics") or {},
+        collapsed=None if collapsed is None else _join_lines(collapsed),
+        baseline=split.get("baseline") or {},
+    )
 
 
-def _parse_evaluations(path: Path, values: Mapping[str, Any]) -> tuple[Evaluations, int]:
-    """Parse and check the (step, validation score) of evaluations during training, empty without any, and the best step."""
-    try:
-        evaluations = [(int(one["step"]), float(one["score"])) for one in values.get("evaluations", ())]
-        return evaluations, int(values.get("best_step", 0))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{path}: field `evaluations`: {error!r}; expected what a run wrote there; remove it") from None
-
-
-def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
+def _detect_collapse(dataset: str, score: float, name: str, split: Mapping[str, Any]) -> str | None:
     """Return the reason to consider a split collapsed, for published results without the field `collapsed`."""
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
@@ -389,25 +441,6 @@ def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any
     return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
 
 
-def _check_fractions(path: Path, field: str, values: Any) -> dict[str, float]:
-    """Return scores by name as floats. Raises InputError for a value outside 0 to 1, rounding errors aside, or NaN."""
-    if values is not None and not isinstance(values, dict):
-        raise _build_field_error(path, field, f"a {type(values).__name__}", "an object")
-    for name, value in (values or {}).items():
-        if not name.isprintable():
-            raise _build_field_error(path, field, f"the name {name!r}", "one in one line")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e-6 <= value <= 1 + 1e-6:
-            raise _build_field_error(path, f"{field}.{name}", repr(value)[:40], "a number from 0 to 1")
-    return {name: float(value) for name, value in (values or {}).items()}
-
-
-def _check_text(path: Path, field: str, value: Any) -> str:
-    """Return a text as one line. Raises InputError for another type."""
-    if not isinstance(value, str):
-        raise _build_field_error(path, field, f"a {type(value).__name__}", "a text")
-    return " ".join(value.encode("utf-8", "replace").decode().split())
-
-
-def _build_field_error(path: Path, field: str, actual: str, expected: str) -> InputError:
-    """Build the InputError of a wrong field."""
-    return InputError(f"{path}: field `{field}`: found {actual}, expected {expected}; remove the file")
+def _join_lines(text: str) -> str:
+    """Return a text as one line of UTF-8."""
+    return " ".join(text.encode("utf-8", "replace").decode().split())

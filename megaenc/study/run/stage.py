@@ -16,10 +16,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Strict, TypeAdapter
+from typing_extensions import TypedDict
 
 from megaenc.atomic_io import atomic_write
 from megaenc.errors import InputError
+from megaenc.json_checks import JSON_OBJECT, check_json
 from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.processes import python_command
 from megaenc.study.manifest.model_key import ModelKey
@@ -31,6 +35,17 @@ CORPUS = "corpus"
 """Directory of the study's own corpus and tokenizer; also the name and id of the stage that builds them."""
 CORPUS_REQUEST = "asked.json"
 """File in the corpus directory that records the requested text and vocabulary size."""
+
+
+class _CorpusRequest(TypedDict):
+    """Content of asked.json."""
+
+    __pydantic_config__ = JSON_OBJECT
+    text: list[Annotated[tuple[str, int | None], Strict(False)]]
+    """(name, bytes) of each file"""
+
+
+_REQUEST_FIELDS = TypeAdapter(_CorpusRequest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,21 +256,14 @@ class CorpusStage(StageRunner):
         request = self._request()
         if not file.exists():
             return
-        recorded = read_json_object(file, "the request of a corpus")
-        if not _is_text_list(recorded.get("text")):
-            raise InputError(f"{file}: field `text`: missing or of another kind; expected a list of [name, bytes]")
+        values = read_json_object(file, "the request of a corpus")
+        recorded = check_json(_REQUEST_FIELDS, values, file, "not the request of a corpus")
         names = [{**each, "text": " ".join(name for name, _ in each["text"])} for each in (recorded, request)]
         if difference := describe_difference(*names):
             raise manifest_mismatch(self.folder, f"corpus: {difference}")
         for (name, before), (_, now) in zip(recorded["text"], request["text"], strict=True):
             if None not in (before, now) and before != now:
                 raise manifest_mismatch(self.folder, f"corpus: {name} had {before:,} bytes, has {now:,} now")
-
-
-def _is_text_list(value: Any) -> bool:
-    """Return whether a JSON value is a list of [name, bytes] pairs, bytes being null if unknown."""
-    pairs = value if isinstance(value, list) else [value]
-    return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
 def compute_size(path: Path) -> int | None:

@@ -67,7 +67,10 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
     with pytest.raises(InputError, match="holds no run with a step"):  # one that has done nothing spoils nothing
         read_runs(tmp_path)
     facts = write_run(tmp_path / "run") / "run.json"
-    for text, said in (("{", "expected a file written by a run"), ('{"identity": 3}', "field `identity`: found a int")):
+    for text, said in (
+        ("{", "expected a file written by a run"),
+        ('{"identity": 3}', "field `identity`: found 3, expected an object"),
+    ):
         facts.write_text(text)
         with pytest.raises(InputError, match=rf"run/run.json: .*{said}"):
             read_runs(tmp_path)

@@ -131,10 +131,10 @@ DAMAGED = [
     # file of the study, its content, words of the row that shows it
     ("runs/base/run.json", "[" * 100_000, "run.json: not JSON (nested too deeply)"),
     ("runs/base/run.json", '{"identity": 3}', "field `identity`"),
-    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"at": "x"}}', "field `start`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"at": "x"}}', "field `start.at`"),
     ("runs/base/run.json", None, "run.json: not a regular file"),
     ("runs/base/metrics.jsonl", "[" * 5000 + "\n", "done"),
-    ("corpus/asked.json", '{"text": [["a", "b"]]}', "asked.json: field `text`"),
+    ("corpus/asked.json", '{"text": [["a", "b"]]}', "asked.json: field `text.0.1`"),
     ("hf/base/conversion.json", '{"step": []}', "step is [] there"),
     ("hf/base/conversion.json", "\ud800", "conversion.json: not JSON"),
     ("logs/pretrain/base.log", None, "done"),

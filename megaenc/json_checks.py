@@ -1,0 +1,45 @@
+"""Declarative checks of JSON that the product itself writes: one type for each kind of object, read by pydantic."""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megaenc.console import truncate_text
+from megaenc.errors import InputError
+
+T = TypeVar("T")
+
+JSON_OBJECT = ConfigDict(strict=True, extra="allow")
+"""Configuration of a TypedDict: values have the JSON type of their field, and other fields are kept as they are."""
+
+Text = Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+"""Text in one line, without control characters."""
+Number = Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)]
+"""Number whose sums and squares are finite."""
+Amount = Annotated[float, Field(ge=0, le=1e100, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+_EXPECTED = {"dict_type": "an object", "string_pattern_mismatch": "text in one line"}
+"""Own words for some types of pydantic's errors."""
+
+
+def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str) -> T:
+    """Return `values` if they are of `kind`, with the fields that it converts.
+
+    Raises:
+        InputError: `PLACE: field NAME.NAME: found VALUE, expected KIND; ADVICE`, about the first field that differs.
+    """
+    try:
+        return kind.validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "missing":
+        raise InputError(f"{place}: no field `{field}`; {advice}")
+    where = f"{place}: field `{field}`" if field else place
+    found = truncate_text(repr(first["input"]), 40)
+    expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    if first["type"].startswith(("greater_than", "less_than")):
+        expected = f"a number {truncate_text(expected, 40)}"
+    raise InputError(f"{where}: found {found}, expected {expected}; {advice}")
