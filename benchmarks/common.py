@@ -18,11 +18,11 @@ import psutil
 
 from megaenc.atomic_io import atomic_write
 from megaenc.console import silence_libraries
+from megaenc.dist_env import die_with_parent
 from megaenc.errors import InputError, format_error
 from megaenc.machine import read_processor_name, usable_core_count
 from megaenc.output_paths import create_parent_dir
 from megaenc.processes import KILL_TIMEOUT, set_child_environment
-from megaenc.torchelastic import die_with_parent
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
 

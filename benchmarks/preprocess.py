@@ -30,10 +30,10 @@ import psutil
 from megaenc import flags
 from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.sources import resolve
+from megaenc.dist_env import die_with_parent
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.machine import check_process_count, usable_core_count
 from megaenc.output_paths import check_output_file
-from megaenc.torchelastic import die_with_parent
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]

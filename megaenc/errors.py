@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megaenc.console import discard_output, escape_unprintable, truncate_text
-from megaenc.dist_env import get_local_rank, get_rank
-from megaenc.torchelastic import exit_without_restart, is_torchrun_worker
+from megaenc.dist_env import exit_without_restart, get_local_rank, get_rank, is_torchrun_worker
 
 _REPORT_SECONDS = 3.0
 _MAX_LENGTH = 4000  # characters of an error, which may quote a file of one line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import megaenc
-from megaenc.torchelastic import die_with_parent
+from megaenc.dist_env import die_with_parent
 
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a process to end after it was killed or closed its connection."""

@@ -1,13 +1,38 @@
-"""Tables as CSV, as Markdown and for the terminal."""
+"""Untrusted text in Markdown, and tables as CSV, as Markdown and for the terminal."""
 
 import csv
 import io
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megaenc import markdown
-from megaenc.console import build_rich_console
+from megaenc.console import build_rich_console, escape_unprintable
+
+_WWW = re.compile(r"(?i)\b(www)\.")
+_SPECIAL = re.compile(r"[\\`|\[\]]")
+
+
+def escape_markdown(value: object) -> str:
+    """Return `value` as one line of Markdown text in which links, code, HTML and table separators are escaped."""
+    escaped = _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
+    return _WWW.sub(r"\1&#46;", escaped)
+
+
+def inline_code(value: object, *, cell: bool = False) -> str:
+    """Return `value` as one line of inline Markdown code, backticks as apostrophes; with `cell`, `|` is escaped too."""
+    content = _one_line(value).replace("`", "'") or " "
+    return f"`{content.replace('|', chr(92) + '|') if cell else content}`"
+
+
+def format_facts(facts: Mapping[str, object]) -> str:
+    """Return a table of two columns, without heading: names as they are, and their values as code."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {inline_code(value, cell=True)} |" for name, value in facts.items())])
+
+
+def _one_line(value: object) -> str:
+    """Return `value` as one line of text without control characters."""
+    return escape_unprintable(" ".join(str(value).split()))
 
 
 def format_csv(lines: Iterable[Iterable[object]]) -> str:
@@ -21,7 +46,7 @@ def format_markdown(names: Sequence[str], numbers: Sequence[str], rows: Iterable
     """Return a Markdown table with left-aligned columns `names`, whose cells are escaped, and right-aligned `numbers`."""
     lines = [f"| {' | '.join([*names, *numbers])} |", "|---" * len(names) + "|---:" * len(numbers) + "|"]
     for row in rows:
-        cells = [*map(markdown.escape, row[: len(names)]), *row[len(names) :]]
+        cells = [*map(escape_markdown, row[: len(names)]), *row[len(names) :]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -30,7 +30,7 @@ silence_libraries()  # as a command does, before the first import of torch
 from torch.distributed import TCPStore  # noqa: E402
 
 from megaenc.backend import prepare_megatron  # noqa: E402
-from megaenc.torchelastic import die_with_parent  # noqa: E402
+from megaenc.dist_env import die_with_parent  # noqa: E402
 
 # Of what a run imports when it comes to that: what takes time.
 IMPORTED = (

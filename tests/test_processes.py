@@ -79,7 +79,7 @@ def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
 
 ORPHAN = """
 import os, time
-from megaenc.torchelastic import die_with_launcher
+from megaenc.dist_env import die_with_launcher
 launcher = os.getpid()
 if os.fork():
     os._exit(0)

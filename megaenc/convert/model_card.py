@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaenc import markdown
 from megaenc.convert.families.neobert import HUB_CODE
 from megaenc.convert.merge.methods import MergeRecord
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.objectives import Attention, Objective, Schedule
+from megaenc.tables import escape_markdown, inline_code
 from megaenc.training.run_dir import METRICS_FILE, VALIDATION_FILE
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 
@@ -82,7 +82,7 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     """Return the text of README.md, with the Hub's metadata, for an export called `name` that uses `attention`."""
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
-    last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
+    last = [(inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
     loader = "megaenc's own NeoBERT" if provenance.architecture == "NeoBERTLMHead" else "transformers"
     trained = "made for" if provenance.converted else "last trained" if provenance.is_trained else "trained first"
@@ -96,7 +96,7 @@ license: {provenance.license}
 tags: [megaenc]
 ---
 
-# {markdown.escape(name)}
+# {escape_markdown(name)}
 
 A text {"decoder" if causal else "encoder"}{_format_training(provenance)} {_format_ancestry(provenance)}Attention in this
 export: {attention}.{_format_loading_class(provenance, attention)}
@@ -123,7 +123,7 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
     """
     if not provenance.document:
         return ""
-    text = f"In training a document was {markdown.inline_code(provenance.document)}. "
+    text = f"In training a document was {inline_code(provenance.document)}. "
     if attention == Attention.CAUSAL:
         text += "`tokenizer(text)` gives the same without its end, so that the model can go on with a prompt."
     else:
@@ -144,7 +144,7 @@ def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
     objectives = row.get("objectives")
     for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
         if isinstance(numbers, dict):
-            metrics[f"held out, {markdown.inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
+            metrics[f"held out, {inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
     return metrics
 
 
@@ -169,7 +169,7 @@ def _format_metrics(provenance: ExportProvenance) -> str:
     known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
     for name in ("data", "tokenizer"):
         if fingerprint := getattr(provenance, name):
-            known.append(f"{name} {markdown.inline_code(fingerprint[:16])}")
+            known.append(f"{name} {inline_code(fingerprint[:16])}")
     if known:
         lines += [f"{'; '.join(known)} (fingerprints).", ""]
     return "\n".join([*lines, ""]) if lines else ""
@@ -179,13 +179,13 @@ def _format_training(provenance: ExportProvenance) -> str:
     """Return the card's sentence about the schedule, steps and tokens."""
     if provenance.merge:
         merge = provenance.merge
-        names = [markdown.inline_code(one.describe()) for one in merge.checkpoints]
-        base = f", relative to {markdown.inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
+        names = [inline_code(one.describe()) for one in merge.checkpoints]
+        base = f", relative to {inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
         return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
-        f" pretrained on {markdown.inline_code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
+        f" pretrained on {inline_code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
         f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
     )
 
@@ -195,24 +195,21 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
     start = provenance.start
     whose = "weights" if provenance.converted else "first weights"
     parts = [
-        f"Its {whose} are those of {markdown.inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
+        f"Its {whose} are those of {inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
         for stage in start.before
         if stage.family
     ]
     if provenance.added_token:
-        parts.append(
-            f"The row of its mask token, {markdown.inline_code(provenance.added_token)}, was added: the mean of the others. "
-        )
+        parts.append(f"The row of its mask token, {inline_code(provenance.added_token)}, was added: the mean of the others. ")
     stages = [
-        f"{markdown.inline_code(Path(stage.run).name)} to step {stage.step:,} "
-        f"({markdown.inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
+        f"{inline_code(Path(stage.run).name)} to step {stage.step:,} ({inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
     if stages:
         parts.append(f"{'They' if parts else f'Its {whose}'} were trained in other runs: {', then '.join(stages)}. ")
     if start.kind == "branch":
-        run = markdown.inline_code(Path(start.run).name)
+        run = inline_code(Path(start.run).name)
         parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
     return "".join(parts)
 
@@ -251,7 +248,7 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
 def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
     """Return the card's paragraph about the positions of predictions and a changed attention."""
     shift = objective.shift
-    name = markdown.inline_code(objective.describe())
+    name = inline_code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")

@@ -23,7 +23,14 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
-from megaenc.dist_env import get_local_rank, get_rank, get_world_size
+from megaenc.dist_env import (
+    die_with_launcher,
+    exit_if_restart_forbidden,
+    exit_without_restart,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+)
 from megaenc.doctor.checks import ADVICE, CHECKS, SUBJECTS, TIMEOUT_FACTORS, Subject
 from megaenc.doctor.cross_rank import format_ranks
 from megaenc.doctor.report import RankFindings, format_json, format_report, merge_findings, parse_findings
@@ -32,7 +39,6 @@ from megaenc.doctor.runner import CheckRunner
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.processes import exit_on_sigterm
-from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 _GATHER_TIMEOUTS = 10  # multiples of --timeout that rank 0 waits for other ranks, in which checks may hang three times
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megaenc import markdown
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.data.tokenizer.fast_encode import PROBES
@@ -23,6 +22,7 @@ from megaenc.finetune.kept_model import padding_id, write_trained_tokenizer
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 from megaenc.finetune.model.task_class import build_hf_model, check_same_outputs
 from megaenc.hf.model import save_hf_model
+from megaenc.tables import escape_markdown, format_facts
 
 _CHECKED_TEXTS = 16
 _TOLERANCE = 1e-5
@@ -112,9 +112,9 @@ license: unknown
 tags: [megaenc, sentence-transformers, feature-extraction]
 ---
 
-# {markdown.escape(name)}
+# {escape_markdown(name)}
 
-{markdown.escape(base)} trained contrastively on pairs of queries and documents. Texts of at most {details["max_length"]:,} tokens
+{escape_markdown(base)} trained contrastively on pairs of queries and documents. Texts of at most {details["max_length"]:,} tokens
 become vectors of {details["embedding_size"]:,} numbers, compared by their cosine.{about}
 
 ```python
@@ -127,7 +127,7 @@ model.similarity(queries, documents){smaller}
 
 ## Training
 
-{markdown.format_facts(facts)}
+{format_facts(facts)}
 
 `training.json` has these values, and `training.jsonl` the loss by step.
 """

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
+from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import handle_command_errors
 from megaenc.flags import check_minimums
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import exit_on_sigterm
-from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden
 
 
 @dataclass(frozen=True)

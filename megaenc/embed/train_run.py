@@ -16,7 +16,7 @@ from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0
-from megaenc.dist_env import get_rank, get_world_size
+from megaenc.dist_env import exit_without_restart, get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import Embedder, EmbeddingConfig, fetch_model, override_config, read_embedding_config
@@ -28,7 +28,6 @@ from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compu
 from megaenc.finetune.train import make_deterministic
 from megaenc.json_files import read_json_object
 from megaenc.locks import try_lock
-from megaenc.torchelastic import exit_without_restart
 
 if TYPE_CHECKING:
     from megaenc.embed.train_command import EmbedTrainConfig

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaenc import markdown
 from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TOKENIZER_PAIRS, TaskFamily
+from megaenc.tables import escape_markdown, format_facts
 
 _PIPELINES = {
     TaskFamily.SC: "text-classification",
@@ -89,9 +89,9 @@ license: unknown
 tags: [megaenc]
 ---
 
-# {markdown.escape(name)}
+# {escape_markdown(name)}
 
-{markdown.escape(details["model"])} fine-tuned on {markdown.escape(details["train_on"])}. It loads with
+{escape_markdown(details["model"])} fine-tuned on {escape_markdown(details["train_on"])}. It loads with
 `{architecture}` of transformers{f" {version} or later" if version else ""}.
 
 ```python
@@ -106,7 +106,7 @@ tags: [megaenc]
 
 ## Training
 
-{markdown.format_facts(facts)}
+{format_facts(facts)}
 
 `finetuning.json` has the whole protocol.
 """

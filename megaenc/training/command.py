@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaenc.console import silence_libraries
+from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 from megaenc.errors import InputError, LocalInputError, handle_command_errors
-from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 
 @handle_command_errors

@@ -20,11 +20,11 @@ from megaenc.atomic_io import (
     remove_path,
 )
 from megaenc.console import truncate_text
+from megaenc.dist_env import is_torchrun_worker
 from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.model.config import get_preset
 from megaenc.output_paths import remove_new_parents_on_error
-from megaenc.torchelastic import is_torchrun_worker
 from megaenc.training.run_init import check_run_format
 from megaenc.training.run_lock import LOCK_FILE, RunLock
 

@@ -11,11 +11,11 @@ import pytest
 import runs
 import torch
 
-from megaenc import markdown
 from megaenc.convert.model_card import ExportProvenance, build_model_card, read_last_metrics
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.finetune import fill_mask
 from megaenc.objectives import Attention, Schedule
+from megaenc.tables import inline_code
 from megaenc.training.command import main as pretrain
 from megaenc.training.run_dir import METRICS_FILE, VALIDATION_FILE
 from megaenc.training.run_init import Ancestor, RunInit
@@ -124,7 +124,7 @@ def test_an_export_of_mntp_is_read_where_its_card_says(small_corpus):
 def test_what_a_card_says_of_others_is_text_alone():
     evil = "a`\n---\nlicense: mit\n<script>alert(1)</script> [x](http://y) \x1b[2J"
     start = RunInit("branch", evil, 40, before=(Ancestor(evil, 10, evil, 20480), Ancestor(evil, 0, evil, 0, family="llama")))
-    metrics = {markdown.inline_code(evil + "|", cell=True): {"step": 3, "loss": "<b>"}}
+    metrics = {inline_code(evil + "|", cell=True): {"step": 3, "loss": "<b>"}}
     facts = dict.fromkeys(("data", "tokenizer", "added_token", "schedule_text"), evil)
     export = dataclasses.replace(provenance("mlm"), start=start, metrics=metrics, **facts)
     text = build_model_card(evil, export, Attention.BIDIRECTIONAL)

@@ -28,7 +28,7 @@ silence_libraries()  # as a command does, before the first import of torch
 
 from megaenc import cli  # noqa: E402
 from megaenc.backend import prepare_megatron  # noqa: E402
-from megaenc.torchelastic import die_with_parent  # noqa: E402
+from megaenc.dist_env import die_with_parent  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 # Imported late by commands that are given below, at a second or more each.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from megaenc import flags, markdown, tables
+from megaenc import flags, tables
 from megaenc.atomic_io import atomic_write
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
@@ -21,6 +21,7 @@ from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import PAPER_SCORE, IntervalKind, ScoreCell
 from megaenc.finetune.results.files import Result, read_result_tree
 from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
+from megaenc.tables import escape_markdown
 
 PAPER_METRIC = "paper's"
 _WIDTH = 80
@@ -278,7 +279,7 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
         rates.append([row.model, summary.format_dataset(row), means, *ends])
     score_names = ["model", "family", "data set", "trained on", "metric", "mean (half)", "baseline", "rate", "runs", "collapsed"]
     rate_names = ["model", "data set", "mean by learning rate", "spread", "within a point of the best"]
-    notes = "\n".join(f"- {markdown.escape(line)}" for line in format_notes(summary))
+    notes = "\n".join(f"- {escape_markdown(line)}" for line in format_notes(summary))
     parts = [tables.format_markdown(score_names, (), scores), tables.format_markdown(rate_names, (), rates), notes]
     return "\n".join(parts).rstrip() + "\n"
 

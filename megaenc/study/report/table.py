@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megaenc import markdown
-from megaenc.tables import format_csv
+from megaenc.tables import escape_markdown, format_csv
 
 CellValue = str | int | None
 """Value of a cell: formatted text, a count, or None for an empty cell."""
@@ -88,8 +87,8 @@ def _full_column_names(table: Table) -> list[str]:
 
 def table_to_markdown(table: Table) -> str:
     """Return title, note and table as GitHub Markdown text, with padded columns and escaped cells."""
-    names = [markdown.escape(name) for name in _full_column_names(table)]
-    rows = [[markdown.escape(format_cell(cell)) for cell in row.cells] for row in table.rows]
+    names = [escape_markdown(name) for name in _full_column_names(table)]
+    rows = [[escape_markdown(format_cell(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
     fitted = list(zip(table.columns, widths, strict=True))
     rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
@@ -101,7 +100,7 @@ def table_to_markdown(table: Table) -> str:
         return "| " + " | ".join(padded) + " |"
 
     lines = [
-        f"### {markdown.escape(table.title)}",
+        f"### {escape_markdown(table.title)}",
         "",
         table.note,
         "",

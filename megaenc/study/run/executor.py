@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc.console import ProgressLine, ProgressRow, format_duration
+from megaenc.dist_env import EXIT_CODE_FILE
 from megaenc.errors import InputError
 from megaenc.machine import select_visible_devices, usable_core_count
 from megaenc.processes import ChildProcess, describe_exit_code, python_environment, with_pdeathsig
@@ -15,7 +16,6 @@ from megaenc.study.run import stage_log
 from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages
-from megaenc.torchelastic import EXIT_CODE_FILE
 
 _INPUT_ERROR, _STOPPED = 2, 75  # exit codes: wrong input; pretraining stopped by a signal, after saving
 _POLL_SECONDS, _REDRAW_SECONDS = 0.2, 1.0  # intervals of checking the children and of redrawing the terminal

@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
 from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks
-from megaenc.dist_env import get_rank, store_poll_interval
+from megaenc.dist_env import exit_without_restart, get_rank, store_poll_interval
 from megaenc.errors import InputError, LocalInputError
-from megaenc.torchelastic import exit_without_restart
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 

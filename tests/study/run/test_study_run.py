@@ -13,13 +13,13 @@ import pytest
 import runs
 from fake_stages import SUCCEED, FakeStage, calls
 
+from megaenc.dist_env import EXIT_CODE_FILE
 from megaenc.errors import InputError
 from megaenc.study.report import command as report
 from megaenc.study.run import stage_log, status
 from megaenc.study.run.command import main
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.stage import finished_stages
-from megaenc.torchelastic import EXIT_CODE_FILE
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.torchelastic import EXIT_CODE_FILE, exit_if_restart_forbidden, exit_without_restart
+from megaenc.dist_env import EXIT_CODE_FILE, exit_if_restart_forbidden, exit_without_restart
 
 
 @pytest.fixture
