@@ -35,6 +35,7 @@ def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
     cell = cells(tmp_path)["toy", "sst2"]
     assert cell.chosen_rate == 1e-5
     assert aggregate.average_by_seed([cell]) == {0: 0.3, 1: 0.3}
+    assert cell.scores_by_rate("accuracy") == {}  # which these files lack
 
 
 def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path):
