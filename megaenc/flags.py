@@ -351,7 +351,10 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
 
 
 def check_given(settings: Any, command: str, *names: str) -> None:
-    """Raise InputError, naming the flag, if a field of `settings` is empty; `command`: its words after `megaenc`."""
+    """Raise InputError, naming the flag, if a field of `settings` is empty.
+
+    `command`: the words of the command after `megaenc`.
+    """
     for name in names:
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see `megaenc {command} --help`")
@@ -373,7 +376,10 @@ def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection
 
 
 def check_minimums(settings: Any, **minimums: int) -> None:
-    """Raise InputError for a field that is NaN or below its minimum, `field=minimum`."""
+    """Raise InputError, naming the flag, if a field is NaN or below its minimum.
+
+    Minimums are given as `field=minimum`.
+    """
     for name, bound in minimums.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")

@@ -43,7 +43,10 @@ def format_csv(lines: Iterable[Iterable[object]]) -> str:
 
 
 def format_markdown(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table with left-aligned columns `names`, whose cells are escaped, and right-aligned `numbers`."""
+    """Return a Markdown table.
+
+    Columns `names` are left-aligned, with escaped cells, and `numbers` right-aligned.
+    """
     lines = [f"| {' | '.join([*names, *numbers])} |", "|---" * len(names) + "|---:" * len(numbers) + "|"]
     for row in rows:
         cells = [*map(escape_markdown, row[: len(names)]), *row[len(names) :]]

@@ -87,7 +87,11 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str, "EmbeddingConfig"], dict[str, Any]]:
-    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and the origin."""
+    """Evaluate chance, BM25 and all models on all data sets.
+
+    Returns:
+        Rows by data set, the config of each model as used, and the origin for a JSON file.
+    """
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate, probes
     from megaenc.embed.embedder import build_embedder, fetch_model, override_config, read_embedding_config
@@ -220,7 +224,7 @@ def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
 def format_results(
     rows: Sequence[EvaluationRow], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any]
 ) -> str:
-    """Return the text of a file of the results, by `suffix`: JSON with configs and origin, CSV, or a Markdown table."""
+    """Return the text of a file of the results: JSON, CSV or Markdown tables."""
     if suffix == ".json":
         return format_evaluation(rows, configs, origin)
     if suffix == ".csv":

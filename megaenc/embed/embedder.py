@@ -273,7 +273,10 @@ class Embedder:
     def embed_queries_and_documents(
         self, queries: Sequence[str], documents: Sequence[str], place: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of queries and of documents, by `embed` after their prefixes; progress begins with `place`."""
+        """Return the embeddings of queries and of documents, with their prefixes.
+
+        `place`: the beginning of the progress lines.
+        """
         texts = [self.config.query_prefix + query for query in queries]
         texts += [self.config.document_prefix + document for document in documents]
         with ProgressLine(f"{place}tokenizing", total=len(texts), closing=False) as line:

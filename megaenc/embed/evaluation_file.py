@@ -1,4 +1,4 @@
-"""JSON file of `megaenc embed eval`: rows of its tables, models, their data, and the scores of each query."""
+"""JSON file of `megaenc embed eval`, its writer and its reader."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ class QueryScores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Content of an evaluation's file: settings, fingerprints, and scores by model, data set and measure."""
+    """Evaluation: settings, fingerprints, and scores by model, data set, measure."""
 
     settings: Mapping[str, Any]
     """Flags that change embeddings."""
@@ -98,7 +98,10 @@ def format_evaluation(rows: Sequence[EvaluationRow], models: Mapping[str, Any], 
 
 
 def read_evaluation(file: Path) -> Evaluation | None:
-    """Return the Evaluation in a file, cached while it does not change; None if it is missing or anything else."""
+    """Return the Evaluation in a file, None if it is missing or anything else.
+
+    It is cached while the file does not change.
+    """
     try:
         status = file.stat()
     except OSError:
@@ -108,7 +111,7 @@ def read_evaluation(file: Path) -> Evaluation | None:
 
 @functools.lru_cache(maxsize=10_000)
 def _parse(file: Path, *version: int) -> Evaluation | None:
-    """Return the Evaluation in `file`, None if it is anything else; `version` tells versions of the file apart."""
+    """Return the Evaluation in a `version` of `file`, None if it is anything else."""
     values = read_json_or_empty(file)
     try:
         queries = {name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()}  # files of a study share them

@@ -1,4 +1,4 @@
-"""Run of `megaenc embed train`: comparison with what is recorded at its output, training, and export."""
+"""Run of `megaenc embed train`: check of its records, training, and export."""
 
 import contextlib
 import dataclasses
@@ -39,9 +39,9 @@ _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data"
 
 
 def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
-    """Train a model from the saved state, if there is one, and export it to `output`, unless it is there already.
+    """Train a model, from its saved state if there is one, and export it.
 
-    Raises InputError if the output or the state is that of other settings, or anything else.
+    A model that is there already is reported. Raises InputError if the output or the state is of other settings.
     """
     backend = detect_backend()
     state = output.with_name(f"{output.name}.state")
@@ -133,7 +133,7 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
 def _load_embedder(
     settings: "EmbedTrainConfig", folder: str, embedding: EmbeddingConfig, config: ContrastiveConfig, backend: Backend
 ) -> Embedder:
-    """Return the Embedder of the model in `folder`; InputError if it reads fewer tokens than --max-length."""
+    """Return the Embedder of a folder; InputError if --max-length is beyond it."""
     make_deterministic(config.threads)
     if backend.is_cpu:
         retain_freed_memory()
@@ -148,7 +148,7 @@ def _load_embedder(
 
 
 def _train(settings: "EmbedTrainConfig", trainer: ContrastiveTrainer, state: Path, record: dict[str, Any]) -> TrainingProgress:
-    """Train from the saved state to the last step; exit with 1 if the loss becomes NaN or inf."""
+    """Train to the last step; exit with 1 if the loss becomes NaN or inf."""
 
     def write_settings() -> None:
         state.mkdir(exist_ok=True)

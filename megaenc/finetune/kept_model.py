@@ -50,9 +50,10 @@ def padding_id(tokenizer: Any) -> int | None:
 
 
 def write_trained_tokenizer(tokenizer: Any, folder: Path, max_length: int, model_type: str, **options: Any) -> None:
-    """Write a tokenizer, which is changed, so that libraries pad and cut texts as a training did.
+    """Write a tokenizer with which libraries pad and cut texts as a training did.
 
     Args:
+        tokenizer: Is changed.
         model_type: Of the config next to it.
         options: Fields of tokenizer_config.json.
     """

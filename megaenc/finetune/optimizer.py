@@ -28,7 +28,7 @@ class AdamWHyperparameters(Protocol):
 
 
 def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps: those of `epochs` epochs, at most `max_steps` (0: any)."""
+    """Return the number of steps of `epochs` epochs, at most `max_steps` (0: any)."""
     steps = math.ceil(epochs * steps_per_epoch)
     return min(max_steps or steps, steps)
 

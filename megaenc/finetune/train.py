@@ -74,7 +74,7 @@ class RunFailure(ArithmeticError):
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """Validation and test data of one data set in a run, and the validation scores during training."""
+    """Validation and test data of one data set, and its scores during training."""
 
     task: FinetuneTask
     """Task for all evaluations of the data set: it caches the baseline, and embeddings that validation and test share."""
@@ -83,7 +83,7 @@ class HeldOutData:
 
 
 class FinetuneRun:
-    """Run of a job with its model and data loaded: training, evaluation, and the model that it keeps."""
+    """Run of a job: training, evaluation, and the model that it keeps."""
 
     def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:
         """Load data and model of `job`; InputError if one is unusable."""
@@ -146,7 +146,7 @@ class FinetuneRun:
         self.seconds = {"loading": time.monotonic() - self.began}
 
     def train(self) -> None:
-        """Train to the last step, or to the end by early stopping; RunFailure at a NaN or inf."""
+        """Train to the last step or an early stop; RunFailure at a NaN or inf."""
         job = self.job
         protocol = self.protocol
         optimizer = MasterWeightOptimizer(self.model, learning_rate=job.learning_rate, steps=self.steps, protocol=protocol)
@@ -176,7 +176,10 @@ class FinetuneRun:
         self.seconds["training"] = time.monotonic() - self.began - sum(self.seconds.values())
 
     def _validate(self, held_out: HeldOutData, step: int, optimizer: MasterWeightOptimizer) -> None:
-        """Add the validation score after `step` to the history of a data set, unless it has stopped; RunFailure at a NaN."""
+        """Add the validation score after `step` to the history of a data set.
+
+        A data set that has stopped is left as it is. Raises RunFailure at a NaN or inf.
+        """
         history = held_out.history
         if history.is_stopped:
             return
@@ -189,7 +192,10 @@ class FinetuneRun:
         history.add(step, scores, optimizer.copy_weights)
 
     def evaluate(self, held_out: HeldOutData) -> DatasetResult:
-        """Return the result on a data set, with its best weights if training looked for them; RunFailure at a NaN or inf."""
+        """Return the result on a data set, with its best weights if they are used.
+
+        Raises RunFailure at a NaN or inf.
+        """
         began = time.monotonic()
         history = held_out.history
         if history.weights or not self.digest:
@@ -212,7 +218,10 @@ class FinetuneRun:
         )
 
     def _score(self, held_out: HeldOutData, validation: Scores | None = None) -> dict[SplitName, Scores]:
-        """Return the model's Scores by split, those of `validation` if they are known; NonFinitePredictionError at a NaN."""
+        """Return the model's Scores by split, with those of `validation` if known.
+
+        Raises NonFinitePredictionError at a NaN or inf.
+        """
         task = held_out.task
         task.progress = self.report.report_texts
         scores: dict[SplitName, Scores] = {}
@@ -226,7 +235,7 @@ class FinetuneRun:
         return scores
 
     def keep(self, results: Sequence[DatasetResult]) -> None:
-        """Keep the model, in float32, if its score is good enough for the job, and write the results."""
+        """Keep the model in float32, if the job asks for it, and write the results."""
         first = self.held_out[0]
         for parameter in self.model.parameters():
             parameter.data = self.masters.get(parameter, parameter.data).to(self.model.device, torch.float32)
@@ -306,7 +315,7 @@ class SplitLoader:
         return self._load_tokens(task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train"))
 
     def load_evaluation(self, task: FinetuneTask, split: SplitName) -> tuple[TokenizedSplit, Examples]:
-        """Return the tokens, from the cache if they are there, and the examples of the validation or test split `split`."""
+        """Return the tokens and the examples of the validation or test split."""
         examples = task.dataset.load_split(split)
         if not isinstance(examples, RetrievalExamples):
             return self._load_examples(task, examples, split), examples

@@ -35,7 +35,7 @@ _QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid"
 
 
 class QrelLine(NamedTuple):
-    """Line of a qrels file: its location (file:line), a query, a document and its grade."""
+    """Line of a qrels file: location (file:line), query, document and grade."""
 
     location: str
     query: str
@@ -78,7 +78,7 @@ class _SplitReader:
 
     @functools.cached_property
     def content(self) -> tuple[dict[SplitName, Qrels], dict[str, str], dict[str, str]]:
-        """Return the relevance grades of each split, the queries and the documents; the files are read once."""
+        """Return the grades of each split, the queries and the documents, cached."""
         lines = {split: _read_qrels(path) for split, path in self.qrels.items()}
         grades = {split: _group_grades(of_split) for split, of_split in lines.items()}
         grades = _add_validation_split(self.name, self.qrels, grades)
@@ -95,7 +95,7 @@ class _SplitReader:
         return grades, queries, documents
 
     def read_split(self, split: SplitName) -> Examples:
-        """Return the pairs of training, or the queries of another split with the documents that are searched."""
+        """Return the pairs of training, or queries and the documents to search."""
         # Without a file of its own, each of these two is drawn from the other or from training.
         sources = ("train",) if split == "train" else ("validation", "test")
         if not self.qrels.keys() & sources:
@@ -201,11 +201,12 @@ def _read_texts(
     titles: str = "",
     everything: bool = False,
 ) -> dict[str, str]:
-    """Read the queries or documents of `lines`, those with `optional` ids, or all, from a BEIR file.
+    """Read the queries or documents of `lines` from a BEIR file.
 
     Args:
-        optional: Ids of texts that may be missing.
+        optional: Ids of further texts, which may be missing.
         titles: Characters between title and text; empty: without titles.
+        everything: Read all texts.
 
     Raises:
         InputError: A text of `lines` is missing.

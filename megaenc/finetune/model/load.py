@@ -107,7 +107,7 @@ def _build_backbone(
 
 
 def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
-    """Return the checkpoint of a model's folder and its config of transformers; InputError if it holds no model."""
+    """Return a folder's checkpoint and config; InputError if it holds no model."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -117,10 +117,13 @@ def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
 
 
 def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) -> tuple[Any, bool]:
-    """Load the model of `folder` in transformers' class for a family, in float32 and eval mode, or raise InputError.
+    """Load a model in transformers' class for a task family, in float32, for eval.
 
     Returns:
         The model, without head for IR, and whether the folder has the weights of its pooler.
+
+    Raises:
+        InputError: The folder has no such model, or lacks weights.
     """
     hf, config = open_model_folder(folder)
     kind = find_task_class(config, family)

@@ -24,13 +24,13 @@ STUDY_DATASETS = {
 
 
 def read_metric(run: Result, metric: str) -> float | None:
-    """Return a metric of a finished run on the test split, or None if the run lacks it."""
+    """Return a test metric of a finished run, or None if the run lacks it."""
     return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of scores and half the width of its 95 % confidence interval, NaN for a single score."""
+    """Mean of scores and half its 95 % interval, NaN for a single score."""
 
     mean: float
     half: float
@@ -108,7 +108,10 @@ class ScoreCell:
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
     def scores_by_rate(self, metric: str = PAPER_SCORE) -> dict[float, dict[int, float]]:
-        """Return a metric of finished runs by learning rate and seed; rates without a run, or without a number, are left out."""
+        """Return a metric of finished runs by learning rate and seed.
+
+        Rates without a run, or with a run that lacks the metric, are left out.
+        """
         scores = {}
         for rate in self.rates:
             by_seed = {run.seed: read_metric(run, metric) for run in self.runs_at_rate(rate)}
@@ -172,7 +175,10 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
 
 
 def average_by_seed(members: Sequence[ScoreCell], metric: str = PAPER_SCORE) -> dict[int, float] | None:
-    """Return by seed the cells' mean of a metric, each at its chosen rate; None if seeds differ or a number is missing."""
+    """Return by seed the cells' mean of a metric, each at its chosen rate.
+
+    None if the seeds of the cells differ, or if a number is missing.
+    """
     by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None

@@ -125,7 +125,7 @@ def build_summary(results: Sequence[Result], metrics: str = "both", kind: Interv
 
 
 def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[str]:
-    """Return the metrics that every finished run of `members` has, for an option of --metrics."""
+    """Return the metrics of --metrics that every finished run of `members` has."""
     metrics = [] if metrics_option == "standard" else [PAPER_SCORE]
     if metrics_option != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
