@@ -107,9 +107,9 @@ def train_and_record(file: str, flags: list[str]) -> None:
 
     starts, train_step, monitor, log_step = [], Engine.train_step, [], MetricsLogger.log_step
 
-    def timed_step(engine: Engine, step: int):
+    def timed_step(engine: Engine, step: int, *arguments):
         starts.append(time.perf_counter())
-        return train_step(engine, step)
+        return train_step(engine, step, *arguments)
 
     def timed_log(self: MetricsLogger, *arguments):
         clock = time.perf_counter()

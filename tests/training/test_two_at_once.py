@@ -52,13 +52,13 @@ def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_p
     lock = tmp_path / "run" / ".lock"
     times = []
 
-    def train_and_lose(engine, step):
+    def train_and_lose(engine, step, votes):
         if step == 3:
             os.utime(lock, (1, 1))
         if step == 8:
             times.append(lock.stat().st_mtime)
             lock.unlink()
-        return train_step(engine, step)
+        return train_step(engine, step, votes)
 
     monkeypatch.setattr(Engine, "train_step", train_and_lose)
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save-interval", "4", "--log-interval", "1"]
