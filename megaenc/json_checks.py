@@ -38,8 +38,8 @@ def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str
     if first["type"] == "missing":
         raise InputError(f"{place}: no field `{field}`; {advice}")
     where = f"{place}: field `{field}`" if field else place
-    found = truncate_text(repr(first["input"]), 40)
+    actual = truncate_text(repr(first["input"]), 40)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     if first["type"].startswith(("greater_than", "less_than")):
         expected = f"a number {truncate_text(expected, 40)}"
-    raise InputError(f"{where}: found {found}, expected {expected}; {advice}")
+    raise InputError(f"{where}: found {actual}, expected {expected}; {advice}")

@@ -39,6 +39,8 @@ DAMAGED = [
     (FACTS, '"at": 1', '"at": -1'),
     (FACTS, '"tokens": 5', '"tokens": NaN'),
     (FACTS, '"run": "a"', '"run": 5'),
+    (FACTS, '"parameters": ', '"x": '),
+    (FACTS, '"flops": 1.0', '"x": 1.0'),
 ]
 
 

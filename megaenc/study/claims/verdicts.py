@@ -52,7 +52,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Claim:
+class StudyClaim:
     """Claim, or a part of one, with its question and the test that decides it."""
 
     name: str
@@ -75,21 +75,21 @@ def _requires_clm_share(share: float) -> str:
 
 
 _CLAIMS = [
-    Claim(
+    StudyClaim(
         name="1a",
         title="MLM is above CLM on SC",
         question="Is {mlm} above CLM on sequence classification, trained for as many steps?",
         requirement=f"{_BOTH}, both decayed and evaluated on SC",
         test=partial(claim_tests.judge_mlm_above_clm, family=TaskFamily.SC),
     ),
-    Claim(
+    StudyClaim(
         name="1b",
         title="MLM is above CLM on QA",
         question="Is {mlm} above CLM on question answering, trained for as many steps?",
         requirement=f"{_BOTH}, both decayed and evaluated on QA",
         test=partial(claim_tests.judge_mlm_above_clm, family=TaskFamily.QA),
     ),
-    Claim(
+    StudyClaim(
         name="1c",
         title="MLM and CLM are about equal on TC",
         question=(
@@ -98,21 +98,21 @@ _CLAIMS = [
         requirement=f"{_BOTH}, both decayed and evaluated on TC",
         test=claim_tests.judge_mlm_equals_clm,
     ),
-    Claim(
+    StudyClaim(
         name="1d",
         title="The gap on IR narrows with size",
         question="Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
         requirement="MLM and CLM models of at least two sizes, decayed and evaluated on IR",
         test=partial(claim_tests.judge_gap_trend, family=TaskFamily.IR, widens=False),
     ),
-    Claim(
+    StudyClaim(
         name="1e",
         title="The gap on SC widens with size",
         question="Is the difference between {mlm} and CLM on sequence classification larger in larger models?",
         requirement="MLM and CLM models of at least two sizes, decayed and evaluated on SC",
         test=partial(claim_tests.judge_gap_trend, family=TaskFamily.SC, widens=True),
     ),
-    Claim(
+    StudyClaim(
         name="2",
         title="CLM learns faster early",
         question="Is CLM above {mlm} after as many of the first steps?",
@@ -121,35 +121,35 @@ _CLAIMS = [
         ),
         test=claim_tests.judge_early_steps,
     ),
-    Claim(
+    StudyClaim(
         name="3",
         title="CLM is less sensitive to the fine-tuning rate",
         question="Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
         requirement=f"results of two or more seeds at two or more learning rates, of {_BOTH}",
         test=spread_tests.judge_rate_sensitivity,
     ),
-    Claim(
+    StudyClaim(
         name="4a",
         title="25 % CLM, then MLM, beats MLM only",
         question="At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
         requirement=_requires_clm_share(0.25),
         test=claim_tests.judge_clm_quarter,
     ),
-    Claim(
+    StudyClaim(
         name="4b",
         title="75 % CLM, then MLM, is comparable with MLM only",
         question="At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
         requirement=_requires_clm_share(0.75),
         test=claim_tests.judge_clm_three_quarters,
     ),
-    Claim(
+    StudyClaim(
         name="5a",
         title="MLM on a finished CLM model beats more MLM",
         question="After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
         requirement=_CONTINUED,
         test=claim_tests.judge_continued_pretraining,
     ),
-    Claim(
+    StudyClaim(
         name="5b",
         title="Half of that continuation suffices to match more MLM",
         question=(
@@ -159,7 +159,7 @@ _CLAIMS = [
         requirement="models as for 5a, continued for two or more numbers of steps",
         test=claim_tests.judge_shorter_continuation,
     ),
-    Claim(
+    StudyClaim(
         name="6a",
         title="There is no single best mask ratio",
         question="Is every mask ratio beaten by another one on some task or at some size?",
@@ -168,14 +168,14 @@ _CLAIMS = [
         ),
         test=claim_tests.judge_mask_ratios,
     ),
-    Claim(
+    StudyClaim(
         name="6b",
         title="Retrieval prefers high mask ratios",
         question="Does the score on retrieval rise with the mask ratio?",
         requirement="MLM models of three or more mask ratios, of one size and as many steps, decayed and evaluated on IR",
         test=claim_tests.judge_high_ratios,
     ),
-    Claim(
+    StudyClaim(
         name="6c",
         title="After CLM, the mask ratio matters less",
         question="Are scores further apart over the mask ratios for MLM only than for MLM after CLM?",
@@ -188,14 +188,14 @@ _CLAIMS = [
 ]
 
 _ZERO_SHOT_CLAIMS = [
-    Claim(
+    StudyClaim(
         name="1f",
         title=f"MLM is above CLM on {ZERO_SHOT}",
         question=f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?",
         requirement=f"{_BOTH}, both decayed and evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
     ),
-    Claim(
+    StudyClaim(
         name="4c",
         title=f"25 % CLM, then MLM, beats MLM only on {ZERO_SHOT}",
         question=(
@@ -204,7 +204,7 @@ _ZERO_SHOT_CLAIMS = [
         requirement=f"{_requires_clm_share(0.25)}, evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
     ),
-    Claim(
+    StudyClaim(
         name="5c",
         title=f"MLM on a finished CLM model beats more MLM on {ZERO_SHOT}",
         question=(
@@ -249,7 +249,7 @@ def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence
 class _TestedClaim:
     """Claim with its test for these trained models and for another pretraining run."""
 
-    claim: Claim
+    claim: StudyClaim
     models: ModelSelector
     noise: RunNoise
     these: PendingVerdict

@@ -79,29 +79,8 @@ def compare_contrasts(
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [(weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight]
-    groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
-    for weight, contrast in pool:
-        groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
+    result, effect, has_borrowed_variance = _test_pool(pool, borrowed, noise)
     run_count = min(len(contrast.pretraining_seeds) for _, contrast in pool)
-    effect = math.nan
-    has_borrowed_variance = False
-    is_published = not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms)
-    rows = {} if is_published else {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
-    if is_published:
-        result, effect = _test_published(pool, _run_variances(pool, noise))
-    elif None in rows.values():  # no common fine-tuning seed
-        result = TestResult(math.nan, (), VarianceComponents(math.nan, math.nan))
-        run_count = 1
-    elif len(rows) == 1 and not (() in rows and borrowed):
-        [sides] = rows.values()
-        run_variances = _run_variances(pool, noise) if () in rows else []
-        result = inference.contrast_t_test(sides.scores, list(sides.examples.values()), run_variances)
-        effect = inference.hedges_g(sides.left, sides.right)
-    else:
-        difference = math.fsum(float(one.scores.mean()) for one in rows.values())
-        seed_variances = _variances_by_seeds(groups, rows, borrowed)
-        result = inference.welch_satterthwaite_test(difference, seed_variances, _pooled_example_variance(rows.values()))
-        has_borrowed_variance = () in rows
     places = {contrast.where for contrast in contrasts}
     families = {contrast.family for contrast in contrasts}
     datasets = {contrast.dataset for contrast in contrasts}
@@ -118,11 +97,38 @@ def compare_contrasts(
         p=result.p,
         p_adjusted=result.p,
         effect=effect,
-        pretraining_runs=run_count,
+        pretraining_runs=1 if math.isnan(result.difference) else run_count,
         has_borrowed_variance=has_borrowed_variance,
         collapsed=collapsed,
         unit=unit,
     )
+
+
+def _test_pool(pool: WeightedContrasts, borrowed: BetweenRunVariances, noise: RunNoise | None) -> tuple[TestResult, float, bool]:
+    """Test a weighted sum of contrasts against 0.
+
+    Returns:
+        The result, its effect size (NaN if unknown), and whether it has borrowed variance. The difference is NaN if the scores
+        have no fine-tuning seed in common.
+    """
+    if not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms):
+        return *_test_published(pool, _run_variances(pool, noise)), False
+    groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
+    for weight, contrast in pool:
+        groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
+    rows = {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
+    if None in rows.values():
+        return TestResult(math.nan, (), VarianceComponents(math.nan, math.nan)), math.nan, False
+    is_single_run = () in rows
+    if len(rows) == 1 and not (is_single_run and borrowed):
+        [sides] = rows.values()
+        run_variances = _run_variances(pool, noise) if is_single_run else []
+        result = inference.contrast_t_test(sides.scores, list(sides.examples.values()), run_variances)
+        return result, inference.hedges_g(sides.left, sides.right), False
+    difference = math.fsum(float(one.scores.mean()) for one in rows.values())
+    seed_variances = _variances_by_seeds(groups, rows, borrowed)
+    result = inference.welch_satterthwaite_test(difference, seed_variances, _pooled_example_variance(rows.values()))
+    return result, math.nan, is_single_run
 
 
 def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tuple[float, float]]:
