@@ -1,6 +1,6 @@
 """Tables as text: the escapes and alignments of Markdown, and the empty cells and quotes of CSV."""
 
-from megaenc import tables
+from megaenc import markdown, tables
 
 
 def test_markdown_escapes_names_and_aligns_numbers():
@@ -10,3 +10,7 @@ def test_markdown_escapes_names_and_aligns_numbers():
 
 def test_csv_has_empty_cells_and_quotes():
     assert tables.format_csv([["model", "half"], ['"a", b', None], ["c", 1.5]]) == 'model,half\n"""a"", b",\nc,1.5\n'
+
+
+def test_facts_are_code_under_an_empty_heading():
+    assert markdown.format_facts({"seed": 0, "data set": "a|b"}) == "| | |\n|---|---|\n| seed | `0` |\n| data set | `a\\|b` |"
