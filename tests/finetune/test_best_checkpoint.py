@@ -128,7 +128,7 @@ def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, 
     said = refusal(run_main, flags[:-1])
     assert "field `protocol.best_checkpoint`: found True, expected False; use the recorded value" in said
     path.write_text(path.read_text().replace('"step": 3', '"step": "x"'))
-    assert "results.json: field `evaluations`: ValueError" in refusal(run_main, flags)
+    assert "results.json: field `evaluations.0.step`: found 'x', expected a valid integer" in refusal(run_main, flags)
 
 
 @pytest.mark.parametrize("limits, steps, said", [
