@@ -1,6 +1,6 @@
 """Tables as text: the escapes and alignments of Markdown, and the empty cells and quotes of CSV."""
 
-from megaenc import markdown, tables
+from megaenc import tables
 
 
 def test_markdown_escapes_names_and_aligns_numbers():
@@ -13,4 +13,4 @@ def test_csv_has_empty_cells_and_quotes():
 
 
 def test_facts_are_code_under_an_empty_heading():
-    assert markdown.format_facts({"seed": 0, "data set": "a|b"}) == "| | |\n|---|---|\n| seed | `0` |\n| data set | `a\\|b` |"
+    assert tables.format_facts({"seed": 0, "data set": "a|b"}) == "| | |\n|---|---|\n| seed | `0` |\n| data set | `a\\|b` |"
