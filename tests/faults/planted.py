@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m faults.planted plant OUT --faults 300 --seed 1
     PYTHONPATH=tests python -m faults.planted show OUT
 
-Each fault changes one place in a copy of the repository. Then the tests that reach it are run, the nearest first (changed.py).
+Each fault changes one place in a copy of the repository. Then the tests that reach it are run (changed.py), those of its package
+first.
 It goes on where it was stopped. Faults without an effect are for the reader to leave out.
 """
 
@@ -144,6 +145,8 @@ def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, wor
         path.write_bytes(whole[: fault.start] + fault.after.encode() + whole[end:])
         start = time.monotonic()
         tests = reach.find_tests(reach.find_definitions(fault.module, fault.line, fault.line))
+        near = [name_package(fault.module), Path(fault.module).stem]
+        tests.sort(key=lambda test: ("test_mistakes" in test, -sum(name in test for name in near)))
         found, passed = run_tests(copy, tests, budget, first) if tests else ([], [])
         path.write_bytes(whole)
         seconds = round(time.monotonic() - start)
