@@ -22,8 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first."""
-    items.sort(key=lambda item: item.path.parent.name not in _LONG and item.path.stem != "test_mistakes")
+    """Long files first, where workers share the tests."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path.parent.name not in _LONG and item.path.stem != "test_mistakes")
 
 
 @pytest.hookimpl(tryfirst=True)
