@@ -178,13 +178,16 @@ def test_two_processes_with_the_same_partition_write_the_same(tmp_path, settings
     (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
     real, stolen = resolve.read_blocks, []
 
+    def stop(*_):
+        raise KeyboardInterrupt
+
     def read_blocks(inputs, ranges):
         yield from real(inputs, ranges)
         if not stolen:  # another process takes all work over and stops when it has written some partitions
             stolen.append(True)
             with monkeypatch.context() as patch:
                 patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
-                patch.setattr(partitions, "merge_partitions", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+                patch.setattr(partitions, "merge_partitions", stop)
                 with pytest.raises(KeyboardInterrupt):
                     preprocess(settings)
 
