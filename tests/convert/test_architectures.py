@@ -413,6 +413,7 @@ def test_what_cannot_be_computed_is_named(name, change, words):
         ("neobert", "bidirectional", SMALL, "has no output layer without bias; expected --as eurobert or llama or mistral"),
         ("neobert", "bidirectional", dataclasses.replace(NEOBERT, rotary_base=5e5), "has no base period of the rotary positions"),
         ("neobert", "bidirectional", dataclasses.replace(NEOBERT, ffn_hidden_size=50), "has no --ffn-hidden-size that is no"),
+        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, num_query_groups=2), "has no queries that share keys"),
         ("eurobert", "bidirectional", dataclasses.replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),
         ("modernbert-decoder", "bidirectional", MODERNBERT, "has no bidirectional attention; expected --as modernbert"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),

@@ -5,6 +5,7 @@ import pytest
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
 from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
@@ -64,3 +65,9 @@ def test_corpora_of_a_group_count_by_their_tempered_sizes(tmp_path):
 def test_without_any_word_of_them_each_pack_is_one(path):
     results = build_length_model(DataConfig(seq_length=64, data_path=path), ())
     assert (results.squares, results.pieces) == (64 * 64, 1)
+
+
+@pytest.mark.parametrize("length", [2 * SHORTEST_CHUNK, 100])
+def test_two_chunks_are_cut_anywhere(length):
+    cuts = np.arange(SHORTEST_CHUNK, length - SHORTEST_CHUNK + 1)
+    assert mean_squared_chunk_lengths(length) == (cuts**2 + (length - cuts) ** 2).mean()
