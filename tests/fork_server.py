@@ -1,6 +1,6 @@
 """Runs Python scripts in forks of a process that has imported torch, megatron-core and megaenc: `fork_server.py SOCKET`.
 
-A fresh interpreter spends seven seconds of processor time on these imports, torchrun as many for each rank: most of a short run.
+A fresh interpreter spends seconds of processor time on these imports, torchrun as many for each rank: most of a short run.
 This process does nothing but import and fork. It has one thread and has begun nothing that a fork does not survive, so that a
 script finds what it would find in an interpreter of its own, with these modules imported. What differs: the order of sets of
 strings is the same in all forks, and variables that are read when a module is imported are read too late.

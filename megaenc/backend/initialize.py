@@ -101,7 +101,7 @@ def divide_cores_among_ranks() -> None:
 def retain_freed_memory() -> bool:
     """Make malloc keep freed memory instead of returning it to the kernel; return whether it does, False if the user set it.
 
-    Otherwise the kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md).
+    Otherwise the kernel clears the pages of each new tensor above 32 MB in every step.
     Settings of the user are MALLOC_* and GLIBC_TUNABLES.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
