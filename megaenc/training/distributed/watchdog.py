@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -135,8 +136,11 @@ class Watchdog:
             parsed = parse_json(self._store.get(f"{_KEY}/examples")[:_MAX_REPORT_BYTES])
             examples = parsed if isinstance(parsed, list) else examples
         if get_rank() in examples:
-            print(head, file=sys.__stderr__, flush=True)
-            faulthandler.dump_traceback(sys.__stderr__)
+            # In one write, as the other examples print at the same time and `faulthandler` writes word by word.
+            with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                print(f"{head}\n{file.read()}", file=sys.__stderr__, end="", flush=True)
 
     def _write_stacks(self, head: str) -> str:
         """Write the stack traces of this process below `head`; return the directory, or "" without one or if it hangs."""
