@@ -108,7 +108,7 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO | None = None, pass_fds: Sequence[int] = ()
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO | int | None = None, pass_fds: Sequence[int] = ()
     ) -> None:
         self.process = subprocess.Popen(
             command,

@@ -19,7 +19,11 @@ from megaenc.processes import KILL_TIMEOUT, ChildProcess, describe_exit_code, py
 
 
 class WorkerProcessDied(InputError):
-    """Error that a worker process ended before its work was done; names the process and its exit code or signal."""
+    """Error that a worker process ended before its work was done; `end` says how, such as `was killed by SIGSEGV`."""
+
+    def __init__(self, process_id: int, end: str) -> None:
+        super().__init__(f"worker process {process_id} {end}, before it was done")
+        self.end = end
 
 
 class WorkerProcess(ChildProcess):
@@ -30,7 +34,7 @@ class WorkerProcess(ChildProcess):
     killed while it sends a result blocks all others.
     """
 
-    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
+    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | int | None = None) -> None:
         """Start the process; `work` must not be defined in `__main__`, because the process imports it by its module."""
         pickled_work = pickle.dumps(work)
         self._connection, child_connection = Pipe()
@@ -60,7 +64,7 @@ class WorkerProcess(ChildProcess):
         except (EOFError, OSError):  # the connection closed before or within an answer
             code = self.wait(KILL_TIMEOUT)
             end = "closed its connection" if code is None else describe_exit_code(code)
-            raise WorkerProcessDied(f"worker process {self.process.pid} {end}, before it was done") from None
+            raise WorkerProcessDied(self.process.pid, end) from None
         if error is not None:
             raise error
         return result
@@ -91,7 +95,7 @@ def _process_item(work: Callable[[Any], Any], pickled_item: bytes) -> tuple[Any,
 
 @contextlib.contextmanager
 def start_workers(
-    work: Callable[[Any], Any], count: int, environment: Mapping[str, str], output: IO | None = None
+    work: Callable[[Any], Any], count: int, environment: Mapping[str, str], output: IO | int | None = None
 ) -> Iterator[list[WorkerProcess]]:
     """Start `count` worker processes, which are killed at the end of the block."""
     with contextlib.ExitStack() as stack:

@@ -6,14 +6,12 @@ does none of this.
 
 import os
 import pkgutil
-import sys
-from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Mapping
 from typing import Any, Self
 
-from megaenc.console import silence_libraries
+from megaenc.data.worker_pool import WorkerProcess, WorkerProcessDied
 from megaenc.errors import InputError
-from megaenc.processes import KILL_TIMEOUT, ChildProcess, describe_exit_code, python_command, python_environment, set_up_child
+from megaenc.processes import python_environment
 
 _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
@@ -21,9 +19,10 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 class CheckRunner:
     """Context manager that calls functions in a child process, started when it is needed and killed at the end."""
 
-    def __init__(self, environment: dict[str, str]):
-        self._environment = environment
-        self._child: ChildProcess | None = None
+    def __init__(self, environment: Mapping[str, str]):
+        """Give the child the environment of the command before megaenc changed it."""
+        self._environment = python_environment(environment)
+        self._worker: WorkerProcess | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -36,41 +35,28 @@ class CheckRunner:
 
         It fails if it does not return within `seconds`, raises an exception or ends its process.
         """
-        if self._child is None:
-            self._start()
+        if self._worker is None:
+            self._output = os.memfd_create("megaenc-doctor")  # every disk may be full
+            self._worker = WorkerProcess(_call_function, self._environment, self._output)
         printed_before = os.fstat(self._output).st_size
+        answer = self._worker.submit((function, arguments))
         result = None
         failure = ""
         try:
-            self._connection.send((function, arguments))
-            if self._connection.poll(seconds):
-                result, failure = self._connection.recv()
-            else:
-                failure = f"no answer in {seconds:.3g} s (see --timeout){self._read_last_line(printed_before)}"
-        except (EOFError, OSError):  # the process ended
-            code = self._child.wait(KILL_TIMEOUT)
-            end = "closed its connection" if code is None else describe_exit_code(code)
-            failure = f"its process {end}{self._read_last_line(printed_before)}"
+            result, failure = answer.result(seconds)
+        except TimeoutError:
+            failure = f"no answer in {seconds:.3g} s (see --timeout){self._read_last_line(printed_before)}"
+        except WorkerProcessDied as error:
+            failure = f"its process {error.end}{self._read_last_line(printed_before)}"
         if failure:
             self.kill()
         return result, failure
 
-    def _start(self) -> None:
-        """Start the child, which has the environment of the command before megaenc changed it."""
-        self._connection, child_connection = Pipe()
-        descriptor = child_connection.fileno()
-        program = "from megaenc.doctor.runner import serve_calls; serve_calls()"
-        command = python_command("-c", program, str(os.getpid()), str(descriptor))
-        self._output = os.memfd_create("megaenc-doctor")  # every disk may be full
-        self._child = ChildProcess(command, python_environment(self._environment), self._output, [descriptor])
-        child_connection.close()  # so that the connection closes when the child ends
-
     def kill(self) -> None:
         """Kill the child and its children, so that the next call has a new one."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
-            self._connection.close()
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
             os.close(self._output)
 
     def _read_last_line(self, start: int) -> str:
@@ -81,22 +67,13 @@ class CheckRunner:
         return f"; its last output: {lines[-1].strip()[:160]}" if lines else ""
 
 
-def serve_calls() -> None:
-    """Run the main loop of the child: receive a function and its arguments, and send back what `CheckRunner.call` returns.
-
-    `sys.argv` holds the parent's process id and the file descriptor of the connection.
-    """
-    set_up_child(int(sys.argv[1]))
-    silence_libraries()
-    connection = Connection(int(sys.argv[2]))
-    with suppress(EOFError, OSError):  # the parent has ended
-        while True:
-            function, arguments = connection.recv()
-            try:
-                answer = pkgutil.resolve_name(function)(*arguments), ""
-            except Exception as error:  # a broken machine may raise anything
-                answer = None, _describe_exception(error)
-            connection.send(answer)
+def _call_function(function_and_arguments: tuple[str, tuple]) -> tuple[Any, str]:
+    """Return what `CheckRunner.call` returns if the function returns or raises; runs in the child."""
+    function, arguments = function_and_arguments
+    try:
+        return pkgutil.resolve_name(function)(*arguments), ""
+    except Exception as error:  # a broken machine may raise anything
+        return None, _describe_exception(error)
 
 
 def _describe_exception(error: Exception) -> str:

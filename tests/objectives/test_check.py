@@ -231,7 +231,7 @@ class _FakeWorker:
 
 def _die(name, output):
     output.write(b"loading\nFatal Python error\n")
-    raise WorkerProcessDied("worker process 7 was killed by SIGSEGV, before it was done")
+    raise WorkerProcessDied(7, "was killed by SIGSEGV")
 
 
 def _fail(name, output):

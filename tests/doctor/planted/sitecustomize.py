@@ -23,7 +23,7 @@ def break_attention(fault: str) -> None:
     F.scaled_dot_product_attention = {"doubles gradients": doubles_gradients, "dies": dies}[fault]
 
 
-if "megaenc.doctor.runner import serve_calls" in " ".join(sys.orig_argv):
+if "megaenc.data.worker_pool import serve_worker" in " ".join(sys.orig_argv):
     rank = os.environ.get("RANK", "0")
     for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
         fault, _, where = fault.partition(" on rank ")
