@@ -17,13 +17,12 @@ from megaenc.convert.tokenizer_io import MaskToken
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_regular_file
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import CheckpointDir, CheckpointReadError
 from megaenc.training.config import PretrainConfig, read_config_file
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
-from megaenc.training.run_init import Ancestor, RunInit, check_run_format
+from megaenc.training.run_init import Ancestor, RunInit, read_run_metadata
 
 if TYPE_CHECKING:
     from megaenc.model.encoder import Encoder
@@ -209,16 +208,11 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
 
 def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """Read run.json and return its content and the `RunInit` in it. Raises InputError for wrong types or values."""
+    facts, start = read_run_metadata(file)
     try:
-        facts = parse_json(read_regular_file(file))
-        check_run_format(facts, file)
-        start = RunInit.from_run_metadata(facts)
-        identity = facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
-        if not isinstance(identity, dict):
-            raise TypeError(f"identity is a {type(identity).__name__}")
         mask = facts.get("source", {}).get("mask_token")
-        parts = [start, *start.before, *([] if mask is None else [MaskToken(**mask)])]
+        parts = [] if mask is None else [MaskToken(**mask)]
         if (merge := facts.get("source", {}).get("merge")) is not None:
             record = MergeRecord.parse(merge)
             parts += [record, *record.checkpoints, *([record.base] if record.base else [])]

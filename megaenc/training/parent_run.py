@@ -1,12 +1,12 @@
 """Resolution of the parent run that a run branches from or takes its weights from, before anything is loaded."""
 
 import dataclasses
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.model.config import TRAINING_OPTIONS, ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
@@ -15,7 +15,7 @@ from megaenc.training.lr_schedule import LearningRate, WSDSchedule, learning_rat
 from megaenc.training.phases import parse_phase
 from megaenc.training.plan import PHASE_IDENTITY, Plan
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
-from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, check_run_format, identity_digest
+from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest, read_run_metadata
 from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; schedules and phases are compared separately, step by step up to its first step.
@@ -88,24 +88,20 @@ class ParentRun:
         self.checkpoints = _checkpoint_dir(run)
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
+        run_file = self.path / RUN_FILE
+        if not os.path.isfile(run_file):
+            raise InputError(f"{self.flag}: not a run directory (no file {RUN_FILE}), expected the --save of a run")
+        metadata, self.start = read_run_metadata(run_file)
+        self.identity = metadata["identity"]
         try:
-            metadata = parse_json(read_regular_file(self.path / RUN_FILE))
-            check_run_format(metadata, self.path / RUN_FILE)
-            self.identity = metadata["identity"]
-            self.start = RunInit.from_run_metadata(metadata)
             if not isinstance(self.identity.get("objective_packages", {}), dict):
                 raise TypeError("objective_packages is not an object")
             if any(type(row["last_step"]) is not int for row in self.identity.get("phases", ())):
                 raise TypeError("phases have no last_step")
             self.is_converted = "source" in metadata
             self.skipped = SkippedPacks.parse(metadata.get("skip_packs", ()))
-            self.start.check(f"{self.path / RUN_FILE}: start")
-        except OSError as error:
-            raise InputError(
-                f"{self.flag}: not a run directory ({RUN_FILE}: {error.strerror}), expected the --save of a run"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{self.path / RUN_FILE}: {error!r}; expected a file written by a run") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{run_file}: {error!r}; expected a file written by a run") from None
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
     def read_progress(self, step: int) -> dict[str, Any]:
@@ -156,9 +152,8 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     if not run or not settings.output.save:
         return None
     try:
-        start = RunInit.from_run_metadata(read_json_object(run_file))
-        start.check(f"{run_file}: start")
-    except (InputError, TypeError):
+        _, start = read_run_metadata(run_file)
+    except InputError:
         return None  # reported on opening the run directory
     is_same = start.run == run and (start.kind == "branch") == bool(config.branch_from) and at in (None, start.at)
     return start if is_same else None

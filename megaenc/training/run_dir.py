@@ -22,10 +22,10 @@ from megaenc.atomic_io import (
 from megaenc.console import truncate_text
 from megaenc.dist_env import is_torchrun_worker
 from megaenc.errors import InputError, LocalInputError
-from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.json_files import parse_json, read_regular_file
 from megaenc.model.config import get_preset
 from megaenc.output_paths import remove_new_parents_on_error
-from megaenc.training.run_init import check_run_format
+from megaenc.training.run_init import read_run_metadata
 from megaenc.training.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:  # readers of a run directory import this module without torch
@@ -182,13 +182,11 @@ def _check_contents(path: Path, plan: "Plan") -> None:
 
 def _check_same_run(path: Path, plan: "Plan") -> None:
     """Raise InputError if run.json belongs to a different run than `plan`."""
-    expected = "a file written by a run"
-    metadata = read_json_object(path / RUN_FILE, expected)
-    check_run_format(metadata, path / RUN_FILE)
-    identity, rewinds = metadata.get("identity"), metadata.get("rewinds", [])
-    if not isinstance(identity, dict) or not isinstance(rewinds, list):
-        raise InputError(f"{path / RUN_FILE}: found no `identity` or `rewinds` of a run; expected {expected}")
-    if mismatch := describe_difference(identity, plan.identity):
+    metadata, _ = read_run_metadata(path / RUN_FILE)
+    rewinds = metadata.get("rewinds", [])
+    if not isinstance(rewinds, list):
+        raise InputError(f"{path / RUN_FILE}: field `rewinds`: found no list; expected a file written by a run")
+    if mismatch := describe_difference(metadata["identity"], plan.identity):
         raise InputError(f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory")
     if tuple(rewinds) != plan.rewinds:  # by the previous holder of the lock
         raise InputError(f"--save {path}: the run rewound at a loss spike while this command was starting; give it again")

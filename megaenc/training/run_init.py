@@ -4,10 +4,11 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
+from megaenc.json_files import read_json_object
 
 RUN_FORMAT = 1
 """Format of a run directory, the field `format` of run.json: another number for one that this version cannot read."""
@@ -63,23 +64,6 @@ class RunInit:
     before: tuple[Ancestor, ...] = ()
     """Earlier runs and models that the weights come from, the oldest first."""
 
-    @classmethod
-    def from_run_metadata(cls, metadata: dict[str, Any]) -> Self:
-        """Return the RunInit of `metadata`, the content of a run.json; new weights if it has none. TypeError if invalid."""
-        values = metadata.get("start", {})
-        if not isinstance(values, dict):
-            raise TypeError(f"start is a {type(values).__name__}")
-        before = tuple(Ancestor(**stage) for stage in values.get("before", ()))
-        return cls(**{**values, "skip_packs": tuple(values.get("skip_packs", ())), "before": before})
-
-    def check(self, source: str) -> None:
-        """Raise InputError, naming `source` and the field, if a field of this RunInit or its ancestors has a wrong type."""
-        from megaenc import flags  # lazily, because readers of run.json need no command line
-
-        for part in (self, *self.before):
-            plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
-            flags.replace_fields(part, plain, source=source)
-
     @property
     def step(self) -> int:
         """Return the number of the step before this run's first one: the branched step `at` for a branch, otherwise 0."""
@@ -103,16 +87,37 @@ class RunInit:
 NEW_WEIGHTS = RunInit()
 
 
-def check_run_format(metadata: dict[str, Any], file: Path) -> None:
-    """Raise InputError unless `metadata`, the content of the run.json `file`, has the format of this version."""
+def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
+    """Return the content of a run's run.json `file` and the RunInit in it.
+
+    Raises:
+        InputError: The file cannot be read, has the format of another version, or a field of `start` or `identity` is invalid.
+    """
+    from megaenc import flags  # lazily, because readers of run.json need no command line
+
+    expected = "expected a file written by a run"
+    metadata = read_json_object(file, expected.removeprefix("expected "))
     number = metadata.get("format")
-    if type(number) is int and number == RUN_FORMAT:
-        return
-    text = "none" if number is None else truncate_text(str(number), 40)
-    remedy = "resume, branch and export it with that version, or begin anew in another directory"
-    raise InputError(
-        f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of megaenc wrote this run: {remedy}"
-    )
+    if type(number) is not int or number != RUN_FORMAT:
+        text = "none" if number is None else truncate_text(str(number), 40)
+        remedy = "resume, branch and export it with that version, or begin anew in another directory"
+        raise InputError(
+            f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of megaenc wrote this run: {remedy}"
+        )
+    identity = metadata.get("identity")
+    if not identity or not isinstance(identity, dict):
+        raise InputError(f"{file}: field `identity`: found no settings of a run; {expected}")
+    try:
+        values = dict(metadata.get("start", {}))
+        before = tuple(Ancestor(**stage) for stage in values.pop("before", ()))
+        skip_packs = tuple(values.pop("skip_packs", ()))
+        start = RunInit(**values, skip_packs=skip_packs, before=before)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{file}: field `start`: {error}; {expected}") from None
+    for part in (start, *before):
+        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
+        flags.replace_fields(part, plain, source=f"{file}: start")  # checks the type of each field
+    return metadata, start
 
 
 def identity_digest(identity: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def core(came_in):
         ("config.yaml", ["num_layers"], 3, "field `num_layers`: found 3, expected 2"),
         ("config.yaml", ["bf16"], False, "field `bf16`: found False, expected True"),
         ("config.yaml", ["vocab_size"], 400, "field `vocab_size`: found 400, expected 410"),
-        ("run.json", ["identity"], [1], "expected the run.json of a pretraining run"),
+        ("run.json", ["identity"], [1], "field `identity`: found no settings of a run"),
         ("run.json", ["vocab_size"], "410", "field `vocab_size`: found '410', expected a number of 1 or more"),
         ("run.json", ["vocab_size"], 10, "field `vocab_size`: found 10, expected the rows of a model of"),
         ("run.json", ["start", "at"], "1", "start: field `at`: found '1', expected a int"),

@@ -14,7 +14,7 @@ from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.stage import ExportStage, StageRunner, read_identity
 from megaenc.training.checkpoint_dir import json_digest
-from megaenc.training.run_init import RunInit, identity_digest
+from megaenc.training.run_init import RUN_FORMAT, RunInit, identity_digest
 
 STUDY = "study"
 TWO = [
@@ -53,7 +53,8 @@ def make_run(stage: PretrainStage, step: int, identity: dict | None = None) -> N
     if stage.parent:
         at = stage.branch_step or parent["train_iters"]
         start = RunInit(stage.start, str(stage.study / "runs" / stage.parent), at, identity_digest(parent))
-    facts = {"identity": stage._identity() | start.identity | (identity or {}), "start": asdict(start)}
+    identity = stage._identity() | start.identity | (identity or {})
+    facts = {"format": RUN_FORMAT, "identity": identity, "start": asdict(start)}
     checkpoints = stage.folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     (stage.folder / "run.json").write_text(json.dumps(facts))

@@ -22,9 +22,11 @@ from megaenc.study.manifest.training_sets import dataset_result_name
 from megaenc.study.plan.training_cost import compute_training_cost
 from megaenc.study.run.embed_stage import EmbedData, EmbedStage
 from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts
-from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
+from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir
+from megaenc.training.run_dir import RUN_FILE
+from megaenc.training.run_init import read_run_metadata
 
 PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
 """Start of a run: with new weights, as a branch, or with another run's weights; that run's name; the branch step or 0."""
@@ -200,9 +202,9 @@ def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None
     """Return the starts of existing runs by name, leaving out those that contradict the manifest."""
     starts: dict[str, PlannedStart] = {}
     for name in models if study else ():
-        with contextlib.suppress(InputError):  # the stage's check reports a damaged run.json
-            if start := read_run_init(study / "runs" / name):
-                starts[name] = (start.kind, Path(start.run).name, start.step)
+        with contextlib.suppress(InputError):  # there is no run, or the stage's check reports its damaged run.json
+            _, start = read_run_metadata(study / "runs" / name / RUN_FILE)
+            starts[name] = (start.kind, Path(start.run).name, start.step)
 
     def is_consistent(name: str) -> bool:
         children: set[str] = set()

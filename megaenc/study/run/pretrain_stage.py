@@ -27,8 +27,7 @@ from megaenc.study.run.stage import (
 )
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, describe_difference
-from megaenc.training.run_init import RunInit, identity_digest
-from megaenc.viz.run_metrics import read_run_json
+from megaenc.training.run_init import RunInit, identity_digest, read_run_metadata
 
 _PLACEHOLDER_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
 _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last row
@@ -132,9 +131,11 @@ class PretrainStage(StageRunner):
 
     def check(self) -> None:
         """Raise StaleArtifactError if the run's run.json has other flags, another parent or other data; pass without one."""
-        if (start := read_run_init(self.folder)) is None:
+        run_file = self.folder / RUN_FILE
+        if not run_file.exists():
             return
-        identity = read_identity(self.folder) or {}
+        metadata, start = read_run_metadata(run_file)
+        identity = metadata["identity"]
         planned = {name: value for name, value in self._identity().items() if name in identity}
         if difference := describe_difference({name: identity[name] for name in planned}, planned):
             raise manifest_mismatch(self.folder, difference)
@@ -208,23 +209,6 @@ class PretrainStage(StageRunner):
 # Unless set, bf16 and vocab_size depend on machine and tokenizer. The tokenizer is compared by its fingerprint, the first sample
 # by the parent that it follows from. The order of documents depends on their number too.
 _RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples", "data_order"}
-
-
-def read_run_init(run: Path) -> RunInit | None:
-    """Return a run's start (kind, parent, step) from `run`/run.json; None without the file, InputError if damaged."""
-    if not (run / RUN_FILE).exists():
-        return None
-    facts = read_run_json(run)
-    place = f"{run / RUN_FILE}: field"
-    expected = "expected the value that `megaenc pretrain` writes"
-    try:
-        start = RunInit.from_run_metadata(facts)
-    except (TypeError, AttributeError):
-        raise InputError(f"{place} `start`: found an unknown form; {expected}") from None
-    start.check(f"{place} `start`")
-    if not facts["identity"]:
-        raise InputError(f"{place} `identity`: missing; {expected}")
-    return start
 
 
 def _read_last_step(metrics: Path) -> int:

@@ -130,8 +130,8 @@ RESULT = "results/base/SC/demo_sc/lr1e-03_sd0/results.json"
 DAMAGED = [
     # file of the study, its content, words of the row that shows it
     ("runs/base/run.json", "[" * 100_000, "run.json: not JSON (nested too deeply)"),
-    ("runs/base/run.json", '{"identity": 3}', "field `identity`"),
-    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"at": "x"}}', "field `start.at`"),
+    ("runs/base/run.json", '{"format": 1, "identity": 3}', "field `identity`"),
+    ("runs/base/run.json", '{"format": 1, "identity": {"seed": 1}, "start": {"at": "x"}}', "start: field `at`"),
     ("runs/base/run.json", None, "run.json: not a regular file"),
     ("runs/base/metrics.jsonl", "[" * 5000 + "\n", "done"),
     ("corpus/asked.json", '{"text": [["a", "b"]]}', "asked.json: field `text.0.1`"),
