@@ -24,10 +24,10 @@ def same_numbers_every_time():
     torch.manual_seed(0)
 
 
-def build(vocab_size=100, seed=3, shape=TINY):
+def build(vocab_size=100, seed=3, shape=TINY, length=32):
     from megaenc.model.encoder import build_encoder
 
-    return build_encoder(shape, vocab_size, 32, ParallelConfig(), torch.float32, seed=seed)
+    return build_encoder(shape, vocab_size, length, ParallelConfig(), torch.float32, seed=seed)
 
 
 def packing(attention, prefixes):
@@ -93,21 +93,34 @@ def test_norms_after_attention_and_mlp_record_nothing_without_gradients():
     assert recorded == [False, False]
 
 
-def test_rotary_positions_of_local_layers_have_their_own_base():
+def test_another_rotary_base_leaves_that_of_local_layers():
     def outputs(encoder):
         return forward(encoder, torch.arange(32) + 2, Attention.BIDIRECTIONAL)[:, :100]
 
-    shape = replace(TINY, window_size=6, global_attn_every_n_layers=2)
-    both, local, everywhere = (
-        outputs(build(shape=replace(shape, **bases)))
-        for bases in ({"local_rotary_base": 1e4}, {"local_rotary_base": 50.0}, {"rotary_base": 50.0})
-    )
-    assert torch.equal(both, outputs(build(shape=shape)))
-    assert not torch.allclose(both, local, atol=1e-5) and not torch.allclose(everywhere, local, atol=1e-5)
-
-    changed = build(shape=replace(shape, local_rotary_base=1e4))
+    shape = replace(TINY, window_size=6, global_attn_every_n_layers=2, local_rotary_base=1e4)
+    changed = build(shape=shape)
     changed.set_rotary_base(50.0)
-    assert torch.equal(outputs(changed), outputs(build(shape=replace(shape, rotary_base=50.0, local_rotary_base=1e4))))
+    assert torch.equal(outputs(changed), outputs(build(shape=replace(shape, rotary_base=50.0))))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "base", "factor", "context"),
+    [(128, 1e6, 4.0, 32768), (16, 1e4, 2.0, 64), (32, 1e4, 1.0, 128), (32, 1e4, 8.5, 3)],
+)
+def test_angles_of_yarn_are_those_of_transformers(head_dim, base, factor, context):
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = dict(rope_type="yarn", rope_theta=base, factor=factor, original_max_position_embeddings=context)
+    config = Qwen3Config(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=int(factor * context))
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    options = dict(yarn_rotary_scaling_factor=factor, yarn_original_max_position_embeddings=context)
+    shape = replace(TINY, kv_channels=head_dim, rotary_base=base, **options)
+    encoder = build(shape=shape, length=512)
+    expected = torch.arange(512)[:, None] * frequencies
+    torch.testing.assert_close(encoder.angles[:, 0, 0], torch.cat([expected, expected], 1), rtol=1e-6, atol=1e-6)
+    assert encoder.rotation_scale == pytest.approx(scale, rel=1e-6)
+    assert (factor == 1) == (scale == 1)
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

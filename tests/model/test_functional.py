@@ -19,7 +19,7 @@ def slice_of_more(*shape):
 
 
 def test_rotations_are_computed_in_the_numbers_that_come():
-    """That they are right, and their gradients, is shown by the layers of transformers' models (test_decoder_layers.py)."""
+    """That they are right, and their gradients, is shown by tests/convert/test_continued_training.py."""
     from megaenc.model.functional import Rotation
 
     turn = Rotation.from_angles(torch.rand(TOKENS, 1, 1, DIM) * 6)
