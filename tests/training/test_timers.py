@@ -23,7 +23,7 @@ def timed_run(short_run, tmp_path_factory):
     flags = [*short_run, "--save", str(folder), "--save-interval", "3"]
     flags += ["--pipeline-model-parallel-size", "2", "--eval-interval", "3", "--exit-interval", "4"]
     for _ in range(2):
-        runs.script(runs.WORKERS / "slow_rank.py", ["1:data:0.02", *flags], processes=2)
+        runs.script(runs.WORKERS / "slow_rank.py", ["1:0.02", *flags], processes=2)
     return runs.metrics(folder)
 
 

@@ -21,7 +21,7 @@ def test_the_slow_rank_is_named_in_its_place(small_corpus, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--eval-interval", "0"]
     flags += ["--log-straggler", "--straggler-interval", "4", "--pipeline-model-parallel-size", "2"]
-    result = runs.script(runs.WORKERS / "slow_rank.py", ["1:data:0.1", *flags], processes=2)
+    result = runs.script(runs.WORKERS / "slow_rank.py", ["1:0.1", *flags], processes=2)
     found = reports(folder)
     assert [(report["step"], report["steps"]) for report in found] == [(4, 3), (8, 4), (12, 4), (16, 4), (20, 4)]
     # A busy machine may slow another rank, or this one's probe, for an interval or two; not for most of them.
