@@ -12,7 +12,7 @@ from objective_helpers import MASK, PHRASES, SPECIAL, VOCABULARY, WORDS, places_
 from megaenc.counter_rng import SampleRandomness, uniforms
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
-from megaenc.objectives import MaskedLanguageModeling, Schedule, find
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, check_targets, find
 
 TEXT_TOKENS = [token for token in range(VOCABULARY.size) if token not in SPECIAL]
 LONGEST_FIRST = sorted(PHRASES, key=len, reverse=True)
@@ -226,8 +226,20 @@ def test_targets_are_those_of_a_slow_reference(text, tmp_path):
         assert (actual.prefixes if actual.prefixes is None else actual.prefixes.tolist()) == rest.get("prefixes")
         assert (actual.weights if actual.weights is None else actual.weights.tolist()) == rest.get("weights")
         assert actual.count == rest.get("count")
+        check_targets(objective, pack, seed=3)
         predictions += len(predicted)
     assert predictions > 100
+
+
+def test_without_an_end_token_clm_predicts_only_text():
+    pack = Pack(0, 0, np.array([0, 10, 11, 0]), np.array([0, 4], dtype=np.int32))
+    endless = CausalLanguageModeling(dataclasses.replace(VOCABULARY, eos_id=None))
+    assert endless.targets(pack, SampleRandomness(0, 0, 0)).labels.tolist() == [10, 11]
+
+
+def test_shifts_are_those_of_the_literature():
+    names = ("clm", "mlm", "mntp", "prefix_lm")
+    assert [find(name).shift for name in names] == [1, 0, 1, 1]
 
 
 # ---- Numbers
@@ -350,8 +362,3 @@ def test_masks_without_spans_never_change(options, digest):
 def test_options_that_cannot_be(name, options, complaint):
     with pytest.raises(InputError, match=f"{name}: {complaint}"):
         find(name)(VOCABULARY, **options)
-
-
-def test_a_mask_token_is_needed():
-    with pytest.raises(InputError, match=r"mlm: the tokenizer \(ffffffffffff\) has no mask token"):
-        MaskedLanguageModeling(dataclasses.replace(VOCABULARY, mask_id=None))

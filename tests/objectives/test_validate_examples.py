@@ -8,7 +8,7 @@ import pytest
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import Attention, Objective, SoftLabels, Targets, check_targets, find, known, option, register
+from megaenc.objectives import Attention, Objective, SoftLabels, Targets, check_targets, option, register
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
@@ -44,11 +44,6 @@ def softly(pack, ids, probabilities=None):
 
 def test_soft_labels_that_add_up_pass():
     check_targets(build_objective(lambda p: softly(p, at(3, 9, 3)[None], floats([0.5, 0.4995, 0]))), PACK, seed=0)
-
-
-@pytest.mark.parametrize("name", sorted({*known()} - {"distill"}))  # which needs a teacher: test_distillation.py
-def test_the_package_s_own_objectives_keep_it(name):
-    check_targets(find(name)(VOCABULARY), PACK, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,6 @@ def file(tmp_path_factory):
     return write_phrases(tmp_path_factory.mktemp("units") / "phrases.npz")
 
 
-def test_units_of_one_token_are_hidden_as_tokens(tmp_path):
-    """Without a word or phrase of several tokens the masks are those of unit=token."""
-    single = dataclasses.replace(VOCABULARY, code_words=np.full(50, 0x7F, dtype="<u2").tobytes)
-    absent = write_phrases(tmp_path / "absent.npz", [(48, 48, 48, 48)])
-    for sample in range(10):
-        pack = random_pack(sample)
-        randomness = SampleRandomness(0, sample, 0)
-        expected = MaskedLanguageModeling(VOCABULARY, mask=0.3, random=0.1, keep=0.1).targets(pack, randomness)
-        for vocabulary, unit in ((single, "word"), (VOCABULARY, absent)):
-            other = MaskedLanguageModeling(vocabulary, mask=0.3, random=0.1, keep=0.1, unit=unit).targets(pack, randomness)
-            assert all(map(np.array_equal, expected[:3], other[:3]))
-
-
 def test_the_unit_is_a_part_of_the_identity():
     text = "mlm(mask=0.4,random=0.0,keep=0.0,span=0.0,unit"
     assert Schedule.build("mlm", 10, VOCABULARY).canonical == f"{text}=token):10"
