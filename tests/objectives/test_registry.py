@@ -5,21 +5,18 @@ import textwrap
 from dataclasses import dataclass
 
 import pytest
+from objective_helpers import VOCABULARY
 
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import (
     Attention,
     CausalLanguageModeling,
-    MaskedLanguageModeling,
     Objective,
     Schedule,
     find,
     known,
     register,
 )
-
-VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 COPYING = """
     from dataclasses import dataclass
@@ -55,12 +52,6 @@ def install(tmp_path, monkeypatch):
     yield install
     for module in set(sys.modules) - before:
         del sys.modules[module]
-
-
-def test_built_in():
-    assert find("clm") is CausalLanguageModeling
-    assert find("mlm") is MaskedLanguageModeling
-    assert {"clm", "mlm"} <= set(known())
 
 
 def test_package_is_loaded_when_its_objective_is_asked_for(install):
@@ -113,11 +104,6 @@ def test_broken_package_is_named(install, source, value, complaint):
         find("thing")
     assert str(caught.value).startswith("objective `thing`: package `broken-objectives` ")
     assert complaint in str(caught.value)
-
-
-def test_unknown_name_lists_the_known():
-    with pytest.raises(InputError, match=r"unknown objective `mml`, expected one of .*clm, .*mlm.*; did you mean `mlm`"):
-        find("mml")
 
 
 def test_registering_twice_or_something_else():

@@ -1,12 +1,13 @@
 """Which update trains which objective, and where a schedule that cannot be read goes wrong."""
 
-import pytest
+import dataclasses
 
-from megaenc.data.tokenizer.vocabulary import Vocabulary
+import pytest
+from objective_helpers import VOCABULARY
+
 from megaenc.errors import InputError
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, known
 
-VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 NAMES = ", ".join(known())
 
 
@@ -167,7 +168,7 @@ def test_repetitions_that_would_never_end_to_be_read():
 
 
 def test_a_tokenizer_without_mask_token_is_refused_at_the_phase_that_needs_one():
-    causal = Vocabulary(size=50, eos_id=0, mask_id=None, special_ids=(0,), fingerprint="f" * 64)
+    causal = dataclasses.replace(VOCABULARY, mask_id=None)
     assert len(Schedule.build("clm", 100, causal).phases) == 1
     with pytest.raises(
         InputError, match=r"at character 10 of 'clm:0.25,mlm:0.75': mlm: the tokenizer \(ffffffffffff\) has no mask token"

@@ -2,12 +2,10 @@
 
 import pytest
 from counting import counted
+from objectives.objective_helpers import VOCABULARY
 
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
 from megaenc.training.parent_run import first_differing_step
-
-VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 
 def difference(one, other, last, seeds=(1, 1)):

@@ -10,10 +10,10 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
+from objectives.objective_helpers import VOCABULARY
 from training_helpers import plan_of
 
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention, Schedule
 from megaenc.training import micro_batches
@@ -23,7 +23,6 @@ from megaenc.training.plan import validation_objectives
 from megaenc.training.validation import Validator
 
 FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
-VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 
 @pytest.mark.parametrize(
