@@ -20,6 +20,7 @@ RUNS = {
     "adamw": (SPLIT, 4, 2, 2),
     "stable_adamw": ([*SPLIT, *STABLE], 4, 2, 2),
     "muon": ([*SPLIT, "--optimizer", "muon"], 4, 2, 2),
+    "tensor parallelism": ([*RUN, "--bf16", "--tensor-model-parallel-size", "2"], 4, 2, 2),
 }
 
 
@@ -27,7 +28,8 @@ def check(flags, interval, legs, processes, folder) -> None:
     """Start a run `legs` times until it is complete, and compare it with one that was never stopped."""
     stopping = [*flags, "--exit-interval", str(interval)]
     legs = [Job(folder / "run", stopping, processes)] * legs
-    goes_on = Job(folder / "other", [*flags, "--no-use-distributed-optimizer"], 3 - processes, copy_of=folder / "run")
+    other = [*flags, "--no-use-distributed-optimizer", "--tensor-model-parallel-size", "1"]
+    goes_on = Job(folder / "other", other, 3 - processes, copy_of=folder / "run")
     runs.in_turn([Job(folder / "whole", flags, processes), legs[0], goes_on, *legs[1:]], folder)
     assert runs.curve(folder / "run") == runs.curve(folder / "whole")
     assert runs.validations(folder / "run") == runs.validations(folder / "whole")
