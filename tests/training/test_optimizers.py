@@ -43,16 +43,24 @@ def small_model() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"attention": torch.nn.Linear(6, 12), "last": torch.nn.Linear(12, 5, bias=False)}).double()
 
 
-def train(model: torch.nn.ModuleDict, step_function, steps: int = 10) -> list[torch.Tensor]:
-    """The weights after `steps` steps; the gradient is small until step 5, and then a hundred times as large."""
+def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
+    """The weights after ten steps; the gradient is small until step 5, and then a hundred times as large.
+
+    `update`: an optimizer, whose gradients are sums with a divisor for each step; or a function of the step.
+    """
     generator = torch.Generator().manual_seed(2)
-    for step in range(1, steps + 1):
+    for step in range(1, 11):
+        divisor = 1000.0 + step if isinstance(update, torch.optim.Optimizer) else 1.0
         x, target = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5))
         out = model["last"](torch.tanh(model["attention"](x)))
         model.zero_grad()
-        ((out - target).square().mean() * (100.0 if step > 5 else 1.0)).backward()
-        with torch.no_grad():
-            step_function(step)
+        ((out - target).square().mean() * (100.0 if step > 5 else 1.0) * divisor).backward()
+        if divisor > 1:
+            update.grad_scale = divisor
+            update.step()
+        else:
+            with torch.no_grad():
+                update(step)
     return [weight.detach() for weight in model.parameters()]
 
 
@@ -62,7 +70,7 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
     model, reference = small_model(), small_model()
     adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
     optimizer = build(optimizers, optimizers.StableAdamW, model, **adam)
-    actual = train(model, lambda _: optimizer.step())
+    actual = train(model, optimizer)
     moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in reference.parameters()}
     clipped = []
 
@@ -109,7 +117,7 @@ def test_muon_by_singular_values(optimizers):
     model, reference = small_model(), small_model()
     muon = build(optimizers, optimizers.Muon, model, **adam)
     muon.dtype = torch.float32
-    actual = train(model, lambda _: muon.step())
+    actual = train(model, muon)
     attention, bias, last = reference["attention"].weight, reference["attention"].bias, reference["last"].weight
     adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": 0.0})
     momenta = {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
