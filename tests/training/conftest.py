@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import runs
+from training_helpers import make_corpus, plan_of
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,14 @@ def short_run(small_corpus) -> list[str]:
 
 
 @pytest.fixture
+def engine_of(one_process):
+    """A function that returns the engine of a run with these flags in this process."""
+    from megaenc.training.engine import Engine
+
+    return lambda *flags: Engine(plan_of(*flags), one_process)
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """A file system of 3.5 MB: room for one checkpoint of 2 MB."""
     disk = tmp_path / "disk"
@@ -38,14 +47,8 @@ def small_disk(tmp_path):
 @pytest.fixture(scope="session")
 def second_corpus(small_corpus, shared_folder) -> str:
     """Prefix of a corpus of 60 other documents with the same tokenizer."""
-    from megaenc.data.preprocess import command as preprocess
-
-    def make(folder):
-        text = runs.write_text(folder / "text.jsonl", documents=60, seed=1)
-        tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
-        preprocess.main(["--input", str(text), "--output-prefix", str(folder / "b"), *tokenizer])
-
-    return str(shared_folder("second", make) / "b_text_document")
+    folder = shared_folder("second", lambda folder: make_corpus(folder / "b", small_corpus.tokenizer, 60, seed=1))
+    return str(folder / "b_text_document")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import runs
 import yaml
-from training_helpers import plan_of
 
 from megaenc.backend import prepare_megatron
 from megaenc.errors import InputError
@@ -65,12 +64,9 @@ def test_a_micro_batch_of_the_command_replaces_those_of_phases(small_corpus, tmp
         assert [phase.settings.micro_batch_size for phase in settings.phase_configs] == expected
 
 
-def test_work_is_compared_per_pack(one_process, short_run):
+def test_work_is_compared_per_pack(engine_of, short_run):
     """A rank with three packs does one and a half times the work of one with two, and that is no straggler."""
-    from megaenc.training.engine import Engine
-
-    flags = [*short_run, "--global-batch-size", "5"]
-    engine = Engine(plan_of(*flags), one_process)
+    engine = engine_of(*short_run, "--global-batch-size", "5")
     assert engine.work_share(1) == 1.0
     for rank, packs in ((0, 3), (1, 2)):
         engine.sampler = replace(engine.sampler, rank=rank, size=2)

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
-from training_helpers import plan_of
+from training_helpers import make_corpus, plan_of
 from workers.bad_packs import spoil
 
-from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
 from megaenc.training.validation import Validator
 
@@ -26,9 +25,7 @@ def group(small_corpus, tmp_path_factory) -> list[str]:
     """Flags: six packs in ten from a group of three corpora, four from another corpus."""
     folder = tmp_path_factory.mktemp("languages")
     for seed, (name, documents) in enumerate(SIZES.items(), 2):
-        text = runs.write_text(folder / f"{name}.jsonl", documents=documents, seed=seed)
-        tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
-        preprocess.main(["--input", str(text), "--output-prefix", str(folder / name), *tokenizer])
+        make_corpus(folder / name, small_corpus.tokenizer, documents, seed)
     data_path = ["--data-path", "0.6", str(folder / "*_text_document"), "0.4", str(small_corpus.prefix)]
     sizes = ["--seq-length", "64", "--global-batch-size", "16"]
     return [*data_path, "--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0", *sizes]
@@ -148,9 +145,7 @@ def test_held_out_text_of_a_group_is_read_once(batch, group):
     assert part.packs[part.samples - 1].epoch == 0
 
 
-def test_losses_of_a_group_are_those_of_one_corpus(group, one_process):
-    from megaenc.training.engine import Engine
-
-    plan = plan_of(*group, *TEMPERED, *runs.SHORT_RUN)
-    for scores in Validator(plan)(Engine(plan, one_process))["objectives"].values():
+def test_losses_of_a_group_are_those_of_one_corpus(group, engine_of):
+    engine = engine_of(*group, *TEMPERED, *runs.SHORT_RUN)
+    for scores in Validator(engine.plan)(engine)["objectives"].values():
         assert list(scores["by_corpus"]) == [group[2], group[4]]

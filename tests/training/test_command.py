@@ -13,7 +13,7 @@ import yaml
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
-from megaenc.training.config_groups import StartConfig
+from megaenc.training.config_groups import OptimizerConfig, StartConfig
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
@@ -32,7 +32,8 @@ def test_last_of_a_repeated_flag_counts_for_the_preset_too():
 def test_a_given_field_replaces_its_alternative(tmp_path):
     """On the command line, in a file over its base, and in a phase."""
     base = tmp_path / "base.yaml"
-    base.write_text("train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nbranch_from: a\nbranch_at: 3\n")
+    steps = "train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nlr_wsd_decay_style: cosine\n"
+    base.write_text(f"{steps}branch_from: a\nbranch_at: 3\n")
     over = tmp_path / "over.yaml"
     over.write_text("config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n")
     words = ["--train-tokens", "2048", "--lr-warmup-fraction", "0.1", "--init-from", "b"]
@@ -46,6 +47,8 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
     [phase] = parse_config(["--config", str(base), "--phases", phase], "test").phase_configs
     optimizer = phase.settings.optimizer
     assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.2, None)
+    linear = parse_config(["--config", str(base), "--lr-decay-style", "linear"], "test").optimizer
+    assert (linear.lr_wsd_decay_iters, linear.lr_wsd_decay_style) == (None, OptimizerConfig.lr_wsd_decay_style)
 
 
 @pytest.mark.slow
@@ -132,14 +135,3 @@ def test_numbers_that_are_none_are_null_in_the_metrics(short_run, tmp_path):
     main([*flags, "--lr-warmup-iters", "0", "--exit-interval", "3", "--save", str(tmp_path / "run")])
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert runs.metrics(tmp_path / "run")[-1]["grad_norm"] is None
-
-
-@pytest.mark.multiprocess
-def test_under_torchrun_rank_0_prints_the_line_once(short_run):
-    flags = [*short_run, "--tensor-model-parallel-size", "2"]
-    result = runs.script(runs.PRETRAIN, flags, processes=3, expect=1, fresh=True)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert lines == [
-        "error: 3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: "
-        "expected a multiple of 2 (torchrun --nproc-per-node)"
-    ]

@@ -27,13 +27,6 @@ def test_a_budget_of_tokens_is_as_many_steps_as_it_takes():
     assert parse_config(sizes, "test").total_iters == 200
 
 
-def test_tokens_on_the_command_line_overrule_steps_in_yaml(tmp_path):
-    (tmp_path / "run.yaml").write_text("train_iters: 9\nseq_length: 64\n")
-    settings = parse_config(["--config", str(tmp_path / "run.yaml"), "--train-tokens", "2048"], "test")
-    assert (settings.train_iters, settings.total_iters) == (None, 2)
-    assert parse_config(["--config", str(tmp_path / "run.yaml"), "--train_tokens=2048"], "test") == settings
-
-
 @pytest.fixture
 def large(monkeypatch):
     """Every corpus of more than eight documents is a large one."""

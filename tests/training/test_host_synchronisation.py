@@ -91,14 +91,6 @@ def test_what_would_wait_is_seen(wait):
     assert waits.found
 
 
-@pytest.fixture
-def engine_of(one_process):
-    """A function that returns the engine of a run in this process."""
-    from megaenc.training.engine import Engine
-
-    return lambda *flags: Engine(plan_of(*flags), one_process)
-
-
 def forward_and_backward(engine, objective, watched):
     """Of one micro-batch, as megatron-core's schedule calls it, inside `watched`; returns the norm of the gradient."""
     from megaenc.objectives import Schedule

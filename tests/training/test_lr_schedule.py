@@ -3,7 +3,6 @@
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.training.config import parse_config
 from megaenc.training.config_groups import OptimizerConfig
 from megaenc.training.lr_schedule import DECAY_COEFFICIENTS, WSDSchedule, resolve_steps
 
@@ -72,11 +71,3 @@ def test_identity_holds_the_schedule(style):
     assert WSDSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
     with pytest.raises(ValueError, match="no learning rate"):
         WSDSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
-
-
-def test_another_style_on_the_command_line_overrides_the_files_decay(tmp_path):
-    (tmp_path / "run.yaml").write_text("lr_wsd_decay_iters: 7\nlr_wsd_decay_style: cosine\n")
-    config = ["--config", str(tmp_path / "run.yaml")]
-    assert WSDSchedule.from_config(parse_config(config, "pretrain").optimizer, 100).decay == 7
-    rate = WSDSchedule.from_config(parse_config([*config, "--lr-decay-style", "linear"], "pretrain").optimizer, 100)
-    assert (rate.warmup, rate.decay, rate.style) == (5, 95, "linear")

@@ -7,11 +7,10 @@ import board_helpers
 import numpy as np
 import pytest
 import runs
-from training_helpers import plan_of
+from training_helpers import make_corpus, plan_of
 
 from megaenc.convert.to_hf import to_hf
 from megaenc.data.indexed.corpus import split_documents
-from megaenc.data.preprocess import command as preprocess
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config import PretrainConfig, parse_config
@@ -35,10 +34,8 @@ def whole_run(three_phases, tmp_path_factory):
 def named_sets(three_phases, small_corpus, tmp_path_factory):
     """Flags of the three phases with two named sets: a corpus that is trained on, and another one; a fixed objective."""
     folder = tmp_path_factory.mktemp("third")
-    text = runs.write_text(folder / "text.jsonl", documents=40, seed=2)
-    tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
-    preprocess.main(["--input", str(text), "--output-prefix", str(folder / "c"), *tokenizer])
-    sets = [f"own={small_corpus.prefix}", f"other={folder / 'c_text_document'}"]
+    other = make_corpus(folder / "c", small_corpus.tokenizer, 40, seed=2)
+    sets = [f"own={small_corpus.prefix}", f"other={other}"]
     return [*three_phases, "--eval-iters", "2", "--valid-data-path", *sets, "--valid-objective", FIXED]
 
 
@@ -146,17 +143,14 @@ def test_named_sets_have_the_same_text_in_all_phases(named_sets, named_run):
     assert not plan_of(*named_sets, "--eval-interval", "0").validation_sets
 
 
-def test_validations_have_the_micro_batches_of_their_phase(small_corpus, one_process, monkeypatch):
+def test_validations_have_the_micro_batches_of_their_phase(small_corpus, engine_of, monkeypatch):
     """Two batches of 8 packs in rows of 4, then of 3 packs in rows of one."""
-    from megaenc.training.engine import Engine
-
     phases = [
         {"objective": "mlm", "train_iters": 2, "micro_batch_size": 4},
         {"objective": "mlm", "train_iters": 2, "seq_length": 128, "global_batch_size": 3, "micro_batch_size": 1},
     ]
     flags = [*small_corpus.flags, *SHAPE, "--eval-iters", "2", "--valid-objective", "clm"]
-    plan = plan_of(*flags, "--phases", *map(json.dumps, phases))
-    engine = Engine(plan, one_process)
+    engine = engine_of(*flags, "--phases", *map(json.dumps, phases))
     rows = []
     list_specs = engine._list_specs
 
@@ -166,20 +160,18 @@ def test_validations_have_the_micro_batches_of_their_phase(small_corpus, one_pro
 
     monkeypatch.setattr(engine, "_list_specs", record)
     for step in (2, 3):
-        Validator(plan, step)(engine)
+        Validator(engine.plan, step)(engine)
     assert rows == [[4, 4]] * 2 + [[1, 1, 1]] * 2
 
 
 def test_a_phase_without_held_out_text_is_not_validated(small_corpus, tmp_path):
     """Of one document none is held out; the other phase has its rows."""
-    text = runs.write_text(tmp_path / "one.jsonl", documents=1)
-    tokenizer = ["--tokenizer", str(small_corpus.tokenizer)]
-    preprocess.main(["--input", str(text), "--output-prefix", str(tmp_path / "one"), *tokenizer, "--append-eod"])
+    one = make_corpus(tmp_path / "one", small_corpus.tokenizer, 1)
     phases = [
-        {"objective": "clm", "train_iters": 1, "data_path": str(tmp_path / "one_text_document")},
+        {"objective": "clm", "train_iters": 1, "data_path": one},
         {"objective": "clm", "train_iters": 2, "data_path": str(small_corpus.prefix)},
     ]
-    flags = [*tokenizer, *SHAPE, "--eval-interval", "1", "--phases", *map(json.dumps, phases)]
+    flags = ["--tokenizer", str(small_corpus.tokenizer), *SHAPE, "--eval-interval", "1", "--phases", *map(json.dumps, phases)]
     main([*flags, "--save", str(tmp_path / "run")])
     assert [row["step"] for row in runs.validations(tmp_path / "run")] == [2, 3]
 

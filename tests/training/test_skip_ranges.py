@@ -5,13 +5,12 @@ import json
 
 import pytest
 import runs
+from training_helpers import plan_of
 from workers.bad_packs import spoil
 
 from megaenc.counter_rng import uniforms
 from megaenc.errors import InputError
 from megaenc.training.command import main
-from megaenc.training.config import parse_config
-from megaenc.training.planning import build_plan
 from megaenc.training.skip_ranges import SkippedPacks
 
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--lr-wsd-decay-iters", "2", "--eval-interval", "0"]
@@ -51,10 +50,6 @@ def test_texts_are_put_in_order_and_what_is_no_range_is_refused():
     for text in ("5-3", "a", "-4", "3-", "1,2", ""):
         with pytest.raises(InputError, match="expected the number of a pack"):
             SkippedPacks.parse([text])
-
-
-def plan_of(*flags):
-    return build_plan(parse_config([*map(str, flags)], "test"))
 
 
 def test_plan_counts_on_over_what_is_left_out(small_corpus):

@@ -116,13 +116,9 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
     assert "lower --lr" in line
 
 
-def test_a_gradient_alone_is_never_reduced(small_corpus, one_process):
+def test_a_gradient_alone_is_never_reduced(small_corpus, engine_of):
     """Also where reductions are started by the backward pass itself, which needs an accelerator."""
-    from megaenc.training.config import parse_config
-    from megaenc.training.engine import Engine
-    from megaenc.training.planning import build_plan
-
-    engine = Engine(build_plan(parse_config([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
+    engine = engine_of(*small_corpus.flags, *RUN, "--no-bf16")
     groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
     finalize = engine.config.finalize_model_grads_func
     are_reduced = []

@@ -6,22 +6,21 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import runs
+from training_helpers import plan_of
 
 from megaenc import backend
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
-from megaenc.training.config import parse_config
 from megaenc.training.engine import Engine
-from megaenc.training.planning import build_plan
 from megaenc.training.run_dir import RunDir
 
 IN_USE = "another process is training in this directory; wait for it or choose another"
 
 
-def test_one_of_those_that_come_at_once_has_the_folder(small_corpus, tmp_path):
+def test_one_of_those_that_come_at_once_has_the_folder(short_run, tmp_path):
     """Twenty races of four: into new folders and into those of a run. One that gets it keeps it until all have tried."""
-    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path)], "test"))
+    plan = plan_of(*short_run, "--save", tmp_path)
     together = threading.Barrier(4)
 
     def enter(folder):
@@ -39,14 +38,14 @@ def test_one_of_those_that_come_at_once_has_the_folder(small_corpus, tmp_path):
         winner.lock.release()
 
 
-def test_a_command_on_a_folder_in_use_is_one_line(small_corpus, tmp_path, refusal):
+def test_a_command_on_a_folder_in_use_is_one_line(short_run, tmp_path, refusal):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", tmp_path])
+        line = refusal(main, [*short_run, "--save", tmp_path])
     assert IN_USE in line
 
 
-def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_path, monkeypatch, refusal):
+def test_a_run_that_has_lost_its_lock_stops_before_it_writes(short_run, tmp_path, monkeypatch, refusal):
     """Somebody removes `.lock` while it trains; saves renew it before, because purges of old files would remove it."""
     train_step = Engine.train_step
     lock = tmp_path / "run" / ".lock"
@@ -61,7 +60,7 @@ def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_p
         return train_step(engine, step, votes)
 
     monkeypatch.setattr(Engine, "train_step", train_and_lose)
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save-interval", "4", "--log-interval", "1"]
+    flags = [*short_run, "--save-interval", "4", "--log-interval", "1"]
     try:
         line = refusal(main, [*flags, "--save", tmp_path / "run"])
     finally:

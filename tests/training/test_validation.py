@@ -93,13 +93,10 @@ def by_single_tokens(encoder, packs, samples, objective):
     return sums
 
 
-def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(two_corpora, one_process, monkeypatch):
-    from megaenc.training.engine import Engine
-
+def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(two_corpora, engine_of, monkeypatch):
     monkeypatch.setattr(micro_batches, "FIRST_RANGE", 16)
-    plan = plan_of(*two_corpora, "--objective-schedule", "mntp")
-    engine = Engine(plan, one_process)
-    validator = Validator(plan)
+    engine = engine_of(*two_corpora, "--objective-schedule", "mntp")
+    validator = Validator(engine.plan)
     result = validator(engine)["objectives"]
     [part] = validator.parts
     [encoder] = [chunk.module for chunk in engine.chunks]
@@ -109,16 +106,14 @@ def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(two_corpor
         expected = {group: loss / count for group, (loss, count) in sums.items()}
         assert result[text]["loss"] == pytest.approx(expected.pop("all"), rel=1e-6)
         assert result[text]["by_position"] | result[text]["by_corpus"] == pytest.approx(expected, rel=1e-6)
-        assert list(result[text]["by_corpus"]) == [corpus.prefix for corpus in plan.data.corpora]
+        assert list(result[text]["by_corpus"]) == [corpus.prefix for corpus in engine.plan.data.corpora]
         assert list(result[text]["by_position"]) == ["0-15", "16-31", "32-63", "64-127", "128-255"]
 
 
-def test_one_range_and_one_corpus_are_not_told_apart(short_run, one_process):
+def test_one_range_and_one_corpus_are_not_told_apart(short_run, engine_of):
     """Losses by group would repeat the loss; a corpus without held-out tokens in the packs is no group either."""
-    from megaenc.training.engine import Engine
-
-    plan = plan_of(*short_run)
-    for scores in Validator(plan)(Engine(plan, one_process))["objectives"].values():
+    engine = engine_of(*short_run)
+    for scores in Validator(engine.plan)(engine)["objectives"].values():
         assert scores.keys() == {"loss", "accuracy", "most_frequent"}
     groups = TokenGroups((0, 128, 256), ("a", "b"))
     sums = np.array([[6.0, 8.0, 0.0, 14.0, 0.0], [2, 4, 0, 6, 0]])
@@ -155,14 +150,11 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
     return total / len(tokens), tokens
 
 
-def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run, one_process):
-    from megaenc.training.engine import Engine
-
+def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run, engine_of):
     flags = [*short_run, "--seq-length", "40", "--global-batch-size", "4"]
     flags += ["--objective-schedule", "mntp", "--init-method-std", "0.4", "--eval-pseudo-perplexity-passes"]
-    plan = plan_of(*flags, "40")
-    engine = Engine(plan, one_process)
-    validator = Validator(plan)
+    engine = engine_of(*flags, "40")
+    validator = Validator(engine.plan)
     passes = []
     result = validator(engine, before_pass=lambda: passes.append(1))["objectives"]
     assert len(passes) == 2 * 39
@@ -171,7 +163,7 @@ def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run
     names = ["pseudo_perplexity(passes=40)", "pseudo_perplexity(passes=40,shift=1)"]
     assert list(result) == ["clm", "mlm", "mntp", *names]
     for shift, name in enumerate(names):
-        loss, tokens = exact_loss(encoder, part.packs, part.samples, plan.vocabulary, shift)
+        loss, tokens = exact_loss(encoder, part.packs, part.samples, engine.plan.vocabulary, shift)
         assert result[name]["loss"] == pytest.approx(loss, rel=1e-5)
         assert result[name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert result[name]["most_frequent"] == max(Counter(tokens).values()) / len(tokens)

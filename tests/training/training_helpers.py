@@ -1,5 +1,10 @@
-"""Plans of runs, for the tests that look into them."""
+"""Plans of runs, for the tests that look into them, and more corpora."""
 
+from pathlib import Path
+
+import runs
+
+from megaenc.data.preprocess import command as preprocess
 from megaenc.training.config import parse_config
 from megaenc.training.plan import Plan
 from megaenc.training.planning import build_plan
@@ -8,3 +13,11 @@ from megaenc.training.planning import build_plan
 def plan_of(*flags) -> Plan:
     """The plan of a run with these flags."""
     return build_plan(parse_config([str(flag) for flag in flags], "test"))
+
+
+def make_corpus(prefix: Path, tokenizer: Path, documents: int, seed: int = 0) -> str:
+    """The prefix of a new corpus of made-up documents, each with its end."""
+    text = runs.write_text(prefix.with_suffix(".jsonl"), documents=documents, seed=seed)
+    flags = ["--input", str(text), "--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--append-eod"]
+    preprocess.main(flags)
+    return f"{prefix}_text_document"

@@ -90,12 +90,8 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
 
 
 @pytest.fixture
-def engine(one_process, small_corpus):
-    from megaenc.training.config import parse_config
-    from megaenc.training.engine import Engine
-    from megaenc.training.planning import build_plan
-
-    engine = Engine(build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"], "test")), one_process)
+def engine(engine_of, short_run):
+    engine = engine_of(*short_run)
     engine.train_step(1)
     return engine
 
