@@ -5,27 +5,40 @@ import shutil
 
 import pytest
 import runs
+import torch
 import yaml
+from runs import Job
 from training_helpers import plan_of
+from whole_models import load_weights
 
+from megaenc.convert.run_checkpoint import open_run_checkpoint
 from megaenc.training.command import main
 from megaenc.training.plan import PHASE_IDENTITY
 
 pytestmark = pytest.mark.multiprocess
 
-PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "6", "--objective-schedule", "clm", "--lr-warmup-iters", "1"]
+FOUR_LAYERS = [*runs.SHORT_RUN, "--no-bf16", "--num-layers", "4"]
+PARENT = [*FOUR_LAYERS, "--train-iters", "6", "--objective-schedule", "clm", "--lr-warmup-iters", "1"]
 # As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
-CONTINUED = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "4", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
+CONTINUED = [*FOUR_LAYERS, "--train-iters", "4", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
 CONTINUED += ["--lr-wsd-decay-iters", "2", "--global-batch-size", "4", "--lr", "1e-3"]
-YARN = ["--seq-length", "128", "--yarn-rotary-scaling-factor", "2", "--yarn-original-max-position-embeddings", "64"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+SPLIT = ["--use-distributed-optimizer"]
+# By name: (processes, flags).
+WAYS = {
+    "bfloat16": (1, ["--bf16"]),
+    "longer": (1, ["--seq-length", "128", "--yarn-rotary-scaling-factor", "2", "--yarn-original-max-position-embeddings", "64"]),
+    "DP2": (2, SPLIT),
+    "interleaved": (2, [*SPLIT, *PP2, "--num-layers-per-virtual-pipeline-stage", "1", "--bf16"]),
+}
 
 
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
-    """Six steps of CLM by two pipeline stages; checkpoints of 4 and 6."""
+    """Six steps of CLM by two pipeline stages, of two ranks that share the optimizer's state; checkpoints of 4 and 6."""
     folder = tmp_path_factory.mktemp("parent") / "run"
     flags = [*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "4"]
-    runs.script(runs.PRETRAIN, [*flags, "--pipeline-model-parallel-size", "2"], processes=2)
+    runs.script(runs.PRETRAIN, [*flags, *PP2, *SPLIT], processes=4)
     return folder
 
 
@@ -39,29 +52,22 @@ def facts_of(folder):
     return json.loads((folder / "run.json").read_text())
 
 
-@pytest.mark.parametrize("change", [["--bf16"], YARN], ids=["bfloat16", "longer"])
-def test_it_is_a_new_run_given_those_weights(change, small_corpus, parent, tmp_path, monkeypatch, capsys):
-    """Also with packs twice as long and rotary positions for them."""
-    from megaenc.training import engine
-
-    flags = [*small_corpus.flags, *CONTINUED, *change]
-    main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
-    assert f"from the weights of {parent} at step 6 with a new optimizer" in capsys.readouterr().out
-
-    parent_weights = runs.weights(parent, 6)
-    build = engine.build_model_chunks
-
-    def build_with_given_weights(*arguments, **options):
-        [encoder] = build(*arguments, **options)
-        encoder.load_state_dict(parent_weights, strict=False)
-        return [encoder]
-
-    monkeypatch.setattr(engine, "build_model_chunks", build_with_given_weights)
-    main([*flags, "--save", str(tmp_path / "by hand")])
-    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "by hand")
-    assert [row["learning_rate"] for row in runs.metrics(tmp_path / "run")] == [1e-3] * 3 + [5e-4]
-    assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "by hand")
-    runs.assert_same_weights(tmp_path / "run", tmp_path / "by hand", 4)
+def test_it_is_a_new_run_given_those_weights(small_corpus, parent, tmp_path):
+    """Also with packs twice as long and rotary positions for them, and where ranks hold parts of it."""
+    weights = tmp_path / "weights.pt"
+    torch.save(load_weights(open_run_checkpoint(parent), 6)[1], weights)
+    jobs = []
+    for name, (processes, more) in WAYS.items():
+        flags = [*small_corpus.flags, *CONTINUED, *more]
+        jobs.append(Job(tmp_path / name, [*flags, "--init-from", str(parent)], processes))
+        jobs.append(Job(tmp_path / f"{name}, by hand", flags, processes, weights=weights))
+    printed = runs.in_turn(jobs, tmp_path).stdout
+    assert printed.count(f"from the weights of {parent} at step 6 with a new optimizer") == len(WAYS)
+    for job, by_hand in zip(jobs[::2], jobs[1::2], strict=True):
+        assert runs.curve(job.save) == runs.curve(by_hand.save)
+        assert [row["learning_rate"] for row in runs.metrics(job.save)] == [1e-3] * 3 + [5e-4]
+        assert runs.validations(job.save) == runs.validations(by_hand.save)
+        runs.assert_same_weights(job.save, by_hand.save, 4)
 
 
 def test_an_older_checkpoint_in_another_layout(continued, tmp_path):
@@ -179,7 +185,10 @@ def changed_parent(parent, tmp_path):
         facts = facts_of(run)
         facts["identity"] |= fields
         (run / "run.json").write_text(json.dumps(facts))
-        config = yaml.safe_load((run / "config.yaml").read_text()) | {"pipeline_model_parallel_size": 1}
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {
+            "pipeline_model_parallel_size": 1,
+            "use_distributed_optimizer": False,
+        }
         if "phases" not in fields:
             config |= fields
         (run / "config.yaml").write_text(yaml.safe_dump(config))
@@ -228,4 +237,4 @@ def test_rotary_bases_of_phases(small_corpus, continued, parent, changed_parent,
     main([*kept, "--init-at", "4"])
     main([*kept, "--rotary-base", "10000"])
     phases = ["--phases", "{objective: mlm, train_iters: 6, rotary_base: 10000}", "--no-bf16", "--dry-run"]
-    main([*small_corpus.flags, *runs.SHORT_RUN[:14], "--init-from", str(run), *phases])
+    main([*small_corpus.flags, *runs.SHORT_RUN[:14], "--num-layers", "4", "--init-from", str(run), *phases])
