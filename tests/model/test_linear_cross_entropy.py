@@ -14,7 +14,6 @@ ROWS, HIDDEN, VOCABULARY, PADDED = 50, 16, 60, 64
 @pytest.fixture
 def work(one_process):
     """hidden_NH, weight_VH and labels_N; some labels are what the weights guess."""
-    torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, HIDDEN), torch.randn(PADDED, HIDDEN)
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = (hidden @ weight[:VOCABULARY].T)[:10].argmax(1)

@@ -16,14 +16,6 @@ LENGTHS = [5, 1, 14, 150, 12]
 WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "flash-attn 4", "cudnn", "onednn")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def megatron():
-    """No process group: attention asks for none."""
-    from megaenc.backend import prepare_megatron
-
-    prepare_megatron()
-
-
 def packing(attention, lengths=LENGTHS, prefixes=None):
     from megaenc.model.packed_sequences import PackedSequences
 

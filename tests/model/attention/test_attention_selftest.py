@@ -12,14 +12,6 @@ SHAPE = {"heads": 4, "groups": 2, "head_dim": 64, "dtype": torch.float32, "devic
 BOTH = (Attention.CAUSAL, Attention.BIDIRECTIONAL)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def megatron():
-    """No process group: attention asks for none."""
-    from megaenc.backend import prepare_megatron
-
-    prepare_megatron()
-
-
 def check(name="sdpa", masks=tuple(Attention), **other):
     from megaenc.model.attention.selftest import check_backend
 

@@ -16,11 +16,6 @@ both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 norms = pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 
 
-@pytest.fixture(autouse=True)
-def same_numbers_every_time():
-    torch.manual_seed(0)
-
-
 def draw(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 

@@ -1,0 +1,9 @@
+"""What all tests of models begin with."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
