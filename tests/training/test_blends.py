@@ -46,19 +46,14 @@ def test_a_temperature_divides_the_weight_of_a_group(flags, exponent, group):
     assert list(packs.values()) == pytest.approx(list(960 * group_shares(plan.data, exponent)), abs=2)
 
 
-def test_a_run_resumes_on_the_same_packs(group, tmp_path, refusal):
-    """Bitwise; with another temperature or limit it is another run."""
-    flags = [*group, *TEMPERED, *LIMITED, *runs.SHORT_RUN, "--no-bf16", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
-    flags += ["--train-iters", "4"]
-    save = ["--save", str(tmp_path / "run")]
-    main([*flags, "--save", str(tmp_path / "whole")])
-    main([*flags, *save, "--exit-interval", "2"])
-    for other in (["--blend-temperature", "0.4"], ["--blend-max-epochs", "3"]):
-        message = refusal(main, [*flags, *save, *other])
-        assert re.search("holds a different run: data is [0-9a-f]{24} of 4 corpora of at most 2 epochs there", message)
-    main([*flags, *save])
-    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
-    assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
+def test_another_temperature_or_limit_makes_another_run(group):
+    def data(*flags):
+        return plan_of(*group, "--train-iters", "4", *flags).identity["data"]
+
+    told = data(*TEMPERED, *LIMITED)
+    assert re.fullmatch("[0-9a-f]{24} of 4 corpora of at most 2 epochs", told)
+    assert data("--blend-temperature", "0.4", *LIMITED) != told
+    assert data(*TEMPERED, "--blend-max-epochs", "3") != told
 
 
 def test_flags_without_effect_on_the_order_leave_the_identity(small_corpus):
