@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from objective_helpers import SPECIAL, VOCABULARY, random_pack, write_teacher
+from small_models import save_model
+from transformers import AutoModelForMaskedLM
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
@@ -24,7 +26,7 @@ def teacher(tmp_path_factory):
 
 def load(folder):
     """The model as transformers loads it, float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
@@ -81,12 +83,8 @@ def test_label_distributions_are_those_of_a_plain_forward(options, teacher):
 def test_teachers_of_other_families(name, tmp_path):
     """RoBERTa's positions depend on padding, and its vocabulary is larger here than the tokenizer's."""
     if name == "roberta":
-        from transformers import RobertaConfig, RobertaForMaskedLM
-
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        config = RobertaConfig(vocab_size=64, max_position_embeddings=66, pad_token_id=1, initializer_range=0.5, **sizes)
-        RobertaForMaskedLM(config).save_pretrained(tmp_path)
+        sizes = {"vocab_size": 64, "max_position_embeddings": 66, "pad_token_id": 1, "initializer_range": 0.5}
+        save_model(tmp_path, name, auto=AutoModelForMaskedLM, **sizes)
     else:
         write_teacher(tmp_path, name)
     tokens = np.random.default_rng(0).integers(8, VOCABULARY.size, size=64)

@@ -15,14 +15,16 @@ PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
 
 
 def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL):
-    """An objective that answers with `targets(pack)`."""
+    """An objective that answers with `targets(pack)`, or with these parts of targets that else predict nothing."""
 
     @dataclass(frozen=True)
     class Made(Objective):
         name = "made"
 
         def targets(self, pack, randomness):
-            return targets(pack)
+            if callable(targets):
+                return targets(pack)
+            return Targets(**({"inputs": pack.tokens, "predict_at": at(), "labels": at()} | targets))
 
     Made.shift, Made.attention = shift, attention
     return Made(VOCABULARY)
@@ -36,69 +38,52 @@ def floats(*rows):
     return np.array(rows, dtype=np.float32)
 
 
-def softly(pack, ids, probabilities=None):
-    """Targets of one prediction with soft labels."""
-    probabilities = floats([1.0]) if probabilities is None else probabilities
-    return Targets(pack.tokens, at(3), pack.tokens[[3]], soft_labels=SoftLabels(ids, probabilities))
+def third(**parts):
+    """The token at 3 is predicted."""
+    return {"predict_at": at(3), "labels": PACK.tokens[[3]]} | parts
+
+
+def softly(ids, probabilities=None):
+    """So with soft labels."""
+    return third(soft_labels=SoftLabels(ids, floats([1.0]) if probabilities is None else probabilities))
 
 
 def test_soft_labels_that_add_up_pass():
-    check_targets(build_objective(lambda p: softly(p, at(3, 9, 3)[None], floats([0.5, 0.4995, 0]))), PACK, seed=0)
+    check_targets(build_objective(softly(at(3, 9, 3)[None], floats([0.5, 0.4995, 0]))), PACK, seed=0)
+
+
+RANDOM = np.random.default_rng()
 
 
 @pytest.mark.parametrize(
     ("targets", "how", "complaint"),
     [
         # a next-token objective that forgot its shift
-        (lambda p: Targets(p.tokens, at(0), p.tokens[1:2]), {}, "position 0 should predict id 3, but 0 further (`shift`)"),
-        (lambda p: Targets(p.tokens, at(4), p.tokens[5:6]), {"shift": 1}, "position 4 predicts a token of another document"),
-        (lambda p: Targets(p.tokens, at(-1), p.tokens[:1]), {}, "`predict_at` is not increasing from 0"),
-        (lambda p: Targets(p.tokens, at(3, 3), p.tokens[[3, 3]]), {}, "`predict_at` is not increasing from 0"),
-        (lambda p: Targets(p.tokens, at(12), p.tokens[:1]), {}, "`predict_at` is not increasing from 0 or more to less than 12"),
-        (lambda p: Targets(p.tokens + 60, at(), at()), {}, "`inputs` holds the id 73, expected 0 to 63"),
-        (lambda p: Targets(p.tokens, at(1, 2), p.tokens[1:2]), {}, "`predict_at` holds 2 positions and `labels` 1"),
-        (lambda p: Targets(p.tokens, at(), at(), at(0, 0)), {}, "under bidirectional attention `prefixes` is given"),
+        ({"predict_at": at(0), "labels": at(3)}, {}, "position 0 should predict id 3, but 0 further (`shift`)"),
+        ({"predict_at": at(4), "labels": at(7)}, {"shift": 1}, "position 4 predicts a token of another document"),
+        ({"predict_at": at(-1), "labels": at(2)}, {}, "`predict_at` is not increasing from 0"),
+        ({"predict_at": at(3, 3), "labels": at(5, 5)}, {}, "`predict_at` is not increasing from 0"),
+        ({"predict_at": at(12), "labels": at(2)}, {}, "`predict_at` is not increasing from 0 or more to less than 12"),
+        ({"inputs": PACK.tokens + 60}, {}, "`inputs` holds the id 73, expected 0 to 63"),
+        ({"predict_at": at(1, 2), "labels": at(3)}, {}, "`predict_at` holds 2 positions and `labels` 1"),
+        ({"prefixes": at(0, 0)}, {}, "under bidirectional attention `prefixes` is given"),
+        ({}, {"attention": Attention.PREFIX}, "under prefix attention `prefixes` is missing"),
+        ({"prefixes": at(6, 0)}, {"attention": Attention.PREFIX}, "0 to its length"),
+        (third(weights=np.ones(1)), {}, "`weights` is float64[1], expected float32[1], one for each label"),
+        (third(weights=floats(np.inf)), {}, "`weights` holds inf, expected finite numbers of 0 or more"),
+        (third(count=0), {}, "`count` is 0, expected a whole number above 0"),
+        (softly(at(3)[None], np.ones((1, 1))), {}, "`soft_labels.probabilities` is float64[1, 1], expected float32"),
+        (softly(at(64)[None]), {}, "`soft_labels.ids` holds 64, expected 0 to 63"),
+        (softly(at(3, 4)[None], floats([1.5, -0.5])), {}, "`soft_labels.probabilities` holds -0.5, expected finite"),
+        (softly(at(3, 4)[None], floats([0.5, 0.498])), {}, "of prediction 0 add up to 0.998, expected 1"),
+        (softly(at(3)[None], [[1.0]]), {}, "`soft_labels.probabilities` is list, expected float32[1, K]"),
         (
-            lambda p: Targets(p.tokens, at(), at()),
-            {"attention": Attention.PREFIX},
-            "under prefix attention `prefixes` is missing",
-        ),
-        (lambda p: Targets(p.tokens, at(), at(), at(6, 0)), {"attention": Attention.PREFIX}, "0 to its length"),
-        (
-            lambda p: Targets(p.tokens, at(3), p.tokens[[3]], weights=np.ones(1)),
-            {},
-            "`weights` is float64[1], expected float32[1], one for each label",
-        ),
-        (
-            lambda p: Targets(p.tokens, at(3), p.tokens[[3]], weights=np.array([np.inf], dtype=np.float32)),
-            {},
-            "`weights` holds inf, expected finite numbers of 0 or more",
-        ),
-        (lambda p: Targets(p.tokens, at(3), p.tokens[[3]], count=0), {}, "`count` is 0, expected a whole number above 0"),
-        (
-            lambda p: softly(p, at(3)[:, None], np.ones((1, 1))),
-            {},
-            "`soft_labels.probabilities` is float64[1, 1], expected float32",
-        ),
-        (lambda p: softly(p, at(64)[None]), {}, "`soft_labels.ids` holds 64, expected 0 to 63"),
-        (lambda p: softly(p, at(3, 4)[None], floats([1.5, -0.5])), {}, "`soft_labels.probabilities` holds -0.5, expected finite"),
-        (lambda p: softly(p, at(3, 4)[None], floats([0.5, 0.498])), {}, "of prediction 0 add up to 0.998, expected 1"),
-        (
-            lambda p: softly(p, at(3)[None], floats([1]).tolist()),
-            {},
-            "`soft_labels.probabilities` is list, expected float32[1, K]",
-        ),
-        (
-            lambda p: softly(p, np.random.default_rng().integers(0, 64, (1, 20)), np.full((1, 20), 0.05, dtype=np.float32)),
+            lambda p: Targets(p.tokens, **softly(RANDOM.integers(0, 64, (1, 20)), np.full((1, 20), 0.05, dtype=np.float32))),
             {},
             "gives other targets when called again",
         ),
         (lambda p: p.nothing, {}, "raises AttributeError: 'Pack' object has no attribute 'nothing'"),
-        (
-            lambda p: Targets(np.random.default_rng().permutation(p.tokens), at(), at()),
-            {},
-            "gives other targets when called again",
-        ),
+        (lambda p: Targets(RANDOM.permutation(p.tokens), at(), at()), {}, "gives other targets when called again"),
     ],
 )
 def test_what_breaks_it_is_named(targets, how, complaint):
