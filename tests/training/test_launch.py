@@ -35,10 +35,10 @@ def test_variables_that_no_launcher_sets_are_one_line(environment, complaint, mo
     assert complaint in str(error.value)
 
 
-def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_one_line(small_corpus):
+def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_one_line(short_run):
     """RANK= in a job file is no rank; Slurm's tasks without it are told."""
     empty = dict.fromkeys((*dist_env.LAUNCHER_VARIABLES, "MASTER_ADDR"), "")
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--exit-interval", "1"]
+    flags = [*short_run, "--exit-interval", "1"]
     ended = runs.script(runs.PRETRAIN, flags, environment=empty | {"SLURM_NTASKS": "8"})
     assert "SLURM_NTASKS is 8, but RANK is not set: this is a run of one process" in ended.stdout
     ended = runs.script(runs.PRETRAIN, flags, environment=empty | {"RANK": "0", "WORLD_SIZE": "1"}, expect=2)

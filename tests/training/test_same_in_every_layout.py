@@ -143,12 +143,12 @@ def test_every_objective_is_among_them():
 
 
 @pytest.mark.slow
-def test_twenty_steps_of_each_objective(small_corpus, teacher, tmp_path):
+def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
     """Without switches of objectives the rounding stays ten times below this tolerance."""
     jobs = []
     for number, objective in enumerate(ALONE):
         schedule = ["--objective-schedule", objective.format(teacher=teacher), "--lr", "5e-4"]
-        flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", *schedule, "--eval-interval", "20"]
+        flags = [*short_run, *schedule, "--eval-interval", "20"]
         jobs.append(Job(tmp_path / f"{number} one", flags))
         jobs.append(Job(tmp_path / f"{number} TP2 PP2", [*flags, *TP2, *PP2], 4))
     runs.in_turn(jobs, tmp_path)

@@ -34,7 +34,7 @@ def folder(saved_run, tmp_path):
     return shutil.copytree(saved_run, tmp_path / "run") / "checkpoints" / "iter_0000012"
 
 
-def test_no_pickle_of_a_checkpoint_is_opened(small_corpus, saved_run, folder, tmp_path, monkeypatch):
+def test_no_pickle_of_a_checkpoint_is_opened(short_run, saved_run, folder, tmp_path, monkeypatch):
     """Hostile files for torch and megatron-core, and archives, with the right checksums: resume and export are the same."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # torch would then unpickle anything
     traces = tmp_path / "traces"
@@ -54,7 +54,7 @@ def test_no_pickle_of_a_checkpoint_is_opened(small_corpus, saved_run, folder, tm
     convert(["to-hf", "--load", str(run), "--ckpt-step", "12", "--output", str(tmp_path / "hf")])
     unchanged = shutil.copytree(saved_run, tmp_path / "unchanged")
     for each in (run, unchanged):
-        main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(each)])
+        main([*short_run, "--save", str(each)])
     runs.assert_same_curve(run, unchanged)
     assert not traces.exists()
 
@@ -104,11 +104,11 @@ def test_an_index_with_a_chunk_of_no_save_is_refused(folder):
     assert_index_is_refused(folder, json.dumps(index).encode(), "found chunks of")
 
 
-def test_what_is_no_index_is_refused(folder, small_corpus, tmp_path, refusal):
+def test_what_is_no_index_is_refused(folder, short_run, tmp_path, refusal):
     for content in (b"", b"[]", b"[" * 100_000, b"\xff", b'{"optimizer_step": 12, "chunks": null}'):
         assert_index_is_refused(folder, content, "not written by a save")
     assert_index_is_refused(folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None")
     run = folder.parents[1]
-    resume = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", run]
+    resume = [*short_run, "--save", run]
     for command, words in ((main, resume), (convert, ["to-hf", "--load", run, "--output", tmp_path / "hf"])):
         assert f"{folder / 'index.json'}: not written by a save (optimizer_step: found None)" in refusal(command, words)

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-import runs
 from checkpoint_helpers import whole_checkpoint
 
 from megaenc.training.checkpoint import manager
@@ -84,7 +83,7 @@ def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypat
     assert list(folder.glob(".*")) == []
 
 
-def test_a_run_keeps_what_its_flags_say(small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "2"]
+def test_a_run_keeps_what_its_flags_say(short_run, tmp_path):
+    flags = [*short_run, "--save", str(tmp_path / "run"), "--save-interval", "2"]
     main([*flags, "--keep-last", "2", "--keep-every", "8"])
     assert CheckpointManager(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]

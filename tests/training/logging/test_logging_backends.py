@@ -16,10 +16,10 @@ from megaenc.training.logging.backends import BackgroundLogger, TensorBoardLogge
 
 
 @pytest.fixture(scope="module")
-def shown_run(small_corpus, tmp_path_factory):
+def shown_run(short_run, tmp_path_factory):
     """Stopped after step 12, gone on with from the checkpoint of step 10: steps 11 and 12 were made twice."""
     folder = tmp_path_factory.mktemp("shown") / "run"
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--save-interval", "10"]
+    flags = [*short_run, "--save", str(folder), "--save-interval", "10"]
     flags += ["--tensorboard-dir", str(folder / "events"), "--wandb-project", "encoders", "--wandb-exp-name", "short"]
     environment = {"WANDB_MODE": "offline"}
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"], environment=environment)

@@ -11,10 +11,10 @@ from megaenc.training.command import main
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(small_corpus, tmp_path):
+def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
     """Steps 3 to 6: the run ends after step 4, on rank 0, and goes on with two ranks, of which the last is profiled."""
     folder = tmp_path / "run"
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--eval-interval", "0", "--profile"]
+    flags = [*short_run, "--save", str(folder), "--eval-interval", "0", "--profile"]
     flags += ["--profile-step-start", "3", "--profile-step-end", "6", "--exit-interval", "4"]
     first = runs.script(runs.PRETRAIN, flags)
     assert first.stderr == "", "the profiler is quiet"

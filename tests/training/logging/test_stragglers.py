@@ -17,9 +17,9 @@ def reports(folder) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_slow_rank_is_named_in_its_place(small_corpus, tmp_path):
+def test_the_slow_rank_is_named_in_its_place(short_run, tmp_path):
     folder = tmp_path / "run"
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--eval-interval", "0"]
+    flags = [*short_run, "--save", str(folder), "--eval-interval", "0"]
     flags += ["--log-straggler", "--straggler-interval", "4", "--pipeline-model-parallel-size", "2"]
     result = runs.script(runs.WORKERS / "slow_rank.py", ["1:0.1", *flags], processes=2)
     found = reports(folder)
