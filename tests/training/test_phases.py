@@ -48,10 +48,6 @@ def named_run(named_sets, tmp_path_factory):
     return folder
 
 
-def config_of(phases, *flags):
-    return parse_config([*flags, "--phases", *map(json.dumps, phases)], "test")
-
-
 def test_each_phase_reads_its_own_packs(whole_run):
     rows = runs.metrics(whole_run)
     assert [row["tokens"] for row in rows] == [1024, 2048, 3072, *range(3072 + 2048, 3072 + 7 * 2048, 2048)]
@@ -221,7 +217,8 @@ def test_a_learning_rate_flag_gives_each_phase_a_schedule():
         {"objective": "mlm", "train_iters": 4, "lr": 1e-3, "lr_decay_style": "constant"},
         {"objective": "mlm", "train_iters": 4, "lr": 1e-3, "lr_wsd_decay_fraction": 1.0, "lr_wsd_decay_style": "minus_sqrt"},
     ]
-    rate = build_learning_rate(config_of(phases, "--lr", "4e-3", "--lr-warmup-iters", "0"))
+    flags = ["--lr", "4e-3", "--lr-warmup-iters", "0", "--phases", *map(json.dumps, phases)]
+    rate = build_learning_rate(parse_config(flags, "test"))
     expected = [2e-3, *[4e-3] * 9, *[1e-3] * 4, *(1e-3 * (1 - math.sqrt(part / 4)) for part in range(4))]
     assert [rate(step) for step in range(1, 19)] == pytest.approx(expected)
     assert rate.describe().count("; then ") == 2
