@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_data import beir_files, write_files
+from small_models import save_model
 
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.embed.command import eval_main
 from megaenc.embed.embedder import Embedder, EmbeddingConfig, read_embedding_config
@@ -21,7 +24,6 @@ DOCUMENTS = [
 ]
 QUERIES = [("q1", "who walks to a river?"), ("q2", "letters from LYON"), ("q3", "yellow flowers in the garden"), ("q4", "of the")]
 QRELS = [("q1", "d1", 1), ("q2", "d3", 2), ("q2", "d6", 1), ("q3", "d5", 1), ("q3", "d2", 1), ("q3", "d1", 0), ("q4", "d2", 0)]
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -33,27 +35,32 @@ def own_folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
     """An encoder and a decoder without trained weights, whose tokenizer adds two special tokens, by kind."""
-    import transformers
-    from tokenizers.processors import TemplateProcessing
-
     root = tmp_path_factory.mktemp("models")
     texts = [f"{title} {text}" for _, title, text in DOCUMENTS] + [text for _, text in QUERIES]
     tokenizer = train_tokenizer(texts * 20, 360)
-    special = [("<|mask|>", tokenizer.mask_token_id), ("<|eos|>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|mask|> $A <|eos|>", special_tokens=special)
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    common = _SIZES | ids | {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
-    for kind, config in (
-        ("encoder", transformers.EuroBertConfig(**common)),
-        ("decoder", transformers.Qwen3Config(**common, head_dim=16)),
-    ):
-        torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config)
+    added = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
+    tokenizer = set_special_tokens(tokenizer, added)
+    sizes = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    for folder, kind in (("encoder", "eurobert"), ("decoder", "qwen3")):
+        model = save_model(root / folder, kind, tokenizer, **sizes)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        model.save_pretrained(root / kind)
-        tokenizer.save_pretrained(root / kind)
+        model.save_pretrained(root / folder)
     return {kind: root / kind for kind in ("encoder", "decoder")}
+
+
+def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=None, default=None, **transformer):
+    """Save the model `model` by sentence-transformers itself; return it as loaded by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer, models
+
+    modules = [
+        models.Transformer(str(model), **transformer),
+        models.Pooling(32, pooling),
+        *([models.Normalize()] if norm else []),
+    ]
+    made = SentenceTransformer(modules=modules, device="cpu", prompts=prompts, default_prompt_name=default)
+    made.save(str(folder))
+    return SentenceTransformer(str(folder), device="cpu")
 
 
 def load_embedder(folder: Path, config: EmbeddingConfig | None = None, **options) -> Embedder:
@@ -71,19 +78,5 @@ def evaluate(*words: object) -> dict:
 @pytest.fixture
 def beir(tmp_path) -> Callable[..., Path]:
     """Write a BEIR folder, with other content of a file or, if that is None, without it."""
-
-    files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "qrels": "qrels/test.tsv"}
-    content = {
-        "corpus": "".join(json.dumps({"_id": key, "title": title, "text": text}) + "\n" for key, title, text in DOCUMENTS),
-        "queries": "".join(json.dumps({"_id": key, "text": text}) + "\n" for key, text in QUERIES),
-        "qrels": "query-id\tcorpus-id\tscore\n" + "".join(f"{query}\t{key}\t{grade}\n" for query, key, grade in QRELS),
-    }
-
-    def write(name: str = "letters", **changed: str | None) -> Path:
-        (tmp_path / name / "qrels").mkdir(parents=True)
-        for file, text in (content | changed).items():
-            if text is not None:
-                (tmp_path / name / files[file]).write_text(text)
-        return tmp_path / name
-
-    return write
+    files = beir_files(DOCUMENTS, QUERIES, test=QRELS)
+    return lambda name="letters", changed=None: Path(write_files(tmp_path / name, files | (changed or {})))

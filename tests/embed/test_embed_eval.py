@@ -1,6 +1,5 @@
 """`megaenc embed eval` from folders to files, and its refusals, which leave nothing on the disk."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from embed.conftest import DOCUMENTS, QUERIES, evaluate
+from small_data import beir_files, write_files
 from transformers import AutoTokenizer
 
 from megaenc.embed.command import eval_main
@@ -29,7 +29,7 @@ def test_results_identify_the_model_and_the_data(models, beir):
     assert results["data"] != {"letters": compute_test_fingerprint(folder)}
 
 
-def write_arguments(folder):
+def write_arguments(folder: Path) -> None:
     """A set like ArguAna: queries are documents, texts have several ids, and some judged documents are missing."""
     draw = random.Random(3)
     words = ["river", "garden", "letters", "Lyon", "Paris", "flowers", "summer", "old", "walked", "slowly", "heavy", "yellow"]
@@ -38,17 +38,13 @@ def write_arguments(folder):
     draw.shuffle(ids)
     corpus = {key: texts[at % 60] for at, key in enumerate(ids)}
     queries = draw.sample(ids, 40)
-    qrels = "".join(f"{query}\t{draw.choice(ids)}\t1\n" for query in queries[20:])
-    qrels += "".join(f"{query}\tgone{at}\t1\n" for at, query in enumerate(queries[:5]))
+    judged = [(query, draw.choice(ids), 1) for query in queries[20:]]
+    judged += [(query, f"gone{at}", 1) for at, query in enumerate(queries[:5])]
     for query in queries:
         copies = [key for key in ids if corpus[key] == corpus[query] and key != query]
-        qrels += f"{query}\t{draw.choice(copies)}\t{draw.randint(1, 2)}\n"
-    (folder / "qrels").mkdir(parents=True)
-    (folder / "qrels" / "test.tsv").write_text(qrels)
-    for name, keys in (("corpus", ids), ("queries", queries)):
-        lines = [json.dumps({"_id": key, "text": corpus[key]}) + "\n" for key in keys]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    return folder
+        judged.append((query, draw.choice(copies), draw.randint(1, 2)))
+    documents = [(key, "", text) for key, text in corpus.items()]
+    write_files(folder, beir_files(documents, [(key, corpus[key]) for key in queries], test=judged))
 
 
 def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(models, monkeypatch, capsys):
@@ -63,7 +59,8 @@ def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mte
 
     monkeypatch.setattr(Embedder, "embed", embed_with_rounding)
     monkeypatch.setattr(retrieval, "_MAX_COSINES", 700)
-    folder = write_arguments(Path("arguments"))
+    folder = Path("arguments")
+    write_arguments(folder)
     flags = ["--model", f"tiny={models['encoder']}", "--data", folder, "--batch-size", "7"]
     flags += ["--query-prefix", "Ask: ", "--document-prefix", "Read: "]
     results = evaluate(*flags)
@@ -102,10 +99,13 @@ def test_several_models_and_data_sets_without_bm25(models, beir, monkeypatch):
     assert means["one", "encoder"] == means["again", "encoder"] != means["one", "causal"]
 
 
-def test_lengths_and_attention_are_those_of_the_flags(models, beir, capsys):
-    flags = ["--model", models["decoder"], "--data", beir(), "--no-bm25", "--max-length", "4", "--attention", "causal"]
-    config = evaluate(*flags)["models"]["decoder"]
-    assert (config["max_length"], config["attention"]) == (4, "causal")
+def test_lengths_attention_and_dimensions_are_those_of_the_flags(models, beir, capsys):
+    flags = ["--model", models["decoder"], "--data", beir(), "--no-bm25"]
+    changes = {"max_length": 4, "attention": "causal", "truncate_dim": 2}
+    for name, value in changes.items():
+        flags += [f"--{name.replace('_', '-')}", value]
+    found = evaluate(*flags)["models"]["decoder"]
+    assert {name: found[name] for name in changes} == changes
     tokenizer = AutoTokenizer.from_pretrained(models["decoder"])
     texts = [text for _, text in QUERIES[:3]] + [f"{title} {text}".strip() for _, title, text in DOCUMENTS]
     longer = sum(len(tokenizer(text)["input_ids"]) > 4 for text in texts)

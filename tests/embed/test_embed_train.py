@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import runs
 import torch
-from embed.conftest import evaluate, load_embedder
+from embed.conftest import load_embedder
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy, normalize
+from small_data import write_file
+from torch.nn.functional import cross_entropy
 
 from megaenc.backend.device import cpu_has_bf16
 from megaenc.console import silence_libraries
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_template
-from megaenc.embed.command import eval_main
 from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData, divide_texts
 from megaenc.embed.embedder import EmbeddingConfig, read_embedding_config
@@ -44,8 +44,8 @@ def write_pairs(path: Path, count: int = 32) -> Path:
     for number in range(count):
         words = [f"{number}", *draw.choices(WORDS, k=draw.randint(4, 30))]
         texts = {"query": words[:4], "document": words, "negative": draw.choices(WORDS, k=9)}
-        rows.append(json.dumps({name: " ".join(text) for name, text in texts.items()}))
-    path.write_text("\n".join(rows))
+        rows.append({name: " ".join(text) for name, text in texts.items()})
+    write_file(path, rows)
     return path
 
 
@@ -421,18 +421,6 @@ def test_the_exported_tokenizer_adds_the_tokens_of_training(adds, flags, before,
     assert tokenizer("walked slowly")["input_ids"] == [*first, *words, *last]
     if after:
         assert np.isfinite(model.encode(["", "walked"])).all()
-
-
-def test_truncated_embeddings(models, beir, refusal):
-    texts = ["Lyon", "letters from Paris"]
-    whole = load_embedder(models["encoder"])
-    cut = load_embedder(models["encoder"], EmbeddingConfig(truncate_dim=8))
-    expected = normalize(whole.embed(whole.tokenize(texts))[:, :8], dim=1)
-    torch.testing.assert_close(cut.embed(cut.tokenize(texts)), expected, rtol=0, atol=1e-6)
-    flags = ["--model", models["encoder"], "--data", beir(), "--no-bm25"]
-    assert "--truncate-dim: found 33, expected at most 32" in refusal(eval_main, [*flags, "--truncate-dim", 33])
-    results = evaluate(*flags, "--truncate-dim", 2)
-    assert results["models"]["encoder"]["truncate_dim"] == 2
 
 
 def test_an_evaluation_adds_the_tokens_that_are_asked_for(models):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embed.conftest import load_embedder
+from embed.conftest import load_embedder, write_sentence_model
 from torch.nn.functional import normalize
 
 from megaenc.console import silence_libraries
@@ -21,19 +21,6 @@ TEXTS = ["Lyon", "The old man walked slowly down to the river with his dog. " * 
 def embed(folder, texts, config=None, **options):
     embedder = load_embedder(folder, config, **options)
     return embedder.embed(embedder.tokenize(texts))
-
-
-def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=None, **transformer):
-    """Save the model `model` by sentence-transformers itself; return it as loaded by sentence-transformers."""
-    from sentence_transformers import SentenceTransformer, models
-
-    modules = [
-        models.Transformer(str(model), **transformer),
-        models.Pooling(32, pooling),
-        *([models.Normalize()] if norm else []),
-    ]
-    SentenceTransformer(modules=modules, device="cpu", prompts=prompts).save(str(folder))
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -73,14 +60,6 @@ def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
         with torch.no_grad():
             states = model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=64)).last_hidden_state[0]
         torch.testing.assert_close(vector, normalize(states.mean(dim=0), dim=0), rtol=0, atol=1e-5)
-
-
-def test_a_decoder_can_be_read_causally(models):
-    reference = write_sentence_model(models["decoder"], "st")
-    expected = reference.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
-    causal = embed(models["decoder"], TEXTS, EmbeddingConfig(attention="causal"))
-    torch.testing.assert_close(causal, expected, rtol=0, atol=1e-5)
-    assert (embed(models["decoder"], TEXTS) - expected).abs().max() > 0.01
 
 
 def test_a_text_without_tokens_has_no_direction(models):

@@ -1,6 +1,5 @@
 """Hard negatives of `megaenc embed mine` next to sentence-transformers' and a plain loop, and its refusals."""
 
-import json
 import warnings
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from embed.conftest import DOCUMENTS
+from small_data import write_file
 
 from megaenc.embed.hard_negatives import MineConfig, mine_main, mine_negatives
 from megaenc.embed.pairs import TrainingPair, load_pairs
@@ -26,7 +26,7 @@ def pair_file():
 
 
 def write_pairs(path, pairs):
-    path.write_text("".join(json.dumps({"query": query, "document": text}) + "\n" for query, text in pairs))
+    write_file(path, [{"query": query, "document": text} for query, text in pairs])
     return path
 
 
@@ -104,7 +104,7 @@ def test_rules_are_those_of_a_plain_loop(rules):
 def test_documents_of_the_corpus_are_searched_and_runs_are_equal(models, pair_file, beir, capsys):
     other = Path("other.csv")
     other.write_text("query,document\nx,Lyon and Paris\ny,old dog\n")
-    corpus = ["--corpus", beir(queries=None, qrels=None), other]
+    corpus = ["--corpus", beir(changed={"queries.jsonl": None}), other]
     flags = ["--margin", "1", "--negatives", "60", "--depth", "60"]
     without = mine(models["encoder"], pair_file, "a.jsonl", *flags)
     line = capsys.readouterr().out.splitlines()[-2]

@@ -1,7 +1,6 @@
 """Similarity and probes are those of scipy, scikit-learn, and of mteb with sentence-transformers' own model."""
 
 import csv
-import json
 import random
 import sys
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from embed.conftest import evaluate, load_embedder
+from embed.conftest import evaluate, load_embedder, write_sentence_model
 from scipy.stats import bootstrap, spearmanr, t
 from sklearn.linear_model import LogisticRegression
+from small_data import write_file, write_files
 
 from megaenc.console import silence_libraries
 from megaenc.embed import probes
@@ -26,11 +26,6 @@ WORDS = ["river", "garden", "summer", "letters", "Lyon", "Paris", "book", "flowe
 
 def sentence(draw):
     return " ".join(draw.choices(WORDS, k=draw.randrange(2, 9)))
-
-
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +45,8 @@ def sets(tmp_path_factory):
             rows["classes"][split].append({"text": f"{sentence(draw)} {name[:3]}", "label": name})
     for name, splits in rows.items():
         for split, of_split in splits.items():
-            write_rows(root / name / f"{split}.jsonl", of_split)
+            write_file(root / name / f"{split}.jsonl", of_split)
     return {name: root / name for name in rows}, rows
-
-
-def write_sentence_model(model, folder, prompts, *, norm=False, default=None):
-    """Save the model by sentence-transformers itself; return it as loaded by it."""
-    from sentence_transformers import SentenceTransformer, models
-
-    modules = [models.Transformer(str(model)), models.Pooling(32, "mean"), *([models.Normalize()] if norm else [])]
-    SentenceTransformer(modules=modules, device="cpu", prompts=prompts, default_prompt_name=default).save(str(folder))
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
@@ -112,7 +98,7 @@ def test_scores_are_mtebs_own_of_the_same_folder(models, sets, norm):
     import mteb
 
     prompts = {"query": "Lyon Paris: "}
-    reference = write_sentence_model(models["encoder"], "st", prompts, norm=norm, default="query")
+    reference = write_sentence_model(models["encoder"], "st", prompts=prompts, norm=norm, default="query")
     embedder = load_embedder(Path("st"))
     assert (embedder.config.default_prefix, embedder.config.normalize) == ("Lyon Paris: ", norm)
     for name, path in sets[0].items():
@@ -192,7 +178,7 @@ def test_retrieval_by_name_has_the_scores_of_the_folder(models, beir):
 
     model = Path("st")
     folder = beir()
-    write_sentence_model(models["encoder"], model, {"query": "Ask: ", "document": "Lyon Paris: "})
+    write_sentence_model(models["encoder"], model, prompts={"query": "Ask: ", "document": "Lyon Paris: "})
     rows = evaluate("--model", model, "--data", folder, "--no-bm25")["rows"]
     [expected] = [row["mean"] for row in rows if row["model"] == "st" and row["metric"] == "ndcg@10"]
 
@@ -249,11 +235,7 @@ CLASS = '{"text": "one", "label": 1}\n'
     ],
 )
 def test_unusable_sets(test, train, message):
-    folder = Path("set")
-    folder.mkdir()
-    (folder / "test.jsonl").write_text(test)
-    if train is not None:
-        (folder / "train.jsonl").write_text(train)
+    folder = Path(write_files(Path("set"), {"test.jsonl": test, "train.jsonl": train}))
     assert probes.is_labelled_set(folder)
     with pytest.raises(InputError, match=message):
         probes.load_labelled_set("set", folder)

@@ -19,17 +19,17 @@ def silent(done):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"corpus": None}, r"no corpus.jsonl, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
-        ({"qrels": None}, r"no qrels/test.tsv, expected BEIR's"),
-        ({"qrels": "query-id\tcorpus-id\tscore\n"}, r"test.tsv: found no score above 0, expected a relevant document"),
-        ({"qrels": "q1\td9\t1\n"}, r"test.tsv: found none of the 1 relevant documents in corpus.jsonl, expected"),
-        ({"qrels": "q1\td1\t1\nq9\td1\t1\nq9\td2\t1\n"}, r"test.tsv:2: query 'q9': not in queries.jsonl"),
-        ({"queries": "".join(f'{{"_id": "q{n}", "text": " "}}\n' for n in range(5))}, r"query 'q1': found an empty text"),
+        ({"corpus.jsonl": None}, r"no corpus.jsonl, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
+        ({"qrels/test.tsv": None}, r"no qrels/test.tsv, expected BEIR's"),
+        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}, r"test.tsv: found no score above 0, expected a relevant document"),
+        ({"qrels/test.tsv": "q1\td9\t1\n"}, r"test.tsv: found none of the 1 relevant documents in corpus.jsonl, expected"),
+        ({"qrels/test.tsv": "q1\td1\t1\nq9\td1\t1\nq9\td2\t1\n"}, r"test.tsv:2: query 'q9': not in queries.jsonl"),
+        ({"queries.jsonl": "".join(f'{{"_id": "q{n}", "text": " "}}\n' for n in range(5))}, r"query 'q1': found an empty text"),
     ],
 )
 def test_unusable_folders(beir, changed, message):
     with pytest.raises(InputError, match=message):
-        load_beir_test(beir(**changed))
+        load_beir_test(beir(changed=changed))
 
 
 def lucene_bm25(query: str, documents: list[str]) -> list[float]:
