@@ -52,6 +52,11 @@ def write_file(path: Path, content: Any) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
+def read_json(path: Path) -> Any:
+    """What a file of JSON says."""
+    return json.loads(path.read_text())
+
+
 def write_files(folder: Path, files: dict[str, Any]) -> str:
     """Write the contents, by name, of those files that are not None; return the folder."""
     for name, content in files.items():

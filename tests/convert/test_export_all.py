@@ -1,6 +1,5 @@
 """Every kept checkpoint of a run under the study's names, step 0 included."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import hf_models
 import pytest
 import runs
 import torch
+from small_data import read_json
 from transformers import AutoTokenizer, EuroBertForMaskedLM
 from whole_models import load_weights
 
@@ -52,7 +52,7 @@ def exports(two_runs):
 @pytest.mark.multiprocess
 def test_each_kept_checkpoint_and_step_0(exports):
     for step, folder in exports.items():
-        assert json.loads((folder / "conversion.json").read_text())["step"] == step
+        assert read_json(folder / "conversion.json")["step"] == step
         card = (folder / "README.md").read_text()
         assert f"# {folder.name}\n" in card and f"this is step {step}," in card
         assert f"| {step} | held out, `mlm` |" in card, "figures are those of the step and no later ones"
@@ -63,7 +63,7 @@ def test_each_kept_checkpoint_and_step_0(exports):
 @pytest.mark.multiprocess
 def test_a_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
     folder = exports[20]
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert {file.name for file in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not list(folder.glob("*.bin"))

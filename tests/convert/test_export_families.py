@@ -1,6 +1,5 @@
 """Every family goes out as it came in, bit by bit, from a run in any layout, and loads where nothing but transformers is."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import runs
 import torch
 from safetensors.torch import load_file
+from small_data import read_json, write_file
 
 from megaenc.convert.command import main
 from megaenc.data.preprocess import command as preprocess
@@ -60,7 +60,7 @@ def way_back(name):
 
 
 def config(folder):
-    return json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
 
 
 def assert_same(found, expected):
@@ -155,7 +155,7 @@ def test_a_modernbert_decoder_goes_out_as_modernbert_and_back(cores, refusal):
 def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores):
     """The factor of the embedding, and their product; the export compares the logits, longer documents than the window too."""
     written = hf_models.to_hf(cores("gemma3", True)[1], "hf", "--dtype", "bf16", "--as", family)
-    proof = json.loads((written / "conversion.json").read_text())
+    proof = read_json(written / "conversion.json")
     assert proof["documents"][0] > 2 * 24 and proof["attention"] == ("bidirectional" if family == "source" else "causal")
     assert max(max(kernel.values()) for kernel in proof["largest_difference"].values()) < 1e-4
 
@@ -178,7 +178,7 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus):
         (hf / "generation_config.json").unlink()
     else:
         values = {"eos_token_id": [0, 7, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
-        (hf / "generation_config.json").write_text(json.dumps(values))
+        write_file(hf / "generation_config.json", values)
     hf_models.from_hf(hf, "core")
     run = begin(Path("core"), small_corpus, Path("run"))
     written = hf_models.to_hf(run, "out", "--as", "llama")
@@ -214,7 +214,7 @@ def test_special_ids_and_pooling_go_through_runs_and_merges(small_corpus, tmp_pa
 def test_dtype_and_shards(cores):
     hf, core = cores("qwen3")
     written = hf_models.to_hf(core, "hf", "--dtype", "bf16", "--max-shard-size", "100KB")
-    index = json.loads((written / "model.safetensors.index.json").read_text())
+    index = read_json(written / "model.safetensors.index.json")
     files = list(written.glob("*.safetensors"))
     assert len(files) > 2 and {*index["weight_map"].values()} == {file.name for file in files}
     for file in files:
@@ -269,4 +269,4 @@ def test_sentence_transformers_gives_the_mean_of_the_states(name, cores):
     card = (written / "README.md").read_text()
     assert "library_name: sentence-transformers\npipeline_tag: sentence-similarity\nlicense: apache-2.0\n" in card
     assert config(written)["architectures"] == ["EuroBertForMaskedLM" if name == "eurobert" else "Qwen3ForCausalLM"]
-    assert json.loads((written / "conversion.json").read_text())["compared"] == "logits"
+    assert read_json(written / "conversion.json")["compared"] == "logits"

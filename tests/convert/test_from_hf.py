@@ -1,6 +1,5 @@
 """Hugging Face models become what runs start from: every weight as it was, a mask token, one line where something is wrong."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import runs
 import torch
 import yaml
 from safetensors.torch import save_file
+from small_data import read_json, write_file
 from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
@@ -45,7 +45,7 @@ def llama(came_in):
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_a_run_folder_says_what_came_in(name, came_in):
     folder, core = came_in(name)
-    facts = json.loads((core / "run.json").read_text())
+    facts = read_json(core / "run.json")
     sizes = {name: tensor.numel() for name, tensor in hf_models.weights(folder).items()}
     assert facts["parameters"] == sum(size for name, size in sizes.items() if not name.endswith("o_proj.bias"))
     source = facts["source"]
@@ -141,12 +141,12 @@ def test_code_of_released_weights_is_not_run(llama):
 def rename_mask(folder, output, new):
     """A copy of `folder` in which the token in the mask token's place has another name and no role."""
     shutil.copytree(folder, output)
-    tokenizer, config = (json.loads((output / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = (read_json(output / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer["added_tokens"][1] |= {"content": new, "lstrip": False}
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary[new] = vocabulary.pop("<|mask|>")
-    (output / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (output / "tokenizer_config.json").write_text(json.dumps(config | {"mask_token": None}))
+    write_file(output / "tokenizer.json", tokenizer)
+    write_file(output / "tokenizer_config.json", config | {"mask_token": None})
     return output
 
 
@@ -155,7 +155,7 @@ def test_a_reserved_token_becomes_the_mask(name, llama):
     core = hf_models.from_hf(rename_mask(llama, Path("hf"), name), "core")
     tokenizer = load_tokenizer(core / TOKENIZER_DIR)
     assert (tokenizer.mask_token, tokenizer.mask_token_id) == (name, 1)
-    assert json.loads((core / "run.json").read_text())["source"]["mask_token"]["origin"] == "reserved"
+    assert read_json(core / "run.json")["source"]["mask_token"]["origin"] == "reserved"
     assert tokenizer(f"stan {name} plark")["input_ids"].count(1) == 1
     assert len(tokenizer(f"stan {name}")["input_ids"]) == len(tokenizer("stan")["input_ids"]) + 1, "it takes the space before it"
 
@@ -200,7 +200,7 @@ def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(l
         given[name][[1, 5]] *= 1e-6  # the one that becomes the mask token, and another
     save_file(given, folder / "model.safetensors")
     core = hf_models.from_hf(folder, "core")
-    source = json.loads((core / "run.json").read_text())["source"]
+    source = read_json(core / "run.json")["source"]
     assert source["mask_token"] == {"token": "<|reserved_special_token_7|>", "id": 1, "origin": "untrained"}
     found = held(core)
     others = [0, *range(2, 400)]  # ids of the tokenizer; rows beyond are spare

@@ -1,6 +1,5 @@
 """Merges equal references computed from the stored tensors, and are what runs start from and exports are made of."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from safetensors.torch import load_file
+from small_data import read_json, write_file
 
 from megaenc.convert.command import main
 from megaenc.convert.merge import methods
@@ -100,11 +100,11 @@ def test_runs_with_other_special_tokens_are_named(trained, capsys):
     """The merge has those of the checkpoint with the most steps."""
     a, _ = trained
     copy = shutil.copytree(a, Path("c"))
-    facts = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps(facts | {"special_tokens": {"mode": "none", "before": [], "after": []}}))
+    facts = read_json(copy / "run.json")
+    write_file(copy / "run.json", facts | {"special_tokens": {"mode": "none", "before": [], "after": []}})
     result = merge("out", "--load", f"{copy}@2", f"{a}@4")
     assert f"{copy}@2 was trained with --special-tokens none, {a}@4 with eod" in capsys.readouterr().out
-    assert json.loads((result / "run.json").read_text())["special_tokens"] == {"mode": "eod", "before": [], "after": [0]}
+    assert read_json(result / "run.json")["special_tokens"] == {"mode": "eod", "before": [], "after": [0]}
 
 
 def test_linear_is_the_weighted_mean(trained, exact):
@@ -204,18 +204,18 @@ def test_a_merge_starts_a_run_and_is_exported(trained, small_corpus):
 def test_run_json_records_the_sources(trained, refusal):
     a, b = trained
     result = merge("m", "--load", f"{a}@2", b, "--method", "ties", "--base", f"{a}@4", "--density", "0.5")
-    facts = json.loads((result / "run.json").read_text())
+    facts = read_json(result / "run.json")
     record = facts["source"]["merge"]
     assert (record["method"], record["density"]) == ("ties", 0.5)
     parts = [*record["checkpoints"], record["base"]]
     assert [(part["run"], part["step"]) for part in parts] == [(str(a), 2), (str(b), 2), (str(a), 4)]
     for part in parts:
-        state = json.loads((Path(part["run"]) / f"checkpoints/iter_{part['step']:07d}/state.json").read_text())
+        state = read_json(Path(part["run"]) / f"checkpoints/iter_{part['step']:07d}/state.json")
         assert part["sha256"] == state["sha256"]
     [stage] = facts["start"]["before"]
     assert (stage["run"], stage["step"], stage["schedule"]) == ("a@2 + b@2", 2, "clm:0.5,mlm:0.5")
     facts["source"]["merge"]["checkpoints"] = [{"run": "x"}]
-    (result / "run.json").write_text(json.dumps(facts))
+    write_file(result / "run.json", facts)
     assert f"{result}/run.json: " in refusal(main, ["to-hf", "--load", result, "--output", "hf"])
 
 
@@ -232,7 +232,7 @@ def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
     right = stored(cores[1], 0)
     assert_bits(stored(result, 0), {name: (left[name] + right[name]) / 2 for name in left})
     hf_models.to_hf(result, "hf")
-    config = json.loads(Path("hf/config.json").read_text())
+    config = read_json(Path("hf/config.json"))
     assert config["model_type"] == "qwen3"
     assert (config["bos_token_id"], config["eos_token_id"]) == (5, 0), "only what all sources have is theirs"
 
@@ -282,9 +282,9 @@ def test_models_that_differ_are_one_line(trained, small_corpus, refusal):
     copy = shutil.copytree(a, Path("copy"))
     narrow = ["--hidden-size", "32", "--objective-schedule", "mlm", "--train-iters", "1", "--save", str(wide)]
     pretrain([*small_corpus.flags, *SHORT, *narrow])
-    facts = json.loads((copy / "run.json").read_text())
+    facts = read_json(copy / "run.json")
     facts["identity"]["tokenizer"] = "0" * 64
-    (copy / "run.json").write_text(json.dumps(facts))
+    write_file(copy / "run.json", facts)
     for words, complaint in (
         ([a, wide], f"--load {wide}@1: hidden_size is 64 in {a}, 32 in {wide}; only weights of one shape"),
         ([a, a, "--method", "ties", "--density", "0.5", "--base", wide], f"--base {wide}@1: hidden_size is"),

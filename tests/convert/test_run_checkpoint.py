@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from small_data import read_json, write_file
 
 from megaenc.convert.command import main
 from megaenc.convert.run_checkpoint import open_run_checkpoint
@@ -39,7 +40,7 @@ def core(came_in):
 def test_what_no_run_wrote_is_one_line(file, place, value, words, core, refusal):
     path = shutil.copytree(core, Path("run")) / file
     is_yaml = file == "config.yaml"
-    values = yaml.safe_load(path.read_text()) if is_yaml else json.loads(path.read_text())
+    values = yaml.safe_load(path.read_text()) if is_yaml else read_json(path)
     part = values
     for name in place[:-1]:
         part = part[name]
@@ -52,8 +53,8 @@ def test_what_no_run_wrote_is_one_line(file, place, value, words, core, refusal)
 def test_a_seed_that_is_not_the_runs_draws_no_other_weights(core):
     """Of a run; what came in has none."""
     path = shutil.copytree(core, Path("run")) / "run.json"
-    facts = json.loads(path.read_text())
+    facts = read_json(path)
     facts["identity"]["seed"] = 7
-    path.write_text(json.dumps(facts))
+    write_file(path, facts)
     with pytest.raises(InputError, match="field `seed`: found 1, expected 7"):
         open_run_checkpoint(Path("run"))

@@ -1,12 +1,12 @@
 """A text has the ids of the source's tokenizer.json in training, in the run folder and in every export."""
 
-import json
 import shutil
 from pathlib import Path
 
 import hf_models
 import hf_tokenizers
 import pytest
+from small_data import read_json, write_file
 from tokenizers import Tokenizer
 
 from megaenc.convert import to_hf
@@ -57,10 +57,10 @@ def test_training_reads_a_text_as_tokenizer_json_does(name, cores):
     for text, ids in zip(TEXTS, trained, strict=True):
         assert ids.tolist() == plain(tokenizer, text) == reference.encode(text, add_special_tokens=False).ids
         assert tokenizer(text)["input_ids"] == reference.encode(text).ids
-    roles = json.loads((hf / "tokenizer_config.json").read_text())
+    roles = read_json(hf / "tokenizer_config.json")
     for role in ("bos_token", "eos_token", "unk_token"):
         assert getattr(tokenizer, role) == roles.get(role)
-    saved = json.loads((core / TOKENIZER_DIR / "tokenizer_config.json").read_text())
+    saved = read_json(core / TOKENIZER_DIR / "tokenizer_config.json")
     assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", "what older versions of transformers know too"
 
 
@@ -81,7 +81,7 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores):
         assert loaded.decode(ids) == trained.decode(ids)
         assert plain(loaded, text) == encode_documents(trained, [text])[0].tolist(), text
     assert (loaded.bos_token, loaded.eos_token, len(loaded)) == (trained.bos_token, trained.eos_token, len(trained))
-    certificate = json.loads(Path("hf/conversion.json").read_text())["tokenizer"]
+    certificate = read_json(Path("hf/conversion.json"))["tokenizer"]
     assert (certificate["class"], certificate["mask_token"]) == (type(loaded).__name__, loaded.mask_token)
     assert certificate["fingerprint"] == read_vocabulary(trained).fingerprint
     if name == "qwen2" and written:
@@ -110,9 +110,9 @@ def test_another_pipeline_is_refused_where_no_text_tells(cores, refusal, monkeyp
 
     def wrong(tokenizer, folder):
         right(tokenizer, folder)
-        values = json.loads((folder / "tokenizer.json").read_text())
+        values = read_json(folder / "tokenizer.json")
         values["normalizer"] = {"type": "Replace", "pattern": {"String": "never in any text"}, "content": "x"}
-        (folder / "tokenizer.json").write_text(json.dumps(values))
+        write_file(folder / "tokenizer.json", values)
 
     monkeypatch.setattr(to_hf, "write_tokenizer", wrong)
     line = refusal(main, ["to-hf", "--load", core, "--output", "no"])
@@ -131,15 +131,15 @@ def test_code_that_a_tokenizer_names_is_left_alone(tmp_path):
     hf = came("llama 3", tmp_path, auto_map={"AutoTokenizer": [None, "code.Tokenizer"]})
     (hf / "code.py").write_text("raise SystemExit('run')")
     core = hf_models.from_hf(hf, "core")
-    assert "auto_map" not in json.loads((core / TOKENIZER_DIR / "tokenizer_config.json").read_text())
+    assert "auto_map" not in read_json(core / TOKENIZER_DIR / "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(("name", "flags"), [("smollm", ["--add-mask-token"]), ("llama 3", [])])
 def test_a_class_names_roles_that_the_files_leave_open_and_adds_no_token(name, flags, tmp_path):
     """GPT-2's end of a text where tokenizer.json has such a token; Llama 3's has none, nor its model a place for it."""
     hf = came(name, tmp_path, spare=0)
-    config = json.loads((hf / "tokenizer_config.json").read_text()) if name == "llama 3" else {}
-    (hf / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "GPT2Tokenizer"}))
+    config = read_json(hf / "tokenizer_config.json") if name == "llama 3" else {}
+    write_file(hf / "tokenizer_config.json", config | {"tokenizer_class": "GPT2Tokenizer"})
     tokenizer = load_tokenizer(hf_models.from_hf(hf, "core", *flags) / TOKENIZER_DIR)
     assert ("<|endoftext|>" in tokenizer.get_vocab()) == (name == "smollm")
     assert (tokenizer.eos_token == "<|endoftext|>") == (name == "smollm")
@@ -147,11 +147,11 @@ def test_a_class_names_roles_that_the_files_leave_open_and_adds_no_token(name, f
 
 def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
     folder = came("llama 3", tmp_path, spare=0)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = read_json(folder / "tokenizer_config.json")
     for changed, words in (
         ({"eos_token": 5}, "tokenizer.json cannot be loaded"),
         ({"pad_token": "[PAD]"}, "tokenizer_config.json: field `pad_token`: found '[PAD]', expected a token of tokenizer.json"),
     ):
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | changed))
+        write_file(folder / "tokenizer_config.json", config | changed)
         line = refusal(main, ["from-hf", "--input", folder, "--output", "core"])
         assert words in line and "/tmp/tmp" not in line, line

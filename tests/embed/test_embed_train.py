@@ -13,7 +13,7 @@ import runs
 import torch
 from embed.conftest import load_embedder
 from safetensors.torch import load_file
-from small_data import write_file
+from small_data import read_json, write_file
 from torch.nn.functional import cross_entropy
 
 from megaenc.backend.device import cpu_has_bf16
@@ -58,8 +58,8 @@ def pairs(tmp_path_factory) -> Path:
 def dropping(models, tmp_path_factory) -> Path:
     """The encoder with attention dropout, so that a step depends on random numbers."""
     folder = shutil.copytree(models["encoder"], tmp_path_factory.mktemp("dropping") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    config = read_json(folder / "config.json")
+    write_file(folder / "config.json", config | {"attention_dropout": 0.2})
     return folder
 
 
@@ -229,7 +229,7 @@ def test_a_resumed_training_gives_the_same_bits(dropping, pairs, tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
     assert read_rows(output) == read_rows(whole) and [row["step"] for row in read_rows(output)] == list(range(1, 13))
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    details = [json.loads((folder / "training.json").read_text()) | {"seconds": 0} for folder in (whole, output)]
+    details = [read_json(folder / "training.json") | {"seconds": 0} for folder in (whole, output)]
     assert details[0] == details[1] and details[0]["steps"] == 12
     weights = load_file(output / "model.safetensors").values()
     assert {tensor.dtype for tensor in weights} == {torch.float32}
@@ -358,7 +358,7 @@ def test_two_processes_train_as_one(models, pairs, tmp_path):
     assert len(two) == 12 and one[-1]["loss"] < one[0]["loss"]
     for ours, theirs in zip(one, two, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-4)
-    assert json.loads(Path("two/training.json").read_text())["processes"] == 2
+    assert read_json(Path("two/training.json"))["processes"] == 2
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_the_benchmark_does_the_same_work(models, pairs, monkeypatch):
 
     flags = ["--model", models["encoder"], "--pairs", pairs, "--batch-size", 12, "--negatives", 1, "--rounds", 1]
     benchmark.main([str(word) for word in (*flags, "--mini-batch-sizes", 5, "--output", "x.json")])
-    losses = json.loads(Path("x.json").read_text())["losses"]
+    losses = read_json(Path("x.json"))["losses"]
     assert losses["megaenc"] == pytest.approx(losses["sentence-transformers"], rel=1e-4)
 
 

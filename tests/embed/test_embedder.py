@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from embed.conftest import load_embedder, write_sentence_model
+from small_data import write_file
 from torch.nn.functional import normalize
 
 from megaenc.console import silence_libraries
@@ -65,7 +66,7 @@ def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
 def test_a_text_without_tokens_has_no_direction(models):
     folder = shutil.copytree(models["encoder"], Path("plain"))
     values = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
+    write_file(folder / "tokenizer.json", values | {"post_processor": None})
     vectors = embed(folder, ["", "Lyon", ""])
     assert not vectors[[0, 2]].any() and vectors[1].norm() == pytest.approx(1)
     assert embed(models["encoder"], [""]).norm() == pytest.approx(1)  # its special tokens
@@ -111,7 +112,7 @@ def test_unusable_folders(models, file, content, message):
 def test_the_form_of_older_versions(models):
     write_sentence_model(models["encoder"], "st")
     old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    Path("st/1_Pooling/config.json").write_text(json.dumps(old))
+    write_file(Path("st/1_Pooling/config.json"), old)
     Path("st/sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
     config = read_embedding_config("st")
     assert config == EmbeddingConfig("cls", None, 12, "", "", True)

@@ -1,11 +1,11 @@
 """Validation during training: the weights of the best step, early stopping, and results that nothing else changes."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_data import read_json
 
 from megaenc.finetune.command import run_main
 from megaenc.finetune.config import FinetuneConfig
@@ -31,7 +31,7 @@ def train(job):
     found = {}
     for dataset in job.evaluate_on:
         path = result_files.job_folder(job, dataset.name) / "results.json"
-        found[dataset.name] = json.loads(path.read_text())
+        found[dataset.name] = read_json(path)
     return found
 
 
@@ -60,7 +60,7 @@ def test_the_weights_of_the_best_step_are_used(family, rate, precision, model, d
     assert list(scores) == [4, 8, 12, 14] and best < 14
     assert best == min(step for step in scores if scores[step] == max(scores.values()))
     assert result["validation"]["score"] == scores[best] and result["steps"] == 14
-    details = json.loads((kept / "finetuning.json").read_text())
+    details = read_json(kept / "finetuning.json")
     assert (details["best_step"], details["steps"], details["trained"]) == (best, 14, result["trained"])
     assert f"| steps | `14, weights of step {best}` |" in (kept / "README.md").read_text()
     assert weights_by_step[best - 1] <= {weight.numpy().tobytes() for weight in load_file(kept / "model.safetensors").values()}
@@ -111,7 +111,7 @@ def test_of_equal_scores_the_earliest_is_best():
 def test_a_prediction_that_is_nan_during_training_is_a_failed_run(model, data, tmp_path):
     job = plan(model, [str(data / "sc")], tmp_path, rate=1e40, warmup=0.5, max_steps=4, eval_interval=2)
     assert not train_and_evaluate(job)
-    [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
+    [failure] = [read_json(path) for path in tmp_path.rglob("failed.json")]
     assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2", 2)
 
 
@@ -122,7 +122,7 @@ def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, 
         run_main([str(flag) for flag in flags])
         said = capfd.readouterr().out
         [path] = tmp_path.rglob("results.json")
-        values = json.loads(path.read_text())
+        values = read_json(path)
         (first, last), best = (f"{100 * one['score']:.2f}" for one in values["evaluations"]), values["best_step"]
         assert f"validation score by step: 3 {first}, 5 {last}; best: step {best}\n" in said and f"; {again}{tmp_path}" in said
     said = refusal(run_main, flags[:-1])

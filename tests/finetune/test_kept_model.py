@@ -12,7 +12,7 @@ import tokenizer_shapes
 import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score
-from small_data import write_file, write_splits
+from small_data import read_json, write_file, write_splits
 from small_models import save_model
 from tokenizers import Tokenizer
 from tokenizers import models as models_of_tokens
@@ -67,7 +67,7 @@ def models(small_corpus, tmp_path_factory):
 def train(model, dataset, output, *given):
     run_main([str(flag) for flag in ("--model", model, "--dataset", dataset, "--output", output, *LEARNING, *given)])
     [path] = Path(output).rglob("results.json")
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def reload(kept):
@@ -132,12 +132,12 @@ def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, 
     grid_main([str(flag) for flag in (*grid, "--learning-rates", "5e-3", "--seeds", 1, *LEARNING[:6], *LEARNING[8:])])
     assert "--keep best: 1 finished run without a model; choose another --output" in capfd.readouterr().out
     assert train(models / "eurobert", data / "sc", output, "--save-model", tmp_path / "kept") == before
-    assert json.loads((tmp_path / "kept" / "finetuning.json").read_text())["trained"] == before["trained"]
+    assert read_json(tmp_path / "kept" / "finetuning.json")["trained"] == before["trained"]
 
 
 def test_the_card_names_rate_seed_and_digests(kept):
     folder = kept["ir"][0]
-    card, details = (folder / "README.md").read_text(), json.loads((folder / "finetuning.json").read_text())
+    card, details = (folder / "README.md").read_text(), read_json(folder / "finetuning.json")
     assert "| learning rate | `5e-03` |" in card and "| seed | `0` |" in card
     assert len(details["fingerprints"]) == 4 and all(digest in card for digest in details["fingerprints"].values())
 
@@ -191,14 +191,14 @@ def test_a_grid_keeps_models(keep, models, data, tmp_path):
     jobs = plan_grid(settings, find_dataset).pending[::-1]
     for job in jobs:
         assert train_and_evaluate(job)
-    results = {path.parent: json.loads(path.read_text()) for path in tmp_path.rglob("results.json")}
+    results = {path.parent: read_json(path) for path in tmp_path.rglob("results.json")}
     ranks = {run: (-one["validation"]["score"], one["learning_rate"], one["seed"]) for run, one in results.items()}
     order = sorted(results, key=ranks.get)
     assert len(order) == 4 and order[0] != job_folder(jobs[0], "tc")
     expected = order if keep == "all" else order[:1]
     assert {path.parents[1] for path in tmp_path.rglob("model/config.json")} == set(expected)
     for run in expected:
-        details = json.loads((run / "model" / "finetuning.json").read_text())
+        details = read_json(run / "model" / "finetuning.json")
         assert details["trained"] == results[run]["trained"]
         assert details["scores"]["test"]["score"] == results[run]["test"]["score"]
 
@@ -224,7 +224,7 @@ def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
     scores = [f1_score(row["tags"], one["tags"], average="macro") for one, row in zip(found, rows, strict=True)]
     assert sum(scores) / len(scores) == pytest.approx(kept["tc"][1]["test"]["score"])
     found = predict(kept["native qa"][0], data / "qa" / "test.json", tmp_path / "found.jsonl")
-    texts = [one["context"] for one in json.loads((data / "qa" / "test.json").read_text())["data"][0]["paragraphs"]]
+    texts = [one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]]
     right = sum(one["answer"] == text.split()[0] for one, text in zip(found, texts, strict=True))
     assert right / len(texts) == kept["native qa"][1]["test"]["metrics"]["exact_match"]
 
@@ -244,7 +244,7 @@ def pairs(tmp_path_factory):
 def test_pairs_are_joined_as_in_training_whatever_the_format(models, pairs, tmp_path, refusal):
     template = "{text_pair} -- {text}"
     result = train(models / "eurobert", pairs, tmp_path / "out", "--pair-template", template, "--save-model", tmp_path / "kept")
-    details = json.loads((tmp_path / "kept" / "finetuning.json").read_text())
+    details = read_json(tmp_path / "kept" / "finetuning.json")
     assert details["pair_template"] == template
     rows = read(pairs / "test.jsonl")
     found = predict(tmp_path / "kept", pairs / "test.jsonl", tmp_path / "found.jsonl")
@@ -269,7 +269,7 @@ def templated(models, tmp_path_factory):
         tokenizer = load_tokenizer(models / name)
         template = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
         set_special_tokens(tokenizer, template).save_pretrained(root / name)
-    config = json.loads((root / "modernbert" / "config.json").read_text())
+    config = read_json(root / "modernbert" / "config.json")
     write_file(root / "modernbert" / "config.json", config | {"classifier_pooling": "cls"})
     return root
 
@@ -372,7 +372,7 @@ def test_weights_that_give_no_scores_are_refused(change, words, copied, data, tm
 
 
 def test_a_tokenizer_of_another_model_is_refused(copied, data, refusal):
-    values = json.loads((copied / "tokenizer.json").read_text())
+    values = read_json(copied / "tokenizer.json")
     words = values["model"]["vocab"]
     argv = ["--model", copied, "--input", data / "sc" / "test.jsonl"]
     values["model"]["vocab"] = {word: number + 1000 * (number > 1) for word, number in words.items()}
@@ -414,7 +414,7 @@ ODD_FIELDS = [
 
 @pytest.mark.parametrize(("file", "changes", "words"), ODD_FIELDS)
 def test_odd_fields_of_a_kept_model_are_named(file, changes, words, copied, tmp_path, refusal):
-    values = json.loads((copied / file).read_text()) | changes
+    values = read_json(copied / file) | changes
     write_file(copied / file, {name: value for name, value in values.items() if value is not None})
     write_file(tmp_path / "rows.jsonl", [{"text": "stan", "tokens": ["stan"]}])
     message = refusal(predict_main, ["--model", copied, "--input", tmp_path / "rows.jsonl"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from small_data import read_json
 from text_helpers import text_encoder
 
 from megaenc import flags
@@ -52,7 +53,7 @@ def grid(model, data, tmp_path_factory):
 
 
 def result_of(grid, name):
-    return json.loads((grid[0] / "little" / name / "results.json").read_text())
+    return read_json(grid[0] / "little" / name / "results.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +93,7 @@ def test_what_a_grid_writes(grid):
 def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, model, data, capfd):
     output, said = grid
     assert len(results(output)) == 10 and "failed.json says why" in said
-    failures = [json.loads(path.read_text()) for path in output.rglob("failed.json")]
+    failures = [read_json(path) for path in output.rglob("failed.json")]
     assert len(failures) == 10 and {failure["learning_rate"] for failure in failures} == {1e30}
     assert all(re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"]) for failure in failures)
     with pytest.raises(SystemExit) as stop:
@@ -104,7 +105,7 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
 def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_path):
     with pytest.raises(SystemExit):  # the first of the two updates has rate 0
         alone(model, data / "sc", tmp_path, "--learning-rate", "1e40", "--max-steps", 2, "--warmup", 0.5)
-    [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
+    [failure] = [read_json(path) for path in tmp_path.rglob("failed.json")]
     assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2, the last", 2)
     assert not results(tmp_path)
 

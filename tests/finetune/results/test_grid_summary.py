@@ -7,6 +7,7 @@ import re
 import pytest
 import trees
 from fake_runs import FakeGrid
+from small_data import read_json, write_file
 
 from megaenc.finetune.results.summary import summary_main
 
@@ -67,7 +68,7 @@ def test_a_chosen_rate_with_a_collapsed_run_is_marked(tmp_path, capsys):
     trees.cell(tmp_path / "results", "toy", "QA/squad_v2", {1e-5: [5945 / 11873, 0.9]})
     said = printed(capsys, tmp_path / "results", "--output", tmp_path / "out.json")
     assert "70.04 (39.13) !" in said and "! marks" in said
-    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["collapsed"] == "1 of 2: never answers"
+    assert read_json(tmp_path / "out.json")["rows"][0]["collapsed"] == "1 of 2: never answers"
 
 
 def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
@@ -112,9 +113,9 @@ def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
     evil = "m|x\n| a | <script>alert(1)</script> `c` ![i](http://x)\x1b[2J\u202e"
     trees.cell(tmp_path / "tree", evil.replace("/", ""), "SC/[b](u)", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
     file = tmp_path / "tree" / evil.replace("/", "") / "SC" / "[b](u)" / "lr1e-05_sd0" / "results.json"
-    values = json.loads(file.read_text())
+    values = read_json(file)
     values["test"] |= {"collapsed": evil, "metrics": {"f1 | <b>": 0.5}}
-    file.write_text(json.dumps(values))
+    write_file(file, values)
     said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.md")
     assert "\x1b" not in said and "\u202e" not in said and "[b](u)" in said
     printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")

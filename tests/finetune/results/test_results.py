@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_runs
 import pytest
 import trees
+from small_data import read_json
 
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
@@ -53,11 +54,11 @@ def test_what_is_written_is_read_back_and_holds_no_time(tmp_path):
     assert found.test == result_files.SplitScores(asked.score, asked.metrics, None, asked.baseline)
     assert found.validation.score == fake_runs.scores(one, "sst2", "validation").score
     assert not found.scores_only and found.has_common_examples
-    values = json.loads((folder / "results.json").read_text())
+    values = read_json(folder / "results.json")
     assert values["test"]["scores_i"] and values["test"]["metrics_i"]["accuracy"] and "seconds" not in values
     assert values["fingerprints"] == {"model": "m" * 64, "tokenizer": "t" * 64, "train_on": "p" * 64, "dataset": "s" * 64}
     assert values["protocol"]["batch_size"] == 32 and values["steps"] == 7
-    assert json.loads((folder / "timing.json").read_text()) == {"training": 1.235}
+    assert read_json(folder / "timing.json") == {"training": 1.235}
 
 
 def test_a_result_takes_the_place_of_a_failure(tmp_path):
