@@ -8,7 +8,7 @@ import pytest
 import runs
 import torch
 from small_data import read_json
-from transformers import AutoTokenizer, EuroBertForMaskedLM
+from transformers import AutoTokenizer
 from whole_models import load_weights
 
 from megaenc.convert.command import main
@@ -61,12 +61,10 @@ def test_each_kept_checkpoint_and_step_0(exports):
 
 
 @pytest.mark.multiprocess
-def test_a_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
+def test_a_folder_has_the_ids_of_its_tokenizer(exports, small_corpus):
     folder = exports[20]
     config = read_json(folder / "config.json")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert {file.name for file in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not list(folder.glob("*.bin"))
     assert config["vocab_size"] == len(tokenizer) == 400, "vocabulary padding is not exported"
     assert (config["mask_token_id"], config["eos_token_id"]) == (tokenizer.mask_token_id, tokenizer.eos_token_id)
     plain = AutoTokenizer.from_pretrained(small_corpus.tokenizer)("stan plark")["input_ids"]
@@ -74,16 +72,6 @@ def test_a_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
     assert tokenizer("stan plark")["input_ids"] == document, "a document as it was trained"
     assert tokenizer("stan plark", "stan plark")["input_ids"] == document * 2
     assert tokenizer("")["input_ids"] == [tokenizer.eos_token_id]
-
-
-@pytest.mark.multiprocess
-def test_an_encoder_looks_at_all_tokens(exports):
-    model = EuroBertForMaskedLM.from_pretrained(exports[20], dtype=torch.float32)
-    tokens = torch.arange(2, 18).repeat(17, 1)
-    tokens[range(16), range(16)] = 300  # each token is another in a row of its own
-    with torch.no_grad():
-        logits = model(tokens).logits
-    assert (logits[:16] - logits[16]).abs().amax(dim=2).min() > 1e-6
 
 
 @pytest.mark.multiprocess

@@ -421,9 +421,3 @@ def test_the_exported_tokenizer_adds_the_tokens_of_training(adds, flags, before,
     assert tokenizer("walked slowly")["input_ids"] == [*first, *words, *last]
     if after:
         assert np.isfinite(model.encode(["", "walked"])).all()
-
-
-def test_an_evaluation_adds_the_tokens_that_are_asked_for(models):
-    [whole] = load_embedder(models["encoder"]).tokenize(["walked slowly"])
-    [ended] = load_embedder(models["encoder"], EmbeddingConfig(special_tokens="eod")).tokenize(["walked slowly"])
-    assert ended.tolist() == whole[1:].tolist()

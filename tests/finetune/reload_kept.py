@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from sklearn.metrics import f1_score, ndcg_score
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 SENTENCES = ["stan plark mill", "dove brack", "plark plark dove stan"]
 
@@ -19,14 +19,11 @@ def read(path):
 
 def score_sc(folder, data):
     """Accuracy, in batches of four padded texts."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    rows, right = read(data / "test.jsonl"), []
-    for at in range(0, len(rows), 4):
-        batch = rows[at : at + 4]
-        inputs = tokenizer([row["text"] for row in batch], truncation=True, padding=True, return_tensors="pt")
-        predicted = model(**inputs).logits.argmax(-1)
-        right += [model.config.id2label[int(label)] == str(row["label"]) for label, row in zip(predicted, batch, strict=True)]
-    return np.mean(right), pipeline("text-classification", str(folder))(SENTENCES)
+    classify = pipeline("text-classification", str(folder), batch_size=4, truncation=True)
+    rows = read(data / "test.jsonl")
+    found = classify([row["text"] for row in rows])
+    right = [one["label"] == row["label"] for one, row in zip(found, rows, strict=True)]
+    return np.mean(right), classify(SENTENCES)
 
 
 def score_tc(folder, data):

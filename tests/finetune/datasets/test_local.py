@@ -50,28 +50,19 @@ def labelled(*labels):
     return [{"text": "x", "label": label} for label in labels]
 
 
-def test_classified_texts_of_jsonl_with_the_labels_of_meta_json(tmp_path):
-    files = {"train.jsonl": SENTIMENT, "valid.jsonl.gz": SENTIMENT[:1], "test.jsonl": SENTIMENT[1:]}
-    files["meta.json"] = {"labels": ["negative", "positive"]}
-    found = find_dataset(write_files(tmp_path / "films", files))
-    assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("negative", "positive"), "films")
-    assert found.load_split("train") == [LabelledText("a", "good", 1), LabelledText("b", "bad", 0)]
-    assert found.load_split("validation") == [LabelledText("a", "good", 1)]
-    assert found.load_split("test") == [LabelledText("b", "bad", 0)]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_the_same_in_every_format_whatever_the_case_of_its_suffix(tmp_path, form):
     """An empty id or second text is none. Labels that are numbers are sorted as such."""
     rows = [
-        {"id": "", "text": "x", "text_pair": "wet", "label": 9},
-        {"id": "a", "text": "y", "text_pair": "", "label": 10},
-        {"id": "", "text": "z", "text_pair": None, "label": 9},
+        {"id": "", "text": "x", "text_pair": "wet", "label": 10},
+        {"id": "a", "text": "y", "text_pair": "", "label": 9},
+        {"id": "", "text": "z", "text_pair": None, "label": 10},
     ]
-    lower = find_dataset(write_splits(tmp_path / "lower", form, rows))
-    assert lower.labels == ("9", "10")
-    expected = [LabelledText("0", "x", 0, "wet"), LabelledText("a", "y", 1), LabelledText("2", "z", 0)]
-    assert lower.load_split("train") == expected
+    lower = find_dataset(write_splits(tmp_path / "lower", form, rows, test=rows[1:2]))
+    assert (lower.name, lower.family, lower.labels, lower.train_on) == ("lower", TaskFamily.SC, ("9", "10"), "lower")
+    expected = [LabelledText("0", "x", 1, "wet"), LabelledText("a", "y", 0), LabelledText("2", "z", 1)]
+    assert lower.load_split("train") == lower.load_split("validation") == expected
+    assert lower.load_split("test") == expected[1:2]
     upper = tmp_path / "upper"
     upper.mkdir()
     for file in (tmp_path / "lower").iterdir():
@@ -80,12 +71,6 @@ def test_rows_are_the_same_in_every_format_whatever_the_case_of_its_suffix(tmp_p
             (upper / f"{file.stem}.PARQUET.GZ").unlink()
             (upper / f"{file.stem}.PARQUET").write_bytes(file.read_bytes())
     assert find_dataset(str(upper)).load_split("train") == expected
-
-
-def test_labels_without_meta_json_are_those_of_train_sorted(tmp_path):
-    found = find_dataset(write_splits(tmp_path / "words", "jsonl", labelled("yes", "no"), test=labelled("yes")))
-    assert found.labels == ("no", "yes") and labels_of(found) == [1, 0]
-    assert labels_of(found, "test") == [1]
 
 
 @pytest.mark.parametrize("labels, first", [(["4.8", "0.4", "3"], "4.8"), (["-.5", "1"], "-.5"), (["1e-3", "nan"], "1e-3")])
@@ -154,10 +139,6 @@ def test_the_template_of_pairs_is_in_the_fingerprint_if_there_are_pairs_anywhere
     assert find_dataset(never).fingerprint == find_dataset(never, pair_template=PAIR_TEMPLATE).fingerprint
 
 
-def test_columns_without_a_name_may_repeat(tmp_path):
-    assert read(tmp_path, "test.csv", "text,label,,\na,x,,\n") == [LabelledText("0", "a", 0)]
-
-
 def test_tables_with_tabs_take_quotes_for_text(tmp_path):
     assert read(tmp_path, "test.tsv", 'text\tlabel\nthe "best\t1\nworst\t0\n')[0].text == 'the "best'
     words = [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
@@ -166,7 +147,8 @@ def test_tables_with_tabs_take_quotes_for_text(tmp_path):
 
 
 def test_csv_is_read_with_its_quotes(tmp_path):
-    """Line ends in a cell are text."""
+    """Line ends in a cell are text; columns without a name may repeat."""
+    assert read(tmp_path, "unnamed.csv", "text,label,,\na,x,,\n") == [LabelledText("0", "a", 0)]
     long = "long " * 50_000
     table = f'\ufeffid,text,label\r\na,"the ""best"", he said",1\r\n\r\nb,"two\r\nlines\rand a tab\t\n",0\r\nc,{long},1\r\n'
     assert read(tmp_path, "test.csv", table) == [

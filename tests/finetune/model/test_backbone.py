@@ -148,13 +148,6 @@ def test_a_model_that_computes_something_else_packed_is_padded(tmp_path, monkeyp
     assert "not packed: llama " in capsys.readouterr().out
 
 
-def test_the_token_that_pads_is_trained(tmp_path):
-    _save(tmp_path, "eurobert")  # pads with the token that ends texts
-    backbone = _load(tmp_path)
-    backbone.compute_states(pack_texts([np.array([5, 6, 0])], "cpu")).sum().backward()
-    assert backbone.model.embed_tokens.weight.grad[0].abs().sum() > 0
-
-
 def test_dropout_is_the_config_s(tmp_path):
     _save(tmp_path, "bert")
     backbone = _load(tmp_path)

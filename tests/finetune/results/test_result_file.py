@@ -1,6 +1,5 @@
 """Results that no run wrote end in one line that names file and field, whichever command reads them."""
 
-import json
 import os
 
 import pytest
@@ -140,11 +139,3 @@ def test_damaged_scores_of_examples_are_one_line(value, tmp_path):
     (tmp_path / "results.json").write_text(changed('"scores_i": [0, 1]', f'"scores_i": {value}'))
     with pytest.raises(InputError, match=r"results\.json: field `test`"):
         read_example_scores(tmp_path / "results.json", None)
-
-
-def test_whole_results_are_read(tree, tmp_path):
-    """So that the damage, and nothing else, is refused above."""
-    assert [one.test.score for one in result_files.read_result_tree(tree)] == [0.5, 0.5]
-    assert read_example_scores(tree / "610m-clm-42k/SC/sst2/lr2e-05_sd1/results.json", "accuracy") == [0.0, 1.0]
-    summary_main([str(tree), "--output", str(tmp_path / "new" / "all.json")])
-    assert json.loads((tmp_path / "new" / "all.json").read_text())["rows"][0]["mean"] == 50
