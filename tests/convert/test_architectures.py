@@ -1,13 +1,12 @@
 """What config.json says of a model, read in both directions, and what it may not say."""
 
-import dataclasses
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megaenc.console import silence_libraries
 from megaenc.convert.architectures import (
     FAMILIES,
     build_export_config,
@@ -23,11 +22,9 @@ from megaenc.model import ModelConfig
 from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 
-silence_libraries()
-
 SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
-WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
-WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
+WITH_BIAS = replace(SMALL, add_qkv_bias=True)
+WITH_NORMS = replace(SMALL, qk_layernorm=True)
 SLIDING = ["full_attention", "sliding_attention"]
 GLOBAL_IN_0_1_3 = [*["full_attention"] * 2, *SLIDING[::-1], "sliding_attention"]
 GLOBAL_LAST = [*["sliding_attention"] * 3, *["full_attention"] * 2]
@@ -37,7 +34,7 @@ LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, ori
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
 EXTENDED = dict(yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=32)
 QWEN3_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
-MODERNBERT = dataclasses.replace(
+MODERNBERT = replace(
     SMALL,
     num_layers=5,
     num_query_groups=4,
@@ -53,7 +50,7 @@ MODERNBERT = dataclasses.replace(
     untie_embeddings_and_output_weights=False,
 )
 ALL_GLOBAL = dict(window_size=None, global_attn_every_n_layers=None, local_rotary_base=None, first_global_layer=1)
-GEMMA3 = dataclasses.replace(
+GEMMA3 = replace(
     SMALL,
     num_layers=7,
     kv_channels=16,
@@ -71,33 +68,33 @@ GEMMA3 = dataclasses.replace(
 )
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
-    "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16), dataclasses.replace(SMALL, **EXTENDED)],
-    "mistral": [SMALL, dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False)],
-    "qwen2": [WITH_BIAS, dataclasses.replace(WITH_BIAS, kv_channels=16, norm_epsilon=1e-6)],
+    "llama": [SMALL, WITH_BIAS, replace(SMALL, **STRETCHED, kv_channels=16), replace(SMALL, **EXTENDED)],
+    "mistral": [SMALL, replace(SMALL, untie_embeddings_and_output_weights=False)],
+    "qwen2": [WITH_BIAS, replace(WITH_BIAS, kv_channels=16, norm_epsilon=1e-6)],
     "qwen3": [
         WITH_NORMS,
-        dataclasses.replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6),
-        dataclasses.replace(WITH_NORMS, **EXTENDED, rotary_base=1e6),
+        replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6),
+        replace(WITH_NORMS, **EXTENDED, rotary_base=1e6),
     ],
     "modernbert": [
         MODERNBERT,
-        dataclasses.replace(MODERNBERT, **ALL_GLOBAL, norm_bias=True, output_layer_bias=False, activation="silu"),
-        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=None, local_rotary_base=None),
-        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=5, local_rotary_base=None),
-        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=4, first_global_layer=2, activation="gelu_pytorch_tanh"),
-        dataclasses.replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
+        replace(MODERNBERT, **ALL_GLOBAL, norm_bias=True, output_layer_bias=False, activation="silu"),
+        replace(MODERNBERT, global_attn_every_n_layers=None, local_rotary_base=None),
+        replace(MODERNBERT, global_attn_every_n_layers=5, local_rotary_base=None),
+        replace(MODERNBERT, global_attn_every_n_layers=4, first_global_layer=2, activation="gelu_pytorch_tanh"),
+        replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
     ],
     "gemma3_text": [
         GEMMA3,
-        dataclasses.replace(GEMMA3, rotary_seq_len_interpolation_factor=8.0, query_pre_attn_scalar=24, kv_channels=None),
-        dataclasses.replace(GEMMA3, **ALL_GLOBAL, activation="silu", untie_embeddings_and_output_weights=True),
-        dataclasses.replace(GEMMA3, **ALL_GLOBAL | {"window_size": 1}, norm_epsilon=1e-6),
-        dataclasses.replace(GEMMA3, global_attn_every_n_layers=6, first_global_layer=6, local_rotary_base=None),
+        replace(GEMMA3, rotary_seq_len_interpolation_factor=8.0, query_pre_attn_scalar=24, kv_channels=None),
+        replace(GEMMA3, **ALL_GLOBAL, activation="silu", untie_embeddings_and_output_weights=True),
+        replace(GEMMA3, **ALL_GLOBAL | {"window_size": 1}, norm_epsilon=1e-6),
+        replace(GEMMA3, global_attn_every_n_layers=6, first_global_layer=6, local_rotary_base=None),
     ],
 }
 MODELS["modernbert-decoder"] = MODELS["modernbert"]
-NEOBERT = dataclasses.replace(SMALL, num_query_groups=4, output_layer_bias=True)
-MODELS["neobert"] = [NEOBERT, dataclasses.replace(NEOBERT, norm_epsilon=1e-6, init_method_std=0.03, ffn_hidden_size=56)]
+NEOBERT = replace(SMALL, num_query_groups=4, output_layer_bias=True)
+MODELS["neobert"] = [NEOBERT, replace(NEOBERT, norm_epsilon=1e-6, init_method_std=0.03, ffn_hidden_size=56)]
 
 
 class Tokenizer:
@@ -230,10 +227,10 @@ def test_fields_of_older_versions_are_understood():
     scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
     old = values | {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
-    assert read(old) == dataclasses.replace(SMALL, **STRETCHED)
-    assert read(values | {"rope_theta": 1e6, "rope_scaling": None}) == dataclasses.replace(SMALL, rotary_base=1e6)
+    assert read(old) == replace(SMALL, **STRETCHED)
+    assert read(values | {"rope_theta": 1e6, "rope_scaling": None}) == replace(SMALL, rotary_base=1e6)
     released = values | {"model_type": "sl_model", "rope_theta": 250000, "auto_map": {"AutoModel": "code.Model"}}
-    assert read(released) == dataclasses.replace(SMALL, rotary_base=250000.0)
+    assert read(released) == replace(SMALL, rotary_base=250000.0)
 
 
 def rope(**values):
@@ -275,7 +272,7 @@ MMBERT = dict(local_rotary_base=None)
 )
 def test_models_as_they_are_on_the_hub(values, preset, differs):
     """With fields of older versions, and what their code has left there."""
-    assert read(values) == dataclasses.replace(get_preset(preset), **differs)
+    assert read(values) == replace(get_preset(preset), **differs)
 
 
 def test_yarn_as_it_is_on_the_hub():
@@ -283,10 +280,10 @@ def test_yarn_as_it_is_on_the_hub():
     values = written("qwen3", WITH_NORMS)
     del values["rope_parameters"]
     scaling = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(4) + 1}
-    expected = dataclasses.replace(WITH_NORMS, **EXTENDED, rotary_base=1e6)
+    expected = replace(WITH_NORMS, **EXTENDED, rotary_base=1e6)
     old = values | {"rope_theta": 1e6, "rope_scaling": scaling | {"original_max_position_embeddings": 32}}
     assert read(old) == expected
-    inferred = dataclasses.replace(expected, yarn_original_max_position_embeddings=128)
+    inferred = replace(expected, yarn_original_max_position_embeddings=128)
     assert read(values | {"rope_theta": 1e6, "rope_scaling": scaling}) == inferred
 
 
@@ -308,7 +305,7 @@ def test_the_largest_gemma3_scales_positions_and_scores():
 
 def test_a_bias_of_the_output_layer_may_be_left_to_the_check_of_its_zeros():
     values = written("eurobert", NEOBERT)
-    assert read(values) == dataclasses.replace(NEOBERT, output_layer_bias=False)
+    assert read(values) == replace(NEOBERT, output_layer_bias=False)
     assert FAMILIES["neobert"].without_output_bias(NEOBERT) == FAMILIES["modernbert"].without_output_bias(NEOBERT) == NEOBERT
 
 
@@ -407,22 +404,22 @@ def test_what_cannot_be_computed_is_named(name, change, words):
         ("eurobert", "bidirectional", WITH_NORMS, "--as eurobert: has no norms of queries and keys; expected --as qwen3"),
         ("eurobert", "causal", SMALL, "--as eurobert: has no causal attention; expected --as llama or mistral"),
         ("mistral", "causal", WITH_BIAS, "has no biases of queries, keys and values; expected --as llama or qwen2"),
-        ("qwen2", "bidirectional", dataclasses.replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
+        ("qwen2", "bidirectional", replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
         ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
-        ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, **EXTENDED), "has no rotary positions scaled by YaRN"),
+        ("modernbert", "bidirectional", replace(MODERNBERT, **EXTENDED), "has no rotary positions scaled by YaRN"),
         ("neobert", "bidirectional", SMALL, "has no output layer without bias; expected --as eurobert or llama or mistral"),
-        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, rotary_base=5e5), "has no base period of the rotary positions"),
-        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, ffn_hidden_size=50), "has no --ffn-hidden-size that is no"),
-        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, num_query_groups=2), "has no queries that share keys"),
-        ("eurobert", "bidirectional", dataclasses.replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),
+        ("neobert", "bidirectional", replace(NEOBERT, rotary_base=5e5), "has no base period of the rotary positions"),
+        ("neobert", "bidirectional", replace(NEOBERT, ffn_hidden_size=50), "has no --ffn-hidden-size that is no"),
+        ("neobert", "bidirectional", replace(NEOBERT, num_query_groups=2), "has no queries that share keys"),
+        ("eurobert", "bidirectional", replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),
         ("modernbert-decoder", "bidirectional", MODERNBERT, "has no bidirectional attention; expected --as modernbert"),
-        ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
+        ("modernbert", "bidirectional", replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
         ("gemma3_text", "causal", WITH_NORMS, "--as gemma3_text: has no norms by weight without + 1; expected --as qwen3"),
         ("gemma3_text", "prefix", GEMMA3, "--as gemma3_text: has no prefix attention"),
         (
             "gemma3_text",
             "causal",
-            dataclasses.replace(GEMMA3, num_attention_heads=6),
+            replace(GEMMA3, num_attention_heads=6),
             "has no heads whose number does not divide the hidden size; no family here",
         ),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),
@@ -443,4 +440,4 @@ def test_llamas_layers_have_no_option_of_another_family(option):
     for name, model in (("llama", SMALL), ("neobert", NEOBERT)):
         lacks = FAMILIES[name].unsupported_feature
         assert lacks(model, Attention.BIDIRECTIONAL) is None
-        assert lacks(dataclasses.replace(model, **dict([option])), Attention.BIDIRECTIONAL) is not None
+        assert lacks(replace(model, **dict([option])), Attention.BIDIRECTIONAL) is not None

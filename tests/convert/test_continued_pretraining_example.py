@@ -10,13 +10,10 @@ import runs
 import torch
 
 from megaenc import cli
-from megaenc.console import silence_libraries
 from megaenc.training.command import main as pretrain
 
 EXAMPLE = runs.ROOT / "examples" / "continued_pretraining" / "continue_pretraining.py"
 SHORT = ["--train-iters", "30", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3"]
-
-silence_libraries()
 
 
 def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,13 @@ import torch
 from small_data import beir_files, write_files
 from small_models import save_model
 
+from megaenc.console import silence_libraries
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.embed.command import eval_main
 from megaenc.embed.embedder import Embedder, EmbeddingConfig, read_embedding_config
+
+silence_libraries()
 
 DOCUMENTS = [
     ("d1", "Rivers", "The old man walked slowly down to the river with his dog."),

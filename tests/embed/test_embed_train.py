@@ -17,7 +17,6 @@ from small_data import read_json, write_file
 from torch.nn.functional import cross_entropy
 
 from megaenc.backend.device import cpu_has_bf16
-from megaenc.console import silence_libraries
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_template
 from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData, divide_texts
@@ -30,8 +29,6 @@ from megaenc.embed.train import (
 )
 from megaenc.embed.train_command import train_main
 from megaenc.errors import InputError
-
-silence_libraries()
 
 WORDS = [*"abcdefgh", "walked", "slowly", "river", "garden", "summer", "letters", "Lyon", "Paris", "heavy", "flowers"]
 FAST = ["--batch-size", 8, "--epochs", 3, "--learning-rate", "3e-3", "--precision", "fp32"]

@@ -8,13 +8,9 @@ import pytest
 import torch
 from embed.conftest import load_embedder, write_sentence_model
 from small_data import write_file
-from torch.nn.functional import normalize
 
-from megaenc.console import silence_libraries
 from megaenc.embed.embedder import EmbeddingConfig, fetch_model, read_embedding_config
 from megaenc.errors import InputError
-
-silence_libraries()
 
 TEXTS = ["Lyon", "The old man walked slowly down to the river with his dog. " * 9, "letters from LYON", "yellow", "Nobody came."]
 
@@ -44,23 +40,6 @@ def test_a_sentence_transformers_folder(models, kind, options):
             vectors = embed("st", [prefix + text for text in TEXTS], config, batch_size=batch_size)
             torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
     assert (config.query_prefix, config.document_prefix) == (("Ask: ", "Read: ") if "prompts" in options else ("", ""))
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
-    from transformers import AutoModel, AutoTokenizer
-
-    model = AutoModel.from_pretrained(models[kind])
-    tokenizer = AutoTokenizer.from_pretrained(models[kind])
-    for module in model.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = False
-    model.config.is_causal = False
-    vectors = embed(models[kind], TEXTS)
-    for text, vector in zip(TEXTS, vectors, strict=True):
-        with torch.no_grad():
-            states = model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=64)).last_hidden_state[0]
-        torch.testing.assert_close(vector, normalize(states.mean(dim=0), dim=0), rtol=0, atol=1e-5)
 
 
 def test_a_text_without_tokens_has_no_direction(models):

@@ -13,13 +13,10 @@ from scipy.stats import bootstrap, spearmanr, t
 from sklearn.linear_model import LogisticRegression
 from small_data import write_file, write_files
 
-from megaenc.console import silence_libraries
 from megaenc.embed import probes
 from megaenc.embed.command import eval_main
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import load_beir_test
-
-silence_libraries()
 
 WORDS = ["river", "garden", "summer", "letters", "Lyon", "Paris", "book", "flowers", "house", "dog", "man", "walked", "yellow"]
 

@@ -1,6 +1,5 @@
 """A Hugging Face folder that wants to harm its reader is refused in one line, and no code or file that it names is touched."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -8,23 +7,20 @@ from pathlib import Path
 import pytest
 import runs
 from convert import hf_models, hostile_folders
+from small_data import read_json, write_file, write_splits
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from megaenc.convert.command import main as convert
-from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.finetune import fill_mask
 from megaenc.finetune.command import run_main
 from megaenc.hf.checkpoint import HFCheckpoint
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(small_corpus, tmp_path_factory):
     """A small EuroBERT with its tokenizer. Not to be changed."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["The cat sat on the mat."] * 4, 300)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    built = hf_models.build("eurobert", vocab_size=len(tokenizer), max_position_embeddings=64)
-    return hf_models.write(built, folder / "hf", folder / "tokenizer")
+    built = hf_models.build("eurobert", max_position_embeddings=64)
+    return hf_models.write(built, tmp_path_factory.mktemp("model"), small_corpus.tokenizer)
 
 
 @pytest.fixture
@@ -51,15 +47,11 @@ def test_from_hf_refuses_in_one_line_and_leaves_nothing(case, hostile, tmp_path,
 @pytest.mark.parametrize("case", hostile_folders.SOME)
 def test_other_commands_refuse_in_one_line_and_leave_no_result(case, command, hostile, tmp_path, refusal):
     change, words = hostile_folders.SOME[case]
-    (tmp_path / "data").mkdir()
-    text = tmp_path / "data" / "test.jsonl"
-    text.write_text("".join(f'{{"text": "a cat {n}", "label": {n % 2}}}\n' for n in range(4)))
-    for split in ("train", "validation"):
-        shutil.copy(text, text.with_name(f"{split}.jsonl"))
+    data = write_splits(tmp_path / "data", "jsonl", [{"text": f"a cat {n}", "label": n % 2} for n in range(4)])
     if command == "fill-mask":
-        line = refusal(fill_mask.main, ["--model", hostile(change), "--input", text])
+        line = refusal(fill_mask.main, ["--model", hostile(change), "--input", f"{data}/test.jsonl"])
     else:
-        flags = ["--dataset", tmp_path / "data", "--output", tmp_path / "out", "--max-steps", "1"]
+        flags = ["--dataset", data, "--output", tmp_path / "out", "--max-steps", "1"]
         line = refusal(run_main, ["--model", hostile(change), *flags])
     assert words in line and "/hf" in line
     assert not list((tmp_path / "out").rglob("*.json"))
@@ -149,9 +141,9 @@ def test_no_code_or_network_is_reached_by_what_a_folder_names(model, tmp_path, m
         (folder / "adapter_model.bin").write_bytes(b"c__builtin__\nopen\n(S'marker'\nS'w'\ntR.")
         (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/repository", "peft_type": "LORA"}')
         (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = read_json(folder / "tokenizer_config.json")
         tokenizer |= {"auto_map": {"AutoTokenizer": ["code.Marked", "code.Marked"]}, "name_or_path": "org/repository"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+        write_file(folder / "tokenizer_config.json", tokenizer)
     online = {"HF_HUB_OFFLINE": "0"}
     ended = runs.run([sys.executable, "-c", LOAD], packages=tmp_path / "packages", environment=online, cwd=tmp_path)
     assert ended.stdout == "loaded\n"

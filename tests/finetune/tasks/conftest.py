@@ -64,16 +64,20 @@ class Oracle(nn.Module):
     def compute_states(self, packed):
         self.seen += len(packed.lengths)
         texts = packed.tokens.split(packed.lengths)
-        return torch.cat([torch.as_tensor(self.told[tuple(text.tolist())], dtype=torch.float32) for text in texts])
+        return torch.cat([torch.tensor(self.told[tuple(text.tolist())], dtype=torch.float32) for text in texts])
 
 
 @pytest.fixture
 def oracle() -> Callable:
-    """A model whose head passes on what the states say: `oracle(task, [(tokens, states), ...])`."""
+    """A model whose head passes on what the states say: `oracle(task, (texts, states), ...)`, a row or rows a text."""
 
-    def make(task, told):
-        told = list(told)
-        size = np.asarray(told[0][1]).shape[1]
+    def make(task, *sides):
+        told = []
+        for texts, states in sides:
+            rows = texts.gather_rows(range(len(states)))
+            for text, some in zip(rows, states, strict=True):
+                told.append((text, np.broadcast_to(some, (len(text), np.shape(some)[-1]))))
+        size = told[0][1].shape[1]
         head = task.build_head(size)
         if isinstance(head, nn.Linear):
             nn.init.eye_(head.weight)

@@ -21,17 +21,10 @@ def test_heads_are_drawn_by_the_seed(dataset):
     assert not first.bias.any()
 
 
-def told(data, predicted):
-    return [
-        (text, np.tile(np.eye(3)[label], (len(text), 1)))
-        for text, label in zip(data.gather_rows(range(len(predicted))), predicted, strict=True)
-    ]
-
-
 def test_scores(dataset, encoder, oracle):
     task = Classification(dataset(["a", "b", "c"]), FinetuneConfig(tokens_per_forward=20))
     data = task.encode(EXAMPLES, encoder)
-    perfect = oracle(task, told(data, [0, 2, 1, 2, 2]))
+    perfect = oracle(task, (data, np.eye(3)[[0, 2, 1, 2, 2]]))
     heard: list[tuple[int, int]] = []
     task.progress = lambda done, total: heard.append((done, total))
     scores = task.evaluate(perfect, data, EXAMPLES)
@@ -41,7 +34,7 @@ def test_scores(dataset, encoder, oracle):
     assert scores.baseline == {"score": 0.6, "accuracy": 0.6}
     assert perfect.backbone.seen == 5  # one pass
 
-    scores = task.evaluate(oracle(task, told(data, [0, 2, 1, 0, 1])), data, EXAMPLES)
+    scores = task.evaluate(oracle(task, (data, np.eye(3)[[0, 2, 1, 0, 1]])), data, EXAMPLES)
     assert scores.score == 0.6 and scores.scores_i == [1, 1, 1, 0, 0] and scores.collapsed is None
 
 
@@ -49,5 +42,5 @@ def test_a_constant_prediction_of_different_labels_is_a_collapse(dataset, encode
     task = Classification(dataset(["bad", "fair", "good"]), FinetuneConfig())
     for examples, collapsed in ((EXAMPLES, "constant prediction good"), (EXAMPLES[3:], None)):
         data = task.encode(examples, encoder)
-        scores = task.evaluate(oracle(task, told(data, [2] * len(examples))), data, examples)
+        scores = task.evaluate(oracle(task, (data, np.eye(3)[[2] * len(examples)])), data, examples)
         assert scores.collapsed == collapsed

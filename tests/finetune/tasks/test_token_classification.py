@@ -32,9 +32,9 @@ def test_a_beginning_has_no_tag(task, tokenizer):
 
 def told(data, tags_of):
     """States that say, for each row and word, the tag of `tags_of`; whatever at the end."""
-    for row, text in enumerate(data.gather_rows(range(len(data)))):
-        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
-        yield text, np.eye(len(TAGS))[[tags_of[row][word] if word >= 0 else 1 for word in words]]
+    words = np.split(data.columns["words"], data.starts[1:-1])
+    tags = [[own[word] if word >= 0 else 1 for word in row] for row, own in zip(words, tags_of, strict=True)]
+    return data, [np.eye(len(TAGS))[some] for some in tags]
 
 
 def test_scores(task, encoder, oracle):
