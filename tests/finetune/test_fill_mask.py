@@ -181,7 +181,6 @@ def test_text_that_is_no_plain_sentence_makes_no_riddle(tokenizer, text):
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_the_command_shows_and_counts(kind, folders, text, capsys):
-    """The surest guesses of all sentences."""
     command = ["--model", str(folders / kind), "--input", text, "--tokens", "100", "--sentences", "3"]
     fill_mask.main(command)
     first = capsys.readouterr()
@@ -189,10 +188,6 @@ def test_the_command_shows_and_counts(kind, folders, text, capsys):
     assert first.out == capsys.readouterr().out and not first.err
     assert first.out.count("_____") == 3 and "hidden tokens guessed" in first.out
     assert "the 3 sentences with the surest guesses of 24;" in first.out
-    printed = [int(share) for share in re.findall(r"_____[^\n]*? (\d+) %", first.out)]
-    model, tokenizer = fill_mask.load_masked_lm(folders / kind)
-    guesses = fill_mask.predict_masked_words(model, tokenizer, fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 24))
-    assert printed == [round(100 * share) for share in sorted((best[0][1] for best in guesses), reverse=True)[:3]]
 
 
 def test_the_surest_guesses_come_first_next_to_the_accuracy_of_all(capsys):
