@@ -54,6 +54,7 @@ def test_a_decoder_becomes_an_encoder(family, head, small_corpus, monkeypatch):
     words = transformers.AutoTokenizer.from_pretrained(out / "hf")("stan plark <|mask|> stan", return_tensors="pt")
     with torch.no_grad():
         states = model(**words, output_hidden_states=True).hidden_states[-1]
+    assert (out / "sentences" / "modules.json").exists()
     embedder = sentence_transformers.SentenceTransformer(str(out / "sentences"), device="cpu")
     vector = embedder.encode("stan plark <|mask|> stan", convert_to_tensor=True)
     torch.testing.assert_close(vector, states[0].mean(dim=0), rtol=0, atol=1e-5)
