@@ -38,6 +38,15 @@ def write_csv(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path:
+    """Columns of id and text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
+    return path
+
+
 def reference_ids(tokenizer, text: str) -> list[int]:
     """What transformers itself makes of plain text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -7,7 +7,6 @@ import pytest
 
 from megaenc.data.packing.corpus_order import PERIOD, DueOrder, PeriodicOrder, compute_sample_counts, interleave_corpora
 
-CORPORA = 1833
 BLENDS = {
     "two": ["0.3", "0.7"],
     "tokens": ["123456789", "987654321", "55555"],

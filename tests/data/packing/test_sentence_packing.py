@@ -8,7 +8,6 @@ import pytest
 from megaenc import counter_rng
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
-from megaenc.errors import InputError
 
 
 class Sentences:
@@ -85,8 +84,3 @@ def test_documents_of_one_sentence_each_are_sentences_if_their_sidecar_says_so()
     titles = Sentences([[5], [9], [4]])
     titles.metadata = SimpleNamespace(sentences={"method": "punkt"})
     assert len(SentencePackedDataset(titles, np.arange(3), 8, seed=0)[0].tokens) == 8
-
-
-def test_whole_documents_are_refused():
-    with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
-        SentencePackedDataset(Sentences([[5], [9]]), np.arange(2), 8, seed=0)

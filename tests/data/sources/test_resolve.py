@@ -6,7 +6,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import TEXTS, write_csv, write_jsonl
+from text_helpers import TEXTS, write_csv, write_jsonl, write_parquet
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
@@ -28,11 +28,6 @@ def text_folder(folder, texts):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
-
-
-def parquet(path, texts, row_group_size=2):
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=row_group_size)
-    return path
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
@@ -88,7 +83,7 @@ def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
 
 def test_kinds_are_told_by_name_and_parquet_by_its_first_bytes(tmp_path):
     write_jsonl(tmp_path / "lines", TEXTS)
-    parquet(tmp_path / "table", TEXTS)
+    write_parquet(tmp_path / "table", TEXTS)
     (tmp_path / "b.md").write_bytes(TEXTS[0].encode())
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
     assert texts_of(tmp_path / "lines", tmp_path / "table") == TEXTS * 2
@@ -199,7 +194,7 @@ def everything(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     write_jsonl(tmp_path / "packed", TEXTS)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "packed").read_bytes()))
-    parquet(tmp_path / "c.parquet", TEXTS)
+    write_parquet(tmp_path / "c.parquet", TEXTS)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
     table = write_csv(tmp_path / "d.csv", TEXTS)
     return [tmp_path / "a.jsonl", folder, tmp_path / "b.jsonl.gz", table, tmp_path / "c.parquet", tmp_path / "saved"]
@@ -299,7 +294,7 @@ def test_commands_read_an_encoding_and_a_delimiter(tmp_path):
 
 def test_encodings_and_delimiters_that_do_not_fit(tmp_path):
     lines = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    table = parquet(tmp_path / "a.parquet", TEXTS)
+    table = write_parquet(tmp_path / "a.parquet", TEXTS)
     refusals = [
         (lines, {"encoding": "klingon"}, "--encoding .*: unknown, expected the name of an encoding, such as utf-8"),
         (lines, {"encoding": "zip"}, "--encoding .*: unknown"),
