@@ -1,10 +1,10 @@
 """Scripts that are run by forks of one process: what they find and how they end is as in processes of their own."""
 
 import os
-import time
 
 import pytest
 import runs
+from waiting import wait_until
 
 LOOK = """
 import atexit, json, multiprocessing, os, sys, threading
@@ -88,9 +88,6 @@ def test_a_rank_that_fails_ends_the_others_and_so_does_the_end_of_time(script, t
 
 
 def assert_gone(folder) -> None:
-    deadline = time.monotonic() + 10
     for rank in "01":
         process = (folder / rank).read_text()
-        while os.path.exists(f"/proc/{process}"):
-            assert time.monotonic() < deadline, process
-            time.sleep(0.05)
+        wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"), 10)

@@ -3,14 +3,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import runs
+from waiting import wait_until, wait_until_ended
 
-from megaenc.processes import ChildProcess, describe_exit_code, exit_on_sigterm, python_environment, with_pdeathsig
+from megaenc.processes import ChildProcess, exit_on_sigterm, python_environment, with_pdeathsig
 
 
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
@@ -20,16 +20,12 @@ def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
             with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream
         )
     try:
-        deadline = time.monotonic() + 60
-        while not (said := (tmp_path / "said").read_text()).endswith("\n"):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        said = tmp_path / "said"
+        wait_until(lambda: said.read_text().endswith("\n"))
         assert child.wait(60 if code else 0.1) == code
-        begun = psutil.Process(int(said))
     finally:
         child.kill()
-    gone, _ = psutil.wait_procs([begun], timeout=10)
-    assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
+    wait_until_ended([int(said.read_text())])
     assert child.exit_code() == (code or -signal.SIGKILL)
 
 
@@ -45,22 +41,11 @@ time.sleep(600)
 def test_a_child_ends_with_a_parent_that_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 60
-    while child.cmdline()[:1] != ["sleep"]:  # empty for a moment, while one program replaces the other
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: child.cmdline()[:1] == ["sleep"])  # empty for a moment, while one program replaces the other
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, left = psutil.wait_procs([child], timeout=10)
-    if left and child.status() != psutil.STATUS_ZOMBIE:  # which nobody here reaps, perhaps
-        child.kill()
-        pytest.fail("the child outlives its parent")
-
-
-def test_the_end_of_a_process_is_told():
-    assert describe_exit_code(-11).startswith("was killed by SIGSEGV")
-    assert describe_exit_code(-9).startswith("was killed by SIGKILL, as the kernel")
+    wait_until_ended([child.pid])
 
 
 @pytest.mark.parametrize("ignored", [False, True])

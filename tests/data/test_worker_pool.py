@@ -1,4 +1,3 @@
-import contextlib
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 import psutil
 import pytest
 import runs
+from waiting import wait_until_ended
 
 from megaenc.data.worker_pool import WorkerProcessDied, start_pool
 
@@ -110,12 +110,4 @@ def test_a_script_needs_no_guard_and_its_workers_end_with_it_when_it_is_killed(t
     *lines, numbers = output.read_text().splitlines()
     assert lines == ["this script", "None None"]
     assert len(numbers.split()) == 2
-    workers = []
-    for number in numbers.split():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            workers.append(psutil.Process(int(number)))
-    _, left = psutil.wait_procs(workers, timeout=30)
-    left = [worker for worker in left if worker.status() != psutil.STATUS_ZOMBIE]  # which nobody here reaps, perhaps
-    for worker in left:
-        worker.kill()
-    assert not left, "workers outlive their parent"
+    wait_until_ended([int(number) for number in numbers.split()])

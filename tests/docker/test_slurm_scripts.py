@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from megaenc import flags
 from megaenc.backend.parallel_config import ParallelConfig
@@ -37,7 +38,7 @@ def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
     """Its own parser does, and what it makes of it is a launch that hands signals on and leaves time to save."""
     from torch.distributed.run import config_from_args, get_args_parser
 
-    assert ended(job(name, "--save", "a", SAVE_SECONDS="77"))[0] == 0
+    finish(job(name, "--save", "a", SAVE_SECONDS="77"))
     # --shutdown-timeout, which torch 2.11 does not know
     assert environment_of_torchrun(tmp_path)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "77"
     asked = get_args_parser().parse_args((tmp_path / "torchrun").read_text().splitlines())
@@ -136,6 +137,10 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, out
 
 
+def finish(process: subprocess.Popen) -> None:
+    assert ended(process)[0] == 0
+
+
 def is_requeued(tmp_path) -> bool:
     return "requeue 12345" in (tmp_path / "scontrol").read_text().splitlines()
 
@@ -190,7 +195,7 @@ def test_a_wrong_variable_is_one_line(job, tmp_path, variables, message):
 @each_training
 def test_that_time_is_nearly_over_reaches_torchrun(job, tmp_path, name):
     process = job(name, ENDS="1", NOTE="75", WAITS="yes")
-    wait_for(tmp_path / "waiting")
+    wait_until((tmp_path / "waiting").exists)
     process.send_signal(signal.SIGUSR1)
     code, said = ended(process)
     assert (code, (tmp_path / "told").read_text()) == (75, "USR1\n") and is_requeued(tmp_path)
@@ -200,7 +205,7 @@ def test_that_time_is_nearly_over_reaches_torchrun(job, tmp_path, name):
 def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_itself(job, tmp_path):
     """Slurm tells all processes, and requeues the job itself where it is to be."""
     process = job("one", ENDS="1", NOTE="75", WAITS="yes")
-    wait_for(tmp_path / "waiting")
+    wait_until((tmp_path / "waiting").exists)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
@@ -209,32 +214,25 @@ def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_its
     assert ended(process)[0] == 75 and not is_requeued(tmp_path)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
-
-
 def test_processes_and_where_they_meet(job, tmp_path):
-    assert ended(job("one", "--lr", "1"))[0] == 0
+    finish(job("one", "--lr", "1"))
     asked = asked_of_torchrun(tmp_path)
     assert (asked["--nproc-per-node"], asked["--save"], asked["--lr"]) == ("8", "runs/megaenc-12345", "1")
-    assert ended(job("many", "--save=mine", NPROC="4", MAX_RESTARTS="7"))[0] == 0
+    finish(job("many", "--save=mine", NPROC="4", MAX_RESTARTS="7"))
     asked = asked_of_torchrun(tmp_path)
     assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == ("2:2", "4", "7")
     assert (asked["--rdzv-endpoint"], asked["--rdzv-id"]) == ("first:20345", "12345")
     assert "--save" not in asked
-    assert ended(job("one", SLURM_GPUS_ON_NODE=""))[0] == 0
+    finish(job("one", SLURM_GPUS_ON_NODE=""))
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"
 
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     """As the README has it: sbatch and the file's name."""
-    assert ended(job("many"))[0] == 0
+    finish(job("many"))
     settings = parsed_by_training(tmp_path, world_size=16)
     assert (settings.micro_batch_size, settings.global_batch_size) == (2, 32)
-    assert ended(job("one", "--global-batch-size", "8"))[0] == 0
+    finish(job("one", "--global-batch-size", "8"))
     asked = asked_of_torchrun(tmp_path)
     assert asked["--global-batch-size"] == "8"
     assert "--micro-batch-size" not in asked
@@ -263,7 +261,7 @@ def environment_of_torchrun(tmp_path) -> dict[str, str]:
 )
 def test_what_the_container_sees(job, tmp_path, name, image, variables, bound):
     (tmp_path / image).touch()
-    assert ended(job(name, SIF=image, **variables))[0] == 0
+    finish(job(name, SIF=image, **variables))
     words = (tmp_path / "apptainer").read_text().splitlines()
     assert words[:6] == ["run", "--bind", f"{tmp_path}{bound}", "--pwd", str(tmp_path), image]
     assert "/opt/megaenc/examples/pretrain_encoder.py" in words
@@ -278,7 +276,7 @@ def test_what_the_container_sees(job, tmp_path, name, image, variables, bound):
 )
 def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, variables, others):
     """`RCCL_MSCCL_ENABLE= sbatch ...`, in an image too, which has settings of its own."""
-    assert ended(job(name, **variables))[0] == 0
+    finish(job(name, **variables))
     found = environment_of_torchrun(tmp_path)
     expected = variables | others
     assert {key: found.get(key, "") for key in expected} == expected
@@ -287,7 +285,7 @@ def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, va
 @pytest.mark.parametrize(("processes", "given", "found"), [("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")])
 def test_one_process_has_all_cores(job, tmp_path, processes, given, found):
     """Unless it is told otherwise; several share them out by themselves."""
-    assert ended(job("one", NPROC=processes, **given))[0] == 0
+    finish(job("one", NPROC=processes, **given))
     assert environment_of_torchrun(tmp_path).get("OMP_NUM_THREADS") == found
 
 

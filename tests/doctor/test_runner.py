@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-import psutil
 import pytest
+from waiting import is_running
 
 from megaenc.doctor import command
 from megaenc.doctor.checks import CHECKS, SUBJECTS, Check
@@ -29,13 +29,6 @@ def run(runner: CheckRunner, *functions: str, scope="rank", timeout=20.0) -> lis
         patch.setattr(command, "CHECKS", checks)
         command.run_checks(runner, ["machine"], CheckContext(timeout=timeout), findings)
     return findings
-
-
-def is_running(number: int) -> bool:
-    try:
-        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize(

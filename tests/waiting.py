@@ -1,0 +1,33 @@
+"""Waiting for what other processes do."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+
+
+def wait_until(found: Callable[[], Any], seconds: float = 60) -> Any:
+    """Return what `found` finds as soon as it finds something; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := found()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return result
+
+
+def is_running(number: int) -> bool:
+    """Whether a process lives; one that has ended and that nobody reaps does not."""
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_ended(numbers: Iterable[int]) -> None:
+    """Wait until no process of these ids runs; kill those that do after 30 seconds, and fail."""
+    try:
+        wait_until(lambda: not any(map(is_running, numbers)), 30)
+    finally:
+        for number in filter(is_running, numbers):
+            psutil.Process(number).kill()
