@@ -18,6 +18,22 @@ TEXTS = [
     "dog fox dog fox dog fox " * 20,
 ]
 
+HOSTILE = [
+    "",
+    " ",
+    "\n",
+    "\x00 NUL \x00\x01\x7f",
+    "line\r\nline\rline\u2028line\x85",
+    "zero\u200bwidth \u200d\ufeff\u00ad",
+    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
+    "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
+    "<|mask|> The<|eos|> <|eos|><|mask|>",
+    "<|mas<|mask|>k|> newword newwords <|reserved|>x",
+    "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
+    " " * 5000 + "x" * 20000 + "\n" * 3000,
+    "the lazy dog " * 20000,
+]
+
 
 @functools.cache
 def small_tokenizer():
@@ -36,6 +52,14 @@ def write_csv(path: Path, texts: list[str]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([("id", "text"), *enumerate(texts)])
     return path
+
+
+def text_folder(folder: Path, texts: dict[str, str]) -> Path:
+    """A file for each (path, text)."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path:

@@ -1,11 +1,11 @@
 import dataclasses
-import json
 import random
 import sys
 from itertools import combinations
 
 import numpy as np
 import pytest
+from small_data import write_file
 from text_helpers import contents, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
@@ -141,7 +141,7 @@ def test_keys_depend_on_nothing_but_the_text():
 def test_each_key_is_deduplicated_by_itself_and_sentences_go_with_their_document(tmp_path, tokenizer_folder):
     corpus = tmp_path / "pairs.jsonl"
     rows = [("One.", "Same. Text."), ("Two.", "Same. Text."), ("One.", ""), ("", "Other.")]
-    corpus.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in rows))
+    write_file(corpus, [{"title": title, "text": text} for title, text in rows])
     changes = {"deduplicate": "exact", "split_sentences": True, "partitions": 2, "workers": 1}
     settings = PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, ("title", "text"), **changes)
     titles, texts = map(read_corpus_metadata, preprocess(settings))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import chain
 
 import datasets
@@ -14,17 +13,21 @@ import psutil
 import pytest
 from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from small_data import write_files
 from text_helpers import (
+    HOSTILE,
     TEXTS,
     contents,
     documents_of,
     reference_ids,
     serve_hub,
     small_tokenizer,
+    text_folder,
     write_csv,
     write_jsonl,
     write_parquet,
 )
+from waiting import wait_until_ended
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.indexed.verify import verify_corpus
@@ -50,7 +53,7 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     write_jsonl(corpus, [*TEXTS, "", ""])
     with corpus.open("a") as stream:
         stream.write("no json\n")
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True))
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True, workers=3))
     sidecar = read_corpus_metadata(prefix)
     data, index = contents(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
@@ -64,26 +67,15 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     verify_corpus(prefix)
 
 
-@pytest.mark.parametrize(("name", "write"), [("a.jsonl", write_jsonl), ("a.csv", write_csv)])
-def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer_folder, monkeypatch, name, write):
-    path = write(tmp_path / name, [f"{text} {number}" for number in range(40) for text in TEXTS])
-    with path.open("a") as stream:
-        stream.write("wrong\n")
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 2000)  # many blocks, so that order could be lost
-    monkeypatch.setattr(text_files, "LINES_BYTES", 2000)
-    (one,) = preprocess(flags(path, tokenizer_folder, "one", skip_bad_lines=True))
-    (three,) = preprocess(flags(path, tokenizer_folder, "three", skip_bad_lines=True, workers=3))
-    assert contents(one) == contents(three)
-    assert read_corpus_metadata(one) == read_corpus_metadata(three)
-    assert read_corpus_metadata(three).skipped_lines == 1
-
-
 SOURCES = {
     "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstd.compress, write_jsonl)],
     "csv gzip": lambda folder: [_packed(folder / "a.csv.gz", gzip.compress, write_csv)],
     "mixed folder": lambda folder: [_mixed(folder / "mixed")],
     "saved": lambda folder: [_saved(folder / "saved")],
-    "several": lambda folder: [_text_files(folder / "text", TEXTS[:2]), write_parquet(folder / "b", TEXTS[2:])],
+    "several": lambda folder: [
+        text_folder(folder / "text", {"0.txt": TEXTS[0], "1.txt": TEXTS[1]}),
+        write_parquet(folder / "b", TEXTS[2:]),
+    ],
     "hub": lambda folder: ["someone/small"],
 }
 
@@ -92,13 +84,6 @@ def _packed(path, pack, write):
     write(path, TEXTS)
     path.write_bytes(pack(path.read_bytes()))
     return path
-
-
-def _text_files(folder, texts):
-    folder.mkdir()
-    for number, text in enumerate(texts):
-        (folder / f"{number}.txt").write_bytes(text.encode())
-    return folder
 
 
 def _mixed(folder):
@@ -128,6 +113,8 @@ def from_jsonl(tmp_path_factory, tokenizer_folder):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, monkeypatch, kind):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)  # many blocks, so that order could be lost
+    monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     serve_hub(tmp_path, monkeypatch, [{"text": TEXTS[:3]}, {"text": TEXTS[3:]}])
     paths = tuple(map(str, SOURCES[kind](tmp_path)))
     settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2, partitions=3)
@@ -141,23 +128,15 @@ def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenize
         assert [source["path"] for source in sources] == [os.path.basename(path) for path in paths]
 
 
-HOSTILE = [
-    "<|mask|> The<|eos|> <|eos|><|mask|>",
-    "half a pair \ud800 and \udfff the other way, \ud83d",
-    "",
-    "NUL \x00\x01\x7f and line ends \r\n\r\u2028\x85\x0b\x0c",
-    "zero\u200bwidth \u200d\ufeff\u00ad 👩‍👩‍👧‍👦 \u0130 e\u0301",
-    " " * 5000 + "x" * 20000 + "\n" * 3000,
-    *TEXTS,
-]
+SURROGATES = ["half a pair \ud800 and \udfff the other way, \ud83d", *HOSTILE, *TEXTS]
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder, capsys, append_eod):
-    write_jsonl(corpus, HOSTILE)
+    write_jsonl(corpus, SURROGATES)
     (prefix,) = preprocess(flags(corpus, tokenizer_folder, workers=2, append_eod=append_eod))
     assert prefix.name == "out_text_document"
-    want = [reference_ids(small_tokenizer(), replace_surrogates(text)) + [0] * append_eod for text in HOSTILE if text]
+    want = [reference_ids(small_tokenizer(), replace_surrogates(text)) + [0] * append_eod for text in SURROGATES if text]
     assert [document for (document,) in documents_of(prefix)] == want
     report = "no EOS token is appended to documents; --append-eod appends <|eos|>\n"
     assert (report in capsys.readouterr().out) != append_eod
@@ -181,22 +160,6 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
     assert dataset[0][-1] == 0
 
 
-def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, capsys):
-    texts = ["One dog. Two foxes!\n\nThree? Mr. Fox sleeps.  ", "", "No end", "\ud800 One. Two."]
-    corpus = write_jsonl(tmp_path / "a.jsonl", texts)
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, split_sentences=True, partitions=3))
-    documents = documents_of(prefix)
-    assert [[small_tokenizer().decode(sequence) for sequence in document] for document in documents] == [
-        ["One dog.", " Two foxes!", "\n\nThree?", " Mr. Fox sleeps.  <|eos|>"],
-        ["No end<|eos|>"],
-        ["\ufffd One.", " Two.<|eos|>"],
-    ]
-    sidecar = read_corpus_metadata(prefix)
-    assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
-    assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
-    assert "sentences: " in capsys.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def templated(tmp_path_factory):
     """The small tokenizer with `<|mask|> ... <|eos|>` around a text."""
@@ -208,6 +171,22 @@ def templated(tmp_path_factory):
 
 def template_flags(corpus, tokenizer, name="out", **changes):
     return flags(corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes))
+
+
+def test_sentences_are_the_sequences_and_the_first_and_last_have_the_special_tokens(tmp_path, templated, capsys):
+    texts = ["One dog. Two foxes!\n\nThree? Mr. Fox sleeps.  ", "", "No end", "\ud800 One. Two."]
+    corpus = write_jsonl(tmp_path / "a.jsonl", texts)
+    (prefix,) = preprocess(template_flags(corpus, templated, split_sentences=True, partitions=3))
+    documents = documents_of(prefix)
+    assert [[small_tokenizer().decode(sequence) for sequence in document] for document in documents] == [
+        ["<|mask|><|mask|>One dog.", " Two foxes!", "\n\nThree?", " Mr. Fox sleeps.  <|eos|>"],
+        ["<|mask|><|mask|>No end<|eos|>"],
+        ["<|mask|><|mask|>\ufffd One.", " Two.<|eos|>"],
+    ]
+    sidecar = read_corpus_metadata(prefix)
+    assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
+    assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
+    assert "sentences: " in capsys.readouterr().out
 
 
 def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, capsys):
@@ -227,24 +206,12 @@ def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, 
     assert documents_of(unique) == want
 
 
-def test_the_first_and_the_last_sentence_have_the_special_tokens(tmp_path, templated):
-    corpus = write_jsonl(tmp_path / "a.jsonl", ["One dog. Two foxes! Three?", "No end"])
-    (prefix,) = preprocess(template_flags(corpus, templated, split_sentences=True))
-    spelled = [[small_tokenizer().decode(sequence) for sequence in document] for document in documents_of(prefix)]
-    assert spelled == [
-        ["<|mask|><|mask|>One dog.", " Two foxes!", " Three?<|eos|>"],
-        ["<|mask|><|mask|>No end<|eos|>"],
-    ]
-
-
 def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
     rows = [{"title": "The fox", "text": "The lazy\ndog"}, {"title": "", "text": "sleeps"}]
-    table = tmp_path / "pairs.csv"
-    table.write_text('title,n,text\nThe fox,1,"The lazy\ndog"\n,2,sleeps\n')
-    lines = tmp_path / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    from_csv = preprocess(flags(table, tokenizer_folder, "csv", json_keys=("title", "text")))
-    from_jsonl = preprocess(flags(lines, tokenizer_folder, "jsonl", json_keys=("title", "text"), partitions=2))
+    write_files(tmp_path, {"pairs.csv": rows, "pairs.jsonl": rows})
+    keys = ("title", "text")
+    from_csv = preprocess(flags(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys))
+    from_jsonl = preprocess(flags(tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2))
     assert [prefix.name for prefix in from_csv] == ["csv_title_document", "csv_text_document"]
     assert list(map(contents, from_csv)) == list(map(contents, from_jsonl))
     assert [len(IndexedDataset(str(prefix))) for prefix in from_csv] == [1, 2]
@@ -390,9 +357,6 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, token
         assert not leftovers
     workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
     assert len(workers) == 5
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in workers):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-        time.sleep(0.05)
+    wait_until_ended(workers)
     (prefix,) = preprocess(flags(corpus, tokenizer_folder))
     assert read_corpus_metadata(prefix).documents == len(TEXTS)

@@ -25,13 +25,6 @@ def settings(tmp_path, tokenizer_folder):
     return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=4)
 
 
-@pytest.fixture
-def expected_contents(tmp_path, settings):
-    """What one run without parts makes of the same input."""
-    (prefix,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
-    return contents(prefix)
-
-
 def record_ranges(monkeypatch):
     """The document_ranges that are read from now on, one list a part."""
     ranges = []

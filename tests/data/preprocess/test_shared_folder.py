@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
+from waiting import wait_until
 
 from megaenc.data.preprocess import command, partitions
 from megaenc.data.preprocess.claims import ClaimFolder
@@ -58,14 +58,8 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 def settings(tmp_path, tokenizer_folder):
     """A hundred documents, some equal, in twelve partitions."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number % 7} {text}" for number in range(20) for text in TEXTS])
-    return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=12)
-
-
-@pytest.fixture
-def expected_contents(tmp_path, settings):
-    """What one process without partitions makes of the same input."""
-    (prefix,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), deduplicate="exact"))
-    return contents(prefix)
+    options = {"append_eod": True, "workers": 1, "partitions": 12, "deduplicate": "exact"}
+    return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, **options)
 
 
 @pytest.fixture
@@ -92,13 +86,6 @@ def nodes(tmp_path, settings):
 
 def read_log(folder, number):
     return (folder / f"log{number}").read_text()
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def is_writing(folder, number):
@@ -155,8 +142,7 @@ def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
 
 
 @pytest.mark.parametrize("step", ["merge", "record_merge"])
-def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, monkeypatch, capsys, step):
-    (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
+def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, expected_contents, monkeypatch, capsys, step):
     real, overtaking = getattr(WorkFolder, step), []
 
     def pause(folder, *more):
@@ -169,13 +155,12 @@ def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings,
 
     monkeypatch.setattr(WorkFolder, step, pause)
     (prefix,) = preprocess(settings)
-    assert contents(prefix) == contents(whole)
+    assert contents(prefix) == expected_contents
     assert "another process has merged the partitions" in capsys.readouterr().out
     assert not [path for path in tmp_path.iterdir() if "parts" in path.name or path.name.endswith(".tmp")]
 
 
-def test_two_processes_with_the_same_partition_write_the_same(tmp_path, settings, monkeypatch):
-    (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
+def test_two_processes_with_the_same_partition_write_the_same(settings, expected_contents, monkeypatch):
     real, stolen = resolve.read_blocks, []
 
     def stop(*_):
@@ -193,11 +178,10 @@ def test_two_processes_with_the_same_partition_write_the_same(tmp_path, settings
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
     (prefix,) = preprocess(settings)
-    assert contents(prefix) == contents(whole) and stolen
+    assert contents(prefix) == expected_contents and stolen
 
 
-def test_a_folder_that_another_process_removes_is_made_again(tmp_path, settings, monkeypatch):
-    (whole,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
+def test_a_folder_that_another_process_removes_is_made_again(settings, expected_contents, monkeypatch):
     real, removed = WorkFolder.new_partition, []
 
     def new_partition(folder, number):
@@ -208,7 +192,7 @@ def test_a_folder_that_another_process_removes_is_made_again(tmp_path, settings,
 
     monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
     (prefix,) = preprocess(settings)
-    assert contents(prefix) == contents(whole) and removed
+    assert contents(prefix) == expected_contents and removed
 
 
 def test_a_folder_that_another_command_takes_over_is_its_own(tmp_path, settings, monkeypatch):

@@ -6,7 +6,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import TEXTS, write_csv, write_jsonl, write_parquet
+from text_helpers import TEXTS, text_folder, write_csv, write_jsonl, write_parquet
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
@@ -20,14 +20,6 @@ def resolve_paths(*inputs, keys=("text",), **changes):
 
 def texts_of(*inputs, **changes):
     return list(read_texts(resolve_paths(*inputs, **changes), "text"))
-
-
-def text_folder(folder, texts):
-    """A file for each (path, text)."""
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
@@ -79,15 +71,6 @@ def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
         f"{tmp_path}: 1 text",
     ]
     assert texts_of(tmp_path) == ["x"]
-
-
-def test_kinds_are_told_by_name_and_parquet_by_its_first_bytes(tmp_path):
-    write_jsonl(tmp_path / "lines", TEXTS)
-    write_parquet(tmp_path / "table", TEXTS)
-    (tmp_path / "b.md").write_bytes(TEXTS[0].encode())
-    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
-    assert texts_of(tmp_path / "lines", tmp_path / "table") == TEXTS * 2
-    assert texts_of(tmp_path / "b.md", tmp_path / "c.txt.gz") == TEXTS[:2]
 
 
 def test_what_a_document_is_in_text_files_can_be_chosen(tmp_path):
@@ -191,13 +174,12 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
 def everything(tmp_path):
     """One input of each kind, small."""
     folder = text_folder(tmp_path / "folder", {"a.txt": "first", "b.txt": "second " * 9, "c.txt": "third"})
-    write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    write_jsonl(tmp_path / "packed", TEXTS)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "packed").read_bytes()))
+    write_jsonl(tmp_path / "lines", TEXTS)  # what has no suffix is JSONL
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "lines").read_bytes()))
     write_parquet(tmp_path / "c.parquet", TEXTS)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
     table = write_csv(tmp_path / "d.csv", TEXTS)
-    return [tmp_path / "a.jsonl", folder, tmp_path / "b.jsonl.gz", table, tmp_path / "c.parquet", tmp_path / "saved"]
+    return [tmp_path / "lines", folder, tmp_path / "b.jsonl.gz", table, tmp_path / "c.parquet", tmp_path / "saved"]
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizer_shapes
-from text_helpers import TEXTS, reference_ids, small_tokenizer
+from text_helpers import HOSTILE, TEXTS, reference_ids, small_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -26,22 +26,6 @@ from megaenc.data.tokenizer.tokenizer import (
     read_vocabulary,
     train_tokenizer,
 )
-
-HOSTILE = [
-    "",
-    " ",
-    "\n",
-    "\x00 NUL \x00\x01\x7f",
-    "line\r\nline\rline\u2028line\x85",
-    "zero\u200bwidth \u200d\ufeff\u00ad",
-    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
-    "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
-    "<|mask|> The<|eos|> <|eos|><|mask|>",
-    "<|mas<|mask|>k|> newword newwords <|reserved|>x",
-    "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
-    " " * 5000 + "x" * 20000 + "\n" * 3000,
-    "the lazy dog " * 20000,
-]
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
