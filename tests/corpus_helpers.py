@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.packing.builder import RunData
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 
 # Four documents: one sequence, three sequences, none at all, one sequence.
@@ -56,6 +57,18 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     }
     Path(f"{prefix}.json").write_text(json.dumps(sidecar | changes))
     return str(prefix)
+
+
+def damage(path: str | Path, offset: int, content: bytes) -> None:
+    """Overwrite bytes of a file."""
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        stream.write(content)
+
+
+def open_data(*data_path: str, split: str = "80,20,0", packing: str = "concat", seed: int = 1, **options) -> RunData:
+    """The data of a run with packs of 32 tokens."""
+    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=32, seed=seed, **options)
 
 
 class Numbered:

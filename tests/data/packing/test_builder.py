@@ -6,9 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from corpus_helpers import VOCABULARY, write_corpus
+from corpus_helpers import open_data, write_corpus
 
-from megaenc.data.packing.builder import RunData
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.errors import InputError
@@ -26,10 +25,6 @@ def corpora(tmp_path):
         write_corpus(tmp_path / name, texts)
         for name, texts in {"a": documents(100, 9), "b": documents(50, 40), "c": documents(20, 11, sentences=4)}.items()
     ]
-
-
-def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed=1, **blend):
-    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=seq_length, seed=seed, **blend)
 
 
 def test_one_corpus_is_a_blend_of_one(corpora):
