@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from run_folders import write_rows, write_run
+from validation_rows import rewrite
 
 from megaenc.viz import plot, run_metrics
 from megaenc.viz.run_metrics import read_validations
@@ -17,14 +18,6 @@ def runs(tmp_path):
 
 def curves(runs, against="step"):
     return {run.name: run_metrics.held_out_curves(read_validations(run), against) for run in runs}
-
-
-def rewrite(run, change):
-    """Change each validation of a run."""
-    rows = read_validations(run)
-    for row in rows:
-        change(row)
-    write_rows(run / "validation.jsonl", rows)
 
 
 def legend(panel):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from run_folders import write_rows, write_run
+from validation_rows import rewrite
 
 from megaenc.study.results.pretrain_runs import read_runs
 from megaenc.viz import plot, run_summary
@@ -91,9 +92,7 @@ def test_a_line_that_is_being_written_is_left_out(run):
 
 @pytest.mark.parametrize("loss", [float("nan"), None])
 def test_a_validation_that_diverged_has_no_point(loss, run, capsys):
-    rows = [json.loads(line) for line in (run / VALIDATION).read_text().splitlines()]
-    rows[-1]["objectives"]["clm"]["loss"] = loss
-    write_rows(run / VALIDATION, rows)
+    rewrite(run, lambda row: row["objectives"]["clm"].update(loss=loss))
     assert "clm: loss" not in show(run, capsys)
 
 

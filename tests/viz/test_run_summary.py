@@ -7,23 +7,14 @@ import shutil
 import pytest
 import runs
 from run_folders import write_rows, write_run
+from validation_rows import rewrite
 
 from megaenc.viz import plot, run_summary
-from megaenc.viz.run_metrics import read_validations
 
 
-@pytest.fixture
-def run(tmp_path):
-    return write_run(tmp_path / "run")
-
-
-def printed(run, capsys, change=None) -> str:
+def printed(run, capsys, change=lambda row: None) -> str:
     """What the command prints of a run with its validations changed."""
-    rows = read_validations(run)
-    for row in rows:
-        if change is not None:
-            change(row)
-    write_rows(run / "validation.jsonl", rows)
+    rewrite(run, change)
     run_summary.main([str(run)])
     return capsys.readouterr().out
 
@@ -91,11 +82,6 @@ def test_pseudo_perplexity_is_also_printed_as_one_and_held_out_text_without_a_ta
 def test_a_run_without_validation_is_one_line(run, refusal, rows):
     write_rows(run / "validation.jsonl", rows)
     assert "contains no validation" in refusal(run_summary.main, [run])
-
-
-def test_a_folder_without_facts_is_one_line(run, refusal):
-    (run / "run.json").write_text("{}")
-    assert "run.json" in refusal(run_summary.main, [run])
 
 
 def test_long_names_leave_the_numbers_whole(run, capsys):
