@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from findings import by_name
 
 from megaenc.doctor import collectives, cross_rank
 from megaenc.doctor.cross_rank import join_group
@@ -25,14 +26,14 @@ def single_process():
 
 
 def test_one_process_has_its_collectives_too(single_process):
-    findings = {each.name: each for each in collectives.check_collectives(CheckContext())}
+    findings = by_name(collectives.check_collectives(CheckContext()))
     assert list(findings) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
     assert {each.level for each in findings.values()} == {"ok"}
 
 
 def test_wrong_numbers_are_counted_and_named(single_process, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[3:5].add_(1))
-    findings = {each.name: each for each in collectives.check_collectives(CheckContext())}
+    findings = by_name(collectives.check_collectives(CheckContext()))
     assert findings["all-gather, gloo"].level == "ok"
     assert findings["all-reduce, gloo"].level == "problem"
     assert findings["all-reduce, gloo"].result.startswith("2 of ")

@@ -5,6 +5,7 @@ import fcntl
 from types import SimpleNamespace
 
 import pytest
+from findings import by_name
 
 from megaenc.doctor import disk
 from megaenc.doctor.result import CheckContext
@@ -18,7 +19,7 @@ def short(monkeypatch):
 
 
 def found(folder) -> dict:
-    return {each.name: each for each in disk.check_file_system(CheckContext(save=str(folder)))}
+    return by_name(disk.check_file_system(CheckContext(save=str(folder))))
 
 
 def test_a_good_folder_keeps_all_promises_and_is_left_as_it_was(tmp_path):
@@ -70,7 +71,7 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     """Of the folder above one that is not there."""
     full = SimpleNamespace(f_frsize=4096, f_blocks=2**28, f_bavail=2**18, f_files=2**20, f_favail=12)
     monkeypatch.setattr("os.statvfs", lambda path: full)
-    findings = {each.name: each for each in disk.check_disk_space(CheckContext(save=str(tmp_path / "a" / "b")))}
+    findings = by_name(disk.check_disk_space(CheckContext(save=str(tmp_path / "a" / "b"))))
     assert findings["folder"].result.startswith(f"{tmp_path}, on ")
     assert (findings["space"].level, findings["space"].result) == ("note", "1.0 GiB free of 1,024.0")
     assert (findings["files"].level, findings["files"].result) == ("note", "12 more can be created")

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from findings import by_name
 
 from megaenc.doctor.env_vars import check_env_vars
 from megaenc.doctor.result import CheckContext
@@ -12,7 +13,7 @@ ROCM_ENV = Path(__file__).parents[2] / "docker" / "rocm_env.sh"
 
 
 def found(**environment):
-    return {each.name: each for each in check_env_vars(CheckContext(environment=environment))}
+    return by_name(check_env_vars(CheckContext(environment=environment)))
 
 
 @pytest.mark.parametrize(

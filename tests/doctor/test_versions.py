@@ -4,6 +4,7 @@ import sys
 from importlib import metadata
 
 import pytest
+from findings import by_name
 
 from megaenc.backend import megatron
 from megaenc.doctor import versions
@@ -14,7 +15,7 @@ def test_what_is_installed_here_is_right():
     for name in ("torch", "megatron-core", "tokenizers"):
         [finding] = versions.check_package(CheckContext(), name)
         assert (finding.level, finding.result) == ("ok", metadata.version(name))
-    findings = {each.name: each for each in versions.check_versions(CheckContext())}
+    findings = by_name(versions.check_versions(CheckContext()))
     assert {each.level for each in findings.values()} == {"ok"} and "requirements are installed" in findings["packages"].result
     assert "flash-attn-4" in findings["not installed"].result and versions.check_package(CheckContext(), "flash-attn-4") == []
     assert {each.name for each in versions.check_libraries(CheckContext())} >= {"torch is built for"}

@@ -1,6 +1,6 @@
 """Python imports this when it starts: the faults that PLANTED names are put into the process that carries checks out.
 
-A fault of attention is in all ranks, or "on rank 1" alone.
+A fault is in all ranks, or "on rank 1" alone.
 """
 
 import os
@@ -8,19 +8,9 @@ import signal
 import sys
 
 
-def break_attention(fault: str) -> None:
-    """torch's own, which is what there is without an accelerator."""
-    import torch.nn.functional as F
-
-    right = F.scaled_dot_product_attention
-
-    def doubles_gradients(query, *tensors, **others):
-        return right(2 * query - query.detach(), *tensors, **others)
-
-    def dies(*tensors, **others):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    F.scaled_dot_product_attention = {"doubles gradients": doubles_gradients, "dies": dies}[fault]
+def die(*_, **__) -> None:
+    """In the place of torch's own attention, which is what there is without an accelerator."""
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 if "megaenc.data.worker_pool import serve_worker" in " ".join(sys.orig_argv):
@@ -29,8 +19,10 @@ if "megaenc.data.worker_pool import serve_worker" in " ".join(sys.orig_argv):
         fault, _, where = fault.partition(" on rank ")
         if rank != (where or rank):
             continue
-        if fault.startswith("attention "):
-            break_attention(fault.removeprefix("attention "))
+        if fault == "attention dies":
+            import torch.nn.functional as F
+
+            F.scaled_dot_product_attention = die
         elif fault == "odd version":
             from importlib import metadata
 

@@ -1,0 +1,10 @@
+"""What the checks find."""
+
+from collections.abc import Iterable
+
+from megaenc.doctor.result import Finding
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    """The findings by their names."""
+    return {finding.name: finding for finding in findings}
