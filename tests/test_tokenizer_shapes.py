@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import runs
 import tokenizer_shapes
+from small_data import write_file
 
 from megaenc.data.indexed.corpus import Corpus
 
@@ -27,16 +28,10 @@ TEMPLATES = {
 MODEL = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 48, "--num-attention-heads", 2, "--num-query-groups", 2]
 RUN = [*MODEL, "--seq-length", 64, "--micro-batch-size", 2, "--global-batch-size", 4, "--train-iters", 10, "--split", "90,10,0"]
 RUN += ["--objective-schedule", "mlm(mask=0.3)", "--lr", "1e-3", "--lr-warmup-iters", 2, "--eval-interval", 0]
-FINETUNE = ["--learning-rate", "1e-3", "--max-steps", 3, "--batch-size", 4, "--max-length", 24, "--precision", "fp32"]
 
 
 # One of each way: tokens around a text, one before it, none, one after it.
 FEW = pytest.mark.parametrize("made", ["bert", "llama2", "qwen", "t5"], indirect=True)
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def command(main, *words) -> None:
@@ -125,7 +120,7 @@ def test_the_other_commands_take_the_tokenizer(made, tmp_path):
     command(convert, "from-hf", "--input", made.hf, "--output", tmp_path / "core")
     command(fill_mask, "--model", made.hf, "--input", made.text, "--sentences", 0, "--tokens", 2000)
     pairs = [{"query": text[:20], "document": text} for text in made.texts[:8]]
-    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    write_file(tmp_path / "pairs.jsonl", pairs)
     settings = ["--batch-size", 4, "--max-steps", 2, "--max-length", 24, "--precision", "fp32"]
     command(train_main, "--model", made.hf, "--data", tmp_path / "pairs.jsonl", "--output", tmp_path / "embedder", *settings)
     embedder = load(tmp_path / "embedder")
@@ -137,31 +132,3 @@ def test_the_other_commands_take_the_tokenizer(made, tmp_path):
     imported = ["--config", core / "config.yaml", "--init-from", core, *data[:2], *runs.STANDSTILL, "--split", "90,10,0"]
     for flags in (taught, imported):
         runs.script(runs.PRETRAIN, [str(word) for word in flags])
-
-
-@pytest.mark.slow
-@FEW
-def test_a_kept_classifier_gives_clients_what_predict_gives(made, tmp_path):
-    from transformers import pipeline
-
-    from megaenc.finetune.command import run_main
-    from megaenc.finetune.predict import predict_main
-
-    rows = []
-    for number in range(12):
-        text = "" if number % 3 == 2 else made.texts[number]
-        rows.append({"text": text, "text_pair": made.texts[(number + number % 2) % 12], "label": number % 2})
-    for split in ("train", "valid", "test"):
-        write_jsonl(tmp_path / "data" / f"{split}.jsonl", rows)
-    kept = tmp_path / "kept"
-    output = tmp_path / "found.jsonl"
-    data = ["--dataset", tmp_path / "data", "--output", tmp_path / "out"]
-    command(run_main, "--model", made.hf, *data, *FINETUNE, "--save-model", kept)
-    command(predict_main, "--model", kept, "--input", tmp_path / "data/test.jsonl", "--output", output)
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    classify = pipeline("text-classification", str(kept))
-    for row, own in zip(rows, found, strict=True):
-        [answer] = classify([{"text": row["text"], "text_pair": row["text_pair"]}], truncation=True)
-        assert answer["label"] == own["label"] and answer["score"] == pytest.approx(own["score"], abs=2e-5)
-    tokenizer = load(kept)
-    assert tokenizer("stan", "plark")["input_ids"] == surround(tokenizer, TEMPLATES[made.name][1], "stan", "plark")
