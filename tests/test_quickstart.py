@@ -43,11 +43,6 @@ def test_the_readme_names_no_command_that_there_is_not(path):
         assert first in cli.COMMANDS or f"{first} {second}" in cli.COMMANDS, (first, second)
 
 
-def test_the_index_names_every_command():
-    found = {name for first, second in commands_named("docs/README.md") for name in (first, f"{first} {second}")}
-    assert found >= set(cli.COMMANDS)
-
-
 def commands_named(path: str) -> list[tuple[str, str]]:
     """The words behind `megaenc` wherever a document shows a command."""
     shown = re.findall(r"```.*?```|`[^`]+`", (ROOT / path).read_text(), re.DOTALL)

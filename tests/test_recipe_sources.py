@@ -42,6 +42,11 @@ def option(settings: PretrainConfig, name: str, otherwise: float = 0.0) -> float
     return float(match[1]) if match else otherwise
 
 
+def share(name: str) -> Rule:
+    """The rule for an option of the phase's objective."""
+    return lambda settings, *_: option(settings, name)
+
+
 def tokens(number: float) -> str:
     return f"{round(number)} tokens"
 
@@ -78,13 +83,13 @@ def rampup(settings: PretrainConfig, place: int) -> int:
 
 # Of the code of ModernBERT, which Ettin and mmBERT are trained by too.
 FLEX_BERT: dict[str, Rule] = {
-    "mlm_probability": lambda s, *_: option(s, "mask"),
+    "mlm_probability": share("mask"),
     "model.model_config.bert_layer": lambda s, *_: "prenorm" if not s.shape.post_norms else "",
     "model.model_config.normalization": lambda s, *_: s.shape.normalization.lower(),
     "model.model_config.head_pred_act": lambda s, *_: s.shape.activation if s.shape.prediction_head else "",
     "model.model_config.local_attn_rotary_emb_base": lambda s, *_: s.shape.local_rotary_base or s.shape.rotary_base,
     "model.model_config.sliding_window": lambda s, *_: 2 * s.shape.window_size,
-    "train_loader.dataset.mlm_probability": lambda s, *_: option(s, "mask"),
+    "train_loader.dataset.mlm_probability": share("mask"),
     "train_loader.batch_size_warmup_min_size": lambda s, r, n: rampup(s, 0) / n if s.rampup_batch_size else ANYTHING,
     "train_loader.batch_size_warmup_tokens": lambda s, *_: tokens(rampup(s, 2) * s.data.seq_length),
     "eval_loader.dataset.mlm_probability": lambda s, r, _: evaluated_mask(s, r),
@@ -100,8 +105,8 @@ FLEX_BERT: dict[str, Rule] = {
     "eval_interval": lambda s, r, _: f"{r.output.eval_interval} steps",
     "save_interval": lambda s, r, _: f"{r.output.save_interval} steps",
     "code.hidden_as_mask_token": shown_as_mask,
-    "code.hidden_as_random_token": lambda s, *_: option(s, "random"),
-    "code.hidden_as_they_are": lambda s, *_: option(s, "keep"),
+    "code.hidden_as_random_token": share("random"),
+    "code.hidden_as_they_are": share("keep"),
     "code.growing_batch": lambda s, *_: "equal packs" if s.rampup_batch_size else ANYTHING,
 }
 OPTIMUS: dict[str, Rule] = {
@@ -110,10 +115,10 @@ OPTIMUS: dict[str, Rule] = {
     "train.lr_scheduler": lambda s, *_: "WarmupStableDecayLR" if not is_decaying(s) else "",
     "train.run_validation": lambda s, r, _: r.output.eval_interval is not None,
     "train.save_step": lambda s, r, _: r.output.save_interval,
-    "train.mlm_probability": lambda s, *_: option(s, "mask"),
+    "train.mlm_probability": share("mask"),
     "train.mask_probability": shown_as_mask,
-    "train.random_probability": lambda s, *_: option(s, "random"),
-    "train.original_probability": lambda s, *_: option(s, "keep"),
+    "train.random_probability": share("random"),
+    "train.original_probability": share("keep"),
     "model.dropout": lambda s, *_: s.shape.attention_output_dropout or None,
     "code.init_std": lambda s, *_: s.shape.init_method_std if s.shape.init_method == "normal" else None,
 }
@@ -129,7 +134,7 @@ NEOBERT: dict[str, Rule] = {
     "scheduler.decay_steps": lambda s, *_: s.train_iters if is_decaying(s) else 0,
     "scheduler.constant_steps": lambda s, *_: 0 if is_decaying(s) else s.train_iters,
     "scheduler.decay": lambda s, *_: s.optimizer.lr_decay_style if is_decaying(s) else ANYTHING,
-    "datacollator.mlm_probability": lambda s, *_: option(s, "mask"),
+    "datacollator.mlm_probability": share("mask"),
     "datacollator.mask_all": lambda s, *_: shown_as_mask(s) == 1,
     "trainer.max_steps": lambda s, r, _: s.train_iters if not is_decaying(s) else r.phase_configs[1].last_step,
     "trainer.gradient_accumulation_steps": lambda s, r, n: s.global_batch_size / (n * {1024: 64, 4096: 8}[s.data.seq_length]),

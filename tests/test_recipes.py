@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import runs
+from small_models import save_model
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from megaenc.training.config import parse_config
 from megaenc.training.phases import build_learning_rate
@@ -23,7 +25,10 @@ FROM_SCRATCH = {
 }
 # The models that the others start from, by the folder in which their recipes look for them.
 STARTED = {"dapt": "encoder", "bidirlm": "decoder"}
-MODELS = {"encoder": dict(model_type="modernbert", local_attention=32), "decoder": dict(model_type="qwen3", head_dim=16)}
+MODELS = {
+    "encoder": ("modernbert", AutoModelForMaskedLM, {"local_attention": 32}),
+    "decoder": ("qwen3", AutoModelForCausalLM, {"head_dim": 16}),
+}
 GPUS_OF_STARTED = {"dapt": 4, "bidirlm": 96}
 
 
@@ -74,8 +79,6 @@ def test_every_recipe_has_a_tiny_cut_and_is_tested():
 @pytest.fixture(scope="module")
 def folder(shared_folder):
     """What the tiny recipes find at the root of a clone: a small demo corpus, imported models, corpora with their tokenizers."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-
     from megaenc.convert.command import main as convert
     from megaenc.data import demo
     from megaenc.data.preprocess.command import main as preprocess
@@ -93,14 +96,10 @@ def folder(shared_folder):
         )
         with mock.patch.object(demo, "_find_source_files", lambda: (source for source in sources() if source[0].startswith(few))):
             paths = demo.ensure_demo(folder / "demo")
-        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-        sizes |= dict(vocab_size=8192, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
-        for kind, options in MODELS.items():
-            model = AutoConfig.for_model(**(sizes | options))
-            classes = {"encoder": AutoModelForMaskedLM, "decoder": AutoModelForCausalLM}
-            classes[kind].from_config(model).save_pretrained(folder / "hf" / kind)
-            for file in paths.tokenizer.iterdir():
-                shutil.copy(file, folder / "hf" / kind)
+        tokenizer = AutoTokenizer.from_pretrained(paths.tokenizer)
+        for kind, (model_type, auto, options) in MODELS.items():
+            sizes = dict(hidden_size=64, intermediate_size=96, num_key_value_heads=2, max_position_embeddings=512)
+            save_model(folder / "hf" / kind, model_type, tokenizer, auto, **(sizes | options))
             convert(["from-hf", "--input", str(folder / "hf" / kind), "--output", str(folder / "core" / kind)])
         corpora = {
             "dapt-own": (paths.heldout, "encoder"),
