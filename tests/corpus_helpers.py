@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.packing.builder import RunData
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -81,3 +82,51 @@ class Numbered:
     def read_spans(self, documents, starts, stops):
         pieces = zip(documents, starts, stops, strict=True)
         return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
+
+
+class Sentences(Numbered):
+    """Documents in memory, each a list of sentence lengths."""
+
+    def __init__(self, documents):
+        super().__init__(list(map(sum, documents)))
+        self.sequence_lengths = np.array([length for document in documents for length in document], dtype=np.int32)
+        self.first_sequences = np.cumsum([0, *map(len, documents)])
+
+
+def expected_packs(documents, seq_length, seed, epochs):
+    """(epoch, tokens, edges) of the packs that start in the first `epochs` epochs, in the order of the stream.
+
+    Each starts at the first sentence that begins after the pack before it. `documents`: lists of sentence lengths.
+    """
+    nonempty = [number for number, document in enumerate(documents) if sum(document)]
+    stream = []  # epoch, token, whether a sentence starts here, whether a document does
+    for epoch in range(epochs + 40):
+        for place in counter_rng.permutation(seed, "documents", len(nonempty), counters=(epoch,)):
+            offset = 0
+            for length in documents[nonempty[place]]:
+                for at in range(length):
+                    stream.append((epoch, 1000 * nonempty[place] + offset + at, at == 0, offset + at == 0))
+                offset += length
+    packs = []
+    at = 0
+    while stream[at][0] < epochs:
+        piece = stream[at : at + seq_length]
+        edges = [0] + [place for place in range(1, seq_length) if piece[place][3]] + [seq_length]
+        packs.append((piece[0][0], [token for _, token, _, _ in piece], edges))
+        at += seq_length
+        while not stream[at][2]:
+            at += 1
+    return packs
+
+
+def read_in_any_order(packs, count):
+    """(epoch, tokens, edges) of the first packs, which are read in random order."""
+    found = {}
+    for sample in np.random.default_rng(0).permutation(count).tolist():
+        pack = packs[sample]
+        assert (pack.tokens.dtype, pack.edges.dtype, pack.positions.dtype) == (np.int64, np.int32, np.int64)
+        assert packs.first_sample_of_epoch(pack.epoch) <= sample < packs.first_sample_of_epoch(pack.epoch + 1)
+        assert (pack.sample, packs.epoch_of_sample(sample)) == (sample, pack.epoch)
+        assert pack.positions.tolist() == [place for length in np.diff(pack.edges) for place in range(length)]
+        found[sample] = (pack.epoch, pack.tokens.tolist(), pack.edges.tolist())
+    return [found[sample] for sample in range(count)]

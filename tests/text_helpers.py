@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from megaenc.data.preprocess.config import PreprocessConfig
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.tokenized import TextEncoder, choose_special_tokens
@@ -69,6 +70,12 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
 
     pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
     return path
+
+
+def corpus_settings(corpus: Path, tokenizer: str, name: str = "out", **changes) -> PreprocessConfig:
+    """The settings that make a corpus `name`, beside the text, in one process and with an EOS after each document."""
+    settings = {"append_eod": True, "workers": 1, **changes}
+    return PreprocessConfig((str(corpus),), str(corpus.parent / name), tokenizer, **settings)
 
 
 def reference_ids(tokenizer, text: str) -> list[int]:

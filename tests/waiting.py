@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 
-def wait_until(found: Callable[[], Any], seconds: float = 60) -> Any:
-    """Return what `found` finds as soon as it finds something; AssertionError after `seconds`."""
+def wait_until(found: Callable[[], Any], seconds: float = 60, *, log: Path | None = None, pause: float = 0.02) -> Any:
+    """Return what `found` finds as soon as it finds something; AssertionError after `seconds`, with the end of `log`."""
     deadline = time.monotonic() + seconds
     while not (result := found()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, log.read_text()[-3000:] if log and log.exists() else "waited in vain"
+        time.sleep(pause)
     return result
 
 

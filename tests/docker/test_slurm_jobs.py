@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import runs
+from waiting import wait_until
 
 ROOT = runs.ROOT
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
@@ -104,16 +105,6 @@ def started(stack: contextlib.ExitStack, command: list[str], environment: dict[s
     stack.callback(end)
 
 
-def until(found: Callable[[], object], what: str, seconds: float = 60, log: Path | None = None):
-    """What `found` finds, as soon as it finds something; AssertionError after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (result := found()):
-        said = log.read_text()[-3000:] if log and log.exists() else ""
-        assert time.monotonic() < deadline, f"{what}: not after {seconds} s\n{said}"
-        time.sleep(0.2)
-    return result
-
-
 class Slurm:
     """The commands of one Slurm."""
 
@@ -147,7 +138,7 @@ class Slurm:
             found = self.show(job)
             return found if found.get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL") else None
 
-        return until(over, f"end of job {job}", seconds, log)
+        return wait_until(over, seconds, log=log, pause=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +158,14 @@ def slurm() -> Iterator[Slurm]:
         names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
         files = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in names]
         started(stack, ["munged", "--foreground", "--force", *files], here.environment)
-        until((folder / "munge.socket").exists, "munged")
+        wait_until((folder / "munge.socket").exists)
         started(stack, ["slurmctld", "-D", "-f", str(folder / "slurm.conf")], here.environment)
         for node in ("n1", "n2"):
             started(stack, ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")], here.environment)
         stack.callback(lambda: (here.ask("scancel", "--user=root", "--signal=KILL", "--full"), time.sleep(1)))
         ready = "--states=idle"
-        until(
-            lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2", "two idle nodes",
-            log=folder / "slurmctld.log",
-        )  # fmt: skip
+        controller = folder / "slurmctld.log"
+        wait_until(lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2", log=controller, pause=0.2)
         yield here
 
 
@@ -215,15 +204,15 @@ def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, 
     log = tmp_path / "job.log"
     flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
     job = slurm.submit(log, ["--nodes=2"], flags, MASTER_ADDR="127.0.0.1")
-    until(lambda: steps(folder) >= 5, "5 steps", LONG, log)
+    wait_until(lambda: steps(folder) >= 5, LONG, log=log, pause=0.2)
 
     assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0  # what --signal=B:USR1@600 does
-    until(lambda: slurm.show(job)["Restarts"] == "1", "the first requeue", LONG, log)
+    wait_until(lambda: slurm.show(job)["Restarts"] == "1", LONG, log=log, pause=0.2)
     saved = steps(folder)
     assert 5 <= saved < STEPS
     assert "ended with 75" in log.read_text()
 
-    until(lambda: steps(folder) >= saved + 5, "5 more steps", LONG, log)
+    wait_until(lambda: steps(folder) >= saved + 5, LONG, log=log, pause=0.2)
     assert slurm.ask("scontrol", "requeue", job).returncode == 0  # what a preemption does
     assert_completed(slurm.wait(job, log), "2", log)
     assert steps(folder) == STEPS
@@ -261,9 +250,9 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MIN_NODES": "1"}
     with contextlib.ExitStack() as stack:
         started(stack, [sys.executable, str(ROOT / "examples/rendezvous_store.py"), str(port)], slurm.environment)
-        until(lambda: is_listening(port), "the store")  # or a node would hold the rendezvous
+        wait_until(lambda: is_listening(port))  # or a node would hold the rendezvous
         job = slurm.submit(log, options, flags, **meeting)
-        until(lambda: steps(folder) >= 7, "7 steps", LONG, log)
+        wait_until(lambda: steps(folder) >= 7, LONG, log=log, pause=0.2)
         slurmstepd = torchrun(job, "n2").parent()
         for process in (slurmstepd, *slurmstepd.children(recursive=True)):
             process.kill()

@@ -56,20 +56,6 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, prefix):
         Corpus.open(prefix).check_vocabulary(small)
 
 
-@pytest.mark.parametrize("documents", [1, 16, 17])
-def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
-    ids = [[(13 * number + place) % 32 for place in range(1 + 7 * number % 5)] for number in range(60)]
-    corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[sequence] for sequence in ids]))
-    chosen = np.random.default_rng(documents).permutation(60)[:documents]
-    stops = corpus.document_lengths[chosen]
-    expected = []
-    for number in chosen:
-        expected += ids[number][len(ids[number]) // 2 :]
-    actual = corpus.read_spans(chosen, stops // 2, stops)
-    assert actual.dtype == np.int64
-    assert actual.tolist() == expected
-
-
 @pytest.mark.parametrize("few", [0, 16], ids=["many documents", "few documents"])
 def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
     monkeypatch.setattr("megaenc.data.indexed.corpus._MAX_SLICED_DOCUMENTS", few)

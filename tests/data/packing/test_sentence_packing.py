@@ -4,46 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from corpus_helpers import Sentences, expected_packs, read_in_any_order
 
-from megaenc import counter_rng
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
-
-
-class Sentences:
-    """Documents in memory, each a list of sentence lengths; a token is 10,000 * document + place."""
-
-    def __init__(self, documents):
-        self.sequence_lengths = np.array([length for document in documents for length in document], dtype=np.int32)
-        self.first_sequences = np.cumsum([0, *map(len, documents)])
-        self.document_lengths = np.array([sum(document) for document in documents], dtype=np.int64)
-
-    def read_spans(self, documents, starts, stops):
-        pieces = zip(documents, starts, stops, strict=True)
-        return np.concatenate([10_000 * document + np.arange(start, stop) for document, start, stop in pieces])
-
-
-def expected_packs(documents, seq_length, seed, epochs):
-    """(epoch, tokens, edges) of the packs that start in the first `epochs` epochs, in the order of the stream."""
-    nonempty = [number for number, document in enumerate(documents) if sum(document)]
-    stream = []  # epoch, token, whether a sentence starts here, whether a document does
-    for epoch in range(epochs + 40):
-        for place in counter_rng.permutation(seed, "documents", len(nonempty), counters=(epoch,)):
-            offset = 0
-            for length in documents[nonempty[place]]:
-                for at in range(length):
-                    stream.append((epoch, 10_000 * nonempty[place] + offset + at, at == 0, offset + at == 0))
-                offset += length
-    packs, at = [], 0
-    while stream[at][0] < epochs:
-        piece = stream[at : at + seq_length]
-        edges = [0] + [place for place in range(1, seq_length) if piece[place][3]] + [seq_length]
-        packs.append((piece[0][0], [token for _, token, _, _ in piece], edges))
-        at += seq_length
-        while not stream[at][2]:
-            at += 1
-    return packs
-
 
 CORPORA = {
     "mixed": [[3, 5, 2], [1], [], [7, 7], [20], [0, 4, 0, 2], [6, 1, 1, 1, 9]],
@@ -59,12 +23,7 @@ def test_every_pack_starts_at_a_sentence(documents):
     packs = SentencePackedDataset(Sentences(documents), np.arange(len(documents)), 8, seed=5)
     expected = expected_packs(documents, 8, 5, epochs=12)
     assert packs.first_sample_of_epoch(12) == len(expected)
-    actual = []
-    for sample in np.random.default_rng(0).permutation(len(expected)).tolist():
-        pack = packs[sample]
-        assert packs.first_sample_of_epoch(pack.epoch) <= sample < packs.first_sample_of_epoch(pack.epoch + 1)
-        assert packs.epoch_of_sample(sample) == pack.epoch
-        actual.append((pack.epoch, pack.tokens.tolist(), pack.edges.tolist()))
+    actual = read_in_any_order(packs, len(expected))
     assert sorted(actual) == sorted(expected)
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import random
 import sys
 from itertools import combinations
@@ -6,11 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 from small_data import write_file
-from text_helpers import contents, write_jsonl
+from text_helpers import contents, corpus_settings, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess import deduplicate
-from megaenc.data.preprocess.command import PreprocessConfig, preprocess
+from megaenc.data.preprocess.command import preprocess
 from megaenc.data.preprocess.deduplicate import Deduplication, build_ngrams, find_duplicates
 from megaenc.errors import InputError
 
@@ -23,8 +22,7 @@ def write(tmp_path, tokenizer_folder):
 
     def write(name, texts, **changes):
         corpus = write_jsonl(tmp_path / f"{name}.jsonl", texts)
-        settings = PreprocessConfig((str(corpus),), str(tmp_path / name), tokenizer_folder, append_eod=True, workers=1)
-        (prefix,) = preprocess(dataclasses.replace(settings, **changes))
+        (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, name, **changes))
         return prefix
 
     return write
@@ -142,8 +140,8 @@ def test_each_key_is_deduplicated_by_itself_and_sentences_go_with_their_document
     corpus = tmp_path / "pairs.jsonl"
     rows = [("One.", "Same. Text."), ("Two.", "Same. Text."), ("One.", ""), ("", "Other.")]
     write_file(corpus, [{"title": title, "text": text} for title, text in rows])
-    changes = {"deduplicate": "exact", "split_sentences": True, "partitions": 2, "workers": 1}
-    settings = PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, ("title", "text"), **changes)
+    changes = {"deduplicate": "exact", "split_sentences": True, "partitions": 2, "append_eod": False}
+    settings = corpus_settings(corpus, tokenizer_folder, json_keys=("title", "text"), **changes)
     titles, texts = map(read_corpus_metadata, preprocess(settings))
     assert (titles.documents, titles.empty_documents, titles.deduplication["removed"], titles.sequences) == (2, 1, 1, 2)
     assert (texts.documents, texts.empty_documents, texts.deduplication["removed"], texts.sequences) == (2, 1, 1, 3)

@@ -18,6 +18,7 @@ from text_helpers import (
     HOSTILE,
     TEXTS,
     contents,
+    corpus_settings,
     documents_of,
     reference_ids,
     serve_hub,
@@ -44,16 +45,11 @@ def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
 
 
-def flags(corpus, tokenizer_folder, name="out", **changes):
-    settings = {"append_eod": True, "workers": 1, **changes}
-    return PreprocessConfig((str(corpus),), str(corpus.parent / name), tokenizer_folder, **settings)
-
-
 def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     write_jsonl(corpus, [*TEXTS, "", ""])
     with corpus.open("a") as stream:
         stream.write("no json\n")
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True, workers=3))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, skip_bad_lines=True, workers=3))
     sidecar = read_corpus_metadata(prefix)
     data, index = contents(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
@@ -107,7 +103,7 @@ def _saved(folder):
 def from_jsonl(tmp_path_factory, tokenizer_folder):
     """What TEXTS become, read from JSONL by one worker."""
     corpus = write_jsonl(tmp_path_factory.mktemp("jsonl") / "a.jsonl", TEXTS)
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
     return contents(prefix)
 
 
@@ -134,7 +130,7 @@ SURROGATES = ["half a pair \ud800 and \udfff the other way, \ud83d", *HOSTILE, *
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder, capsys, append_eod):
     write_jsonl(corpus, SURROGATES)
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder, workers=2, append_eod=append_eod))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, workers=2, append_eod=append_eod))
     assert prefix.name == "out_text_document"
     want = [reference_ids(small_tokenizer(), replace_surrogates(text)) + [0] * append_eod for text in SURROGATES if text]
     assert [document for (document,) in documents_of(prefix)] == want
@@ -153,7 +149,7 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
     assert reference_ids(small_tokenizer(), "".join(paragraphs * 2)) == list(chain(*known, *known))
     repeats = LONG // sum(map(len, paragraphs)) + 1
     write_jsonl(corpus, ["".join(paragraphs * repeats)])
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
     dataset = IndexedDataset(str(prefix))
     assert len(dataset) == 1
     assert np.array_equal(dataset[0][:-1], np.tile([*chain(*known)], repeats))
@@ -170,7 +166,7 @@ def templated(tmp_path_factory):
 
 
 def template_flags(corpus, tokenizer, name="out", **changes):
-    return flags(corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes))
+    return corpus_settings(corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes))
 
 
 def test_sentences_are_the_sequences_and_the_first_and_last_have_the_special_tokens(tmp_path, templated, capsys):
@@ -210,8 +206,8 @@ def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
     rows = [{"title": "The fox", "text": "The lazy\ndog"}, {"title": "", "text": "sleeps"}]
     write_files(tmp_path, {"pairs.csv": rows, "pairs.jsonl": rows})
     keys = ("title", "text")
-    from_csv = preprocess(flags(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys))
-    from_jsonl = preprocess(flags(tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2))
+    from_csv = preprocess(corpus_settings(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys))
+    from_jsonl = preprocess(corpus_settings(tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2))
     assert [prefix.name for prefix in from_csv] == ["csv_title_document", "csv_text_document"]
     assert list(map(contents, from_csv)) == list(map(contents, from_jsonl))
     assert [len(IndexedDataset(str(prefix))) for prefix in from_csv] == [1, 2]
@@ -230,7 +226,7 @@ def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
 def test_bad_input_leaves_nothing(corpus, tokenizer_folder, content, changes, message):
     corpus.write_text(content)
     with pytest.raises(InputError) as error:
-        preprocess(flags(corpus, tokenizer_folder, "made/out", **changes))
+        preprocess(corpus_settings(corpus, tokenizer_folder, "made/out", **changes))
     assert message in str(error.value)
     assert not (corpus.parent / "made").exists()
 
@@ -257,7 +253,7 @@ def test_input_that_changes_during_the_run_is_refused(corpus, tokenizer_folder, 
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
     with pytest.raises(InputError, match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}"):
-        preprocess(flags(corpus, tokenizer_folder, partitions=partitions))
+        preprocess(corpus_settings(corpus, tokenizer_folder, partitions=partitions))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
@@ -271,28 +267,28 @@ def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_fol
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
-        preprocess(flags(corpus, tokenizer_folder))
+        preprocess(corpus_settings(corpus, tokenizer_folder))
     assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus.jsonl", theirs.name]
     assert theirs.read_text() == "theirs"
 
 
 def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokenizer_folder):
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
     before = contents(prefix)
     noted = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.parent.glob("out_text_document.*")}
     (corpus.parent / "out_parts").mkdir()
     (corpus.parent / "out_parts" / "merged").write_text(json.dumps(noted))
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
-        preprocess(flags(corpus, tokenizer_folder, append_eod=False))
+        preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False))
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"):
-        preprocess(flags(corpus, tokenizer_folder, append_eod=False, partitions=2))
+        preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False, partitions=2))
     assert contents(prefix) == before
 
 
 def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys):
     leftovers = corpus.parent / ".out_text_document.bin.123-0123abcd.tmp"
     leftovers.write_bytes(bytes(1_000_000))
-    preprocess(flags(corpus, tokenizer_folder))
+    preprocess(corpus_settings(corpus, tokenizer_folder))
     output = " ".join(capsys.readouterr().out.split())
     assert f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is writing" in output
     assert leftovers.name in output
@@ -304,7 +300,7 @@ def test_a_tokenizer_without_an_end_of_sequence_token_ends_no_document(corpus, t
 
     folder = tmp_path / "endless"
     PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(folder)
-    (prefix,) = preprocess(flags(corpus, str(folder), append_eod=False))
+    (prefix,) = preprocess(corpus_settings(corpus, str(folder), append_eod=False))
     assert read_corpus_metadata(prefix).eod is None
     assert "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
 
@@ -323,7 +319,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
     with pytest.raises(InputError, match=r"worker process \d+ was killed by SIGKILL, .*; try fewer --workers"):
-        preprocess(flags(corpus, tokenizer_folder, workers=5))
+        preprocess(corpus_settings(corpus, tokenizer_folder, workers=5))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
@@ -358,5 +354,5 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, token
     workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
     assert len(workers) == 5
     wait_until_ended(workers)
-    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
     assert read_corpus_metadata(prefix).documents == len(TEXTS)

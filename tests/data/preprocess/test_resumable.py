@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from text_helpers import TEXTS, contents, write_jsonl
+from text_helpers import TEXTS, contents, corpus_settings, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
-from megaenc.data.preprocess.command import PreprocessConfig, preprocess
+from megaenc.data.preprocess.command import preprocess
 from megaenc.data.preprocess.work_folder import WorkFolder
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
@@ -22,7 +22,7 @@ from megaenc.errors import InputError
 def settings(tmp_path, tokenizer_folder):
     """Forty documents in four parts."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS])
-    return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=4)
+    return corpus_settings(corpus, tokenizer_folder, partitions=4)
 
 
 def record_ranges(monkeypatch):

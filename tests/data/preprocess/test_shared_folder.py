@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from text_helpers import TEXTS, contents, write_jsonl
+from text_helpers import TEXTS, contents, corpus_settings, write_jsonl
 from waiting import wait_until
 
 from megaenc.data.preprocess import command, partitions
 from megaenc.data.preprocess.claims import ClaimFolder
-from megaenc.data.preprocess.command import PreprocessConfig, preprocess
+from megaenc.data.preprocess.command import preprocess
 from megaenc.data.preprocess.work_folder import WorkFolder
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
@@ -58,8 +58,7 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 def settings(tmp_path, tokenizer_folder):
     """A hundred documents, some equal, in twelve partitions."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number % 7} {text}" for number in range(20) for text in TEXTS])
-    options = {"append_eod": True, "workers": 1, "partitions": 12, "deduplicate": "exact"}
-    return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, **options)
+    return corpus_settings(corpus, tokenizer_folder, partitions=12, deduplicate="exact")
 
 
 @pytest.fixture
