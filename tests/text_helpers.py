@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -70,6 +71,25 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
 
     pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
     return path
+
+
+def every_source(folder: Path) -> tuple[list[Path], list[str]]:
+    """One input of each kind, known by its suffix or by its first bytes; and the texts of all."""
+    import datasets
+    from backports import zstd
+
+    inside = {"a.txt": "first", "b.md": "second " * 9, "c.text": "third"}
+    mixed = text_folder(folder / "mixed", inside)
+    write_parquet(mixed / "d.parquet", TEXTS[:2])
+    lines = write_jsonl(folder / "lines", TEXTS)
+    packed_lines = folder / "lines.jsonl.gz"
+    packed_lines.write_bytes(gzip.compress(lines.read_bytes()))
+    rows = write_csv(folder / "rows.csv.zst", TEXTS)
+    rows.write_bytes(zstd.compress(rows.read_bytes()))
+    table = write_parquet(folder / "table", TEXTS)
+    saved = folder / "saved"
+    datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(saved, num_shards=2)
+    return [lines, mixed, packed_lines, rows, table, saved], [*TEXTS, *inside.values(), *TEXTS[:2], *TEXTS * 4]
 
 
 def corpus_settings(corpus: Path, tokenizer: str, name: str = "out", **changes) -> PreprocessConfig:

@@ -1,4 +1,4 @@
-import gzip
+import dataclasses
 import hashlib
 import json
 import os
@@ -7,11 +7,9 @@ import subprocess
 import sys
 from itertools import chain
 
-import datasets
 import numpy as np
 import psutil
 import pytest
-from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from small_data import write_files
 from text_helpers import (
@@ -20,19 +18,17 @@ from text_helpers import (
     contents,
     corpus_settings,
     documents_of,
+    every_source,
     reference_ids,
     serve_hub,
     small_tokenizer,
-    text_folder,
-    write_csv,
     write_jsonl,
-    write_parquet,
 )
 from waiting import wait_until_ended
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.indexed.verify import verify_corpus
-from megaenc.data.preprocess.command import PreprocessConfig, prepare_job, preprocess
+from megaenc.data.preprocess.command import prepare_job, preprocess
 from megaenc.data.sources import resolve, text_files
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
@@ -63,65 +59,23 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     verify_corpus(prefix)
 
 
-SOURCES = {
-    "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstd.compress, write_jsonl)],
-    "csv gzip": lambda folder: [_packed(folder / "a.csv.gz", gzip.compress, write_csv)],
-    "mixed folder": lambda folder: [_mixed(folder / "mixed")],
-    "saved": lambda folder: [_saved(folder / "saved")],
-    "several": lambda folder: [
-        text_folder(folder / "text", {"0.txt": TEXTS[0], "1.txt": TEXTS[1]}),
-        write_parquet(folder / "b", TEXTS[2:]),
-    ],
-    "hub": lambda folder: ["someone/small"],
-}
-
-
-def _packed(path, pack, write):
-    write(path, TEXTS)
-    path.write_bytes(pack(path.read_bytes()))
-    return path
-
-
-def _mixed(folder):
-    (folder / "b" / ".git").mkdir(parents=True)
-    (folder / "b" / ".git" / "config.txt").write_text("hidden")
-    write_jsonl(folder / "a.jsonl", TEXTS[:1])
-    (folder / "b" / "one.md.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
-    write_parquet(folder / "b" / "two.parquet", TEXTS[2:3])
-    (folder / "b" / "two.tsv.zst").write_bytes(zstd.compress(f"id\ttext\n0\t{TEXTS[3]}\n".encode()))
-    (folder / "c.text").write_bytes(TEXTS[4].encode())
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    return folder
-
-
-def _saved(folder):
-    datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(folder, num_shards=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def from_jsonl(tmp_path_factory, tokenizer_folder):
-    """What TEXTS become, read from JSONL by one worker."""
-    corpus = write_jsonl(tmp_path_factory.mktemp("jsonl") / "a.jsonl", TEXTS)
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
-    return contents(prefix)
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, monkeypatch, kind):
+@pytest.mark.parametrize("is_local", [True, False])
+def test_texts_of_every_source_give_the_bytes_that_they_give_in_one_file(tmp_path, tokenizer_folder, monkeypatch, is_local):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)  # many blocks, so that order could be lost
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     serve_hub(tmp_path, monkeypatch, [{"text": TEXTS[:3]}, {"text": TEXTS[3:]}])
-    paths = tuple(map(str, SOURCES[kind](tmp_path)))
-    settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2, partitions=3)
-    (prefix,) = preprocess(settings)
-    assert contents(prefix) == from_jsonl
+    paths, texts = every_source(tmp_path) if is_local else (["someone/small"], TEXTS)
+    one_file = write_jsonl(tmp_path / "all.jsonl", texts)
+    (expected,) = preprocess(corpus_settings(one_file, tokenizer_folder, "expected"))
+    settings = corpus_settings(one_file, tokenizer_folder, workers=2, partitions=3)
+    (prefix,) = preprocess(dataclasses.replace(settings, input=tuple(map(str, paths))))
+    assert contents(prefix) == contents(expected)
     sources = read_corpus_metadata(prefix).sources
     assert str(tmp_path) not in json.dumps(sources)
-    if kind == "hub":
-        assert sources == [{"path": "someone/small", "bytes": None, "config": None, "split": "train"}]
+    if is_local:
+        assert [source["path"] for source in sources] == [path.name for path in paths]
     else:
-        assert [source["path"] for source in sources] == [os.path.basename(path) for path in paths]
+        assert sources == [{"path": "someone/small", "bytes": None, "config": None, "split": "train"}]
 
 
 SURROGATES = ["half a pair \ud800 and \udfff the other way, \ud83d", *HOSTILE, *TEXTS]

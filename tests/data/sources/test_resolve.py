@@ -6,7 +6,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import TEXTS, text_folder, write_csv, write_jsonl, write_parquet
+from text_helpers import TEXTS, every_source, text_folder, write_jsonl, write_parquet
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
@@ -169,24 +169,12 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def everything(tmp_path):
-    """One input of each kind, small."""
-    folder = text_folder(tmp_path / "folder", {"a.txt": "first", "b.txt": "second " * 9, "c.txt": "third"})
-    write_jsonl(tmp_path / "lines", TEXTS)  # what has no suffix is JSONL
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "lines").read_bytes()))
-    write_parquet(tmp_path / "c.parquet", TEXTS)
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
-    table = write_csv(tmp_path / "d.csv", TEXTS)
-    return [tmp_path / "lines", folder, tmp_path / "b.jsonl.gz", table, tmp_path / "c.parquet", tmp_path / "saved"]
-
-
 @pytest.mark.parametrize("count", [1, 3, 100])
 def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
-    inputs = resolve_paths(*everything(tmp_path))
-    want = list(read_texts(inputs, "text"))
-    assert len(want) == 28
+    paths, want = every_source(tmp_path)
+    inputs = resolve_paths(*paths)
     parts = partition_inputs(inputs, count)
     assert 1 <= len(parts) <= count and (count > 3 or len(parts) == count)
     texts = []
