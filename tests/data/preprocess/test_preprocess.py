@@ -50,7 +50,8 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     data, index = contents(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
     assert sidecar.tokens == sum(len(reference_ids(small_tokenizer(), text)) + 1 for text in TEXTS)
-    assert (sidecar.vocab_size, sidecar.eod, sidecar.dtype) == (len(small_tokenizer()), 0, "uint16")
+    assert (sidecar.vocab_size, sidecar.eod, sidecar.append_eod) == (len(small_tokenizer()), 0, True)
+    assert sidecar.dtype == "uint16"
     assert sidecar.tokenizer.name == "small"
     assert sidecar.tokenizer.fingerprint == read_vocabulary(small_tokenizer()).fingerprint
     assert sidecar.sha256 == {"bin": hashlib.sha256(data).hexdigest(), "idx": hashlib.sha256(index).hexdigest()}
