@@ -73,6 +73,12 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
     return path
 
 
+def parse_blocks(blocks, keys=("text",), *, skip_bad: bool = False) -> tuple[list[tuple[str, ...]], int]:
+    """The texts of all documents of blocks, and how many were skipped."""
+    parsed = [block.parse(keys, skip_bad) for block in blocks]
+    return [texts for documents in parsed for texts in documents.texts], sum(documents.skipped for documents in parsed)
+
+
 def every_source(folder: Path) -> tuple[list[Path], list[str]]:
     """One input of each kind, known by its suffix or by its first bytes; and the texts of all."""
     import datasets

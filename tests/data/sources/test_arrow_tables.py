@@ -1,7 +1,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import serve_hub
+from text_helpers import parse_blocks, serve_hub
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.errors import InputError
@@ -20,7 +20,7 @@ def parquet_blocks(path, keys=("text",), start=0, stop=None):
 
 
 def texts_of(blocks, keys=("text",)):
-    return [texts for block in blocks for texts in block.parse(keys, False).texts]
+    return parse_blocks(blocks, keys)[0]
 
 
 @pytest.mark.parametrize(("row_group_size", "block_bytes"), [(7, 100), (1000, 100), (7, 1 << 24)])
@@ -79,9 +79,7 @@ def test_a_cell_without_text_is_named_by_its_row_or_counted(tmp_path):
         blocks = parquet_blocks(written(tmp_path / "a.parquet", {"text": cells}, row_group_size=2))
         with pytest.raises(InputError, match=rf"a\.parquet: row 3: key `text`: found {found}, expected text"):
             texts_of(blocks)
-        actual = [block.parse(["text"], True) for block in blocks]
-        assert [text for documents in actual for text in documents.texts] == [("good",)] * 3
-        assert sum(documents.skipped for documents in actual) == 1
+        assert parse_blocks(blocks, skip_bad=True) == ([("good",)] * 3, 1)
 
 
 def test_a_file_damaged_in_the_middle_is_one_line(tmp_path):

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from text_helpers import TEXTS, write_csv
+from text_helpers import TEXTS, parse_blocks, write_csv
 
 from megaenc.data.sources import delimited_files, text_files
 from megaenc.data.sources.delimited_files import DelimitedFile
@@ -16,8 +16,7 @@ def write(path, content):
 def parse(path, keys=("text",), skip_bad=False):
     """Texts and number of skipped rows."""
     source = DelimitedFile(str(path), keys, is_csv=".csv" in path.name)
-    parsed = [block.parse(keys, skip_bad) for block in source.read_blocks(0, source.end, 0)]
-    return [texts for documents in parsed for texts in documents.texts], sum(documents.skipped for documents in parsed)
+    return parse_blocks(source.read_blocks(0, source.end, 0), keys, skip_bad=skip_bad)
 
 
 def texts_of(path):

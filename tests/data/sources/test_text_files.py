@@ -6,7 +6,7 @@ import random
 
 import pytest
 from backports import zstd
-from text_helpers import TEXTS, write_jsonl
+from text_helpers import TEXTS, parse_blocks, write_jsonl
 
 from megaenc.data.sources import text_files
 from megaenc.data.sources.text_files import FileBlock, LineBlock, find_line_start, read_line_blocks
@@ -14,7 +14,7 @@ from megaenc.errors import InputError
 
 
 def texts_of(path, *between, **options):
-    return [text for block in read_line_blocks(str(path), *between, **options) for (text,) in block.parse(["text"], False).texts]
+    return [text for (text,) in parse_blocks(read_line_blocks(str(path), *between, **options))[0]]
 
 
 def skippable_frame(kind):
@@ -77,7 +77,7 @@ def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
     (block,) = read_line_blocks(str(path), sample_by="paragraph" if paragraphs else "line")
     with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
         block.parse(["text"], False)
-    assert block.parse(["text"], True).texts == [("good",), ("good",)]
+    assert parse_blocks([block], skip_bad=True) == ([("good",), ("good",)], 1)
     file_block = FileBlock((str(path),), 0)
     with pytest.raises(InputError, match=r"latin\.txt: not UTF-8 \(byte 0xe9 at position 10\)"):
         file_block.parse(["text"], False)
@@ -114,9 +114,7 @@ def test_a_bad_line_is_named_or_counted(line, message):
     with pytest.raises(InputError) as error:
         block.parse(["text"], False)
     assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
-    documents = block.parse(["text"], True)
-    assert documents.texts == [("good",), ("good too",)]
-    assert documents.skipped == 1
+    assert parse_blocks([block], skip_bad=True) == ([("good",), ("good too",)], 1)
 
 
 def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
