@@ -1,12 +1,12 @@
 """Output files: an input is never replaced, and neither are results that cost work, unless --overwrite is given."""
 
-import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from small_data import write_file
 
 from megaenc.atomic_io import atomic_dir, atomic_write
 from megaenc.embed.command import eval_main
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     """A working folder with inputs of every command, links to some, and a result."""
     monkeypatch.chdir(tmp_path)
     rows = [{"text": f"one {n}\n\ntwo {n}", "query": f"q {n}", "document": f"d {n}"} for n in range(4)]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_file(Path("in.jsonl"), rows)
     os.link("in.jsonl", "hard.jsonl")
     os.symlink("in.jsonl", "soft.jsonl")
     for name in ("beir/corpus.jsonl", "beir/queries.jsonl", "kept/scores.json", "done.jsonl", "done.json"):

@@ -151,29 +151,28 @@ def asked_of_torchrun(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ends", "note", "code"),
+    ("name", "ends", "note", "fewest", "code"),
     [
-        ("one", "0", "", 0),
-        ("one", "1", "75", 75),
-        ("many", "1", "75", 75),
-        ("rocm-apptainer", "1", "75", 75),
-        ("many", "1", "2", 2),
-        ("rocm-apptainer", "1", "", 1),
-        ("one", "0", "75", 0),
+        ("one", "0", "", "", 0),
+        ("one", "1", "75", "", 75),
+        ("many", "1", "75", "", 75),
+        ("rocm-apptainer", "1", "75", "", 75),
+        ("many", "1", "2", "", 2),
+        ("rocm-apptainer", "1", "", "", 1),
+        ("one", "0", "75", "", 0),
+        ("many", "1", "0", "1", 0),  # with a node less it ends as its run does
+        ("many", "1", "75", "1", 75),
+        ("many", "1", "", "1", 1),
     ],
 )
-def test_how_a_job_ends(job, tmp_path, name, ends, note, code):
+def test_how_a_job_ends(job, tmp_path, name, ends, note, fewest, code):
     """75, stopped and saved, is requeued; what went wrong is passed on and is not."""
-    assert ended(job(name, "--save", "a", ENDS=ends, NOTE=note))[0] == code
+    assert ended(job(name, "--save", "a", ENDS=ends, NOTE=note, MIN_NODES=fewest))[0] == code
+    if fewest:
+        assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
+        assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
     assert is_requeued(tmp_path) == (code == 75)
     assert not list((tmp_path / ".jobs").iterdir())  # no notes are left
-
-
-@pytest.mark.parametrize(("note", "code"), [("0", 0), ("75", 75), ("", 1)])
-def test_with_a_node_less_a_job_ends_as_its_run_does(job, tmp_path, note, code):
-    assert ended(job("many", MIN_NODES="1", ENDS="1", NOTE=note))[0] == code
-    assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
-    assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
 
 
 @pytest.mark.parametrize(
