@@ -72,15 +72,7 @@ class SmallCorpus:
 
 @pytest.fixture(scope="session")
 def small_corpus(shared_folder) -> SmallCorpus:
-    from megaenc.data.preprocess import command as preprocess
-    from megaenc.data.tokenizer import train_command
-
-    def make(folder: Path) -> None:
-        text, tokenizer = str(runs.write_text(folder / "text.jsonl")), str(folder / "tokenizer")
-        train_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
-        preprocess.main(["--input", text, "--output-prefix", str(folder / "small"), "--tokenizer", tokenizer, "--append-eod"])
-
-    folder = shared_folder("corpus", make)
+    folder = shared_folder("corpus", runs.make_corpus)
     return SmallCorpus(folder / "text.jsonl", folder / "tokenizer", folder / "small_text_document")
 
 

@@ -52,6 +52,17 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
+def make_corpus(folder: Path) -> None:
+    """Write text.jsonl of 300 documents, the tokenizer of 400 ids that it trains, and the corpus `small` of both."""
+    from megaenc.data.preprocess import command as preprocess
+    from megaenc.data.tokenizer import train_command
+
+    text = str(write_text(folder / "text.jsonl"))
+    tokenizer = str(folder / "tokenizer")
+    train_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
+    preprocess.main(["--input", text, "--output-prefix", str(folder / "small"), "--tokenizer", tokenizer, "--append-eod"])
+
+
 def surroundings(packages: Path | None = None) -> dict[str, str]:
     """The environment of a command: one thread a process, this repository's code, no accelerator; `packages` as in `run`."""
     path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])

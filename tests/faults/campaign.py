@@ -80,13 +80,8 @@ class Campaign:
 
 def corpus(folder: Path) -> list[str]:
     """Make a small one; returns the flags that name it."""
-    from megaenc.data.preprocess import command as preprocess
-    from megaenc.data.tokenizer import train_command
-
-    text, tokenizer, prefix = runs.write_text(folder / "text.jsonl"), folder / "tokenizer", folder / "small"
-    train_command.main(["--input", str(text), "--vocab-size", "400", "--output", str(tokenizer)])
-    preprocess.main(["--input", str(text), "--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--append-eod"])
-    return ["--data-path", f"{prefix}_text_document", "--tokenizer", str(tokenizer), "--split", "90,10,0"]
+    runs.make_corpus(folder)
+    return ["--data-path", str(folder / "small_text_document"), "--tokenizer", str(folder / "tokenizer"), "--split", "90,10,0"]
 
 
 def main() -> None:
