@@ -111,7 +111,6 @@ def test_offsets_are_read_for_some_documents(tmp_path, monkeypatch, checked):
     for size in (1, 7, 101, 128):
         assert corpus.block_offsets(size).tolist() == [*expected[:101:size], expected[-1]]
     assert np.array_equal(corpus.document_lengths, np.diff(expected))
-    assert corpus.read_ranges(np.array([50, 3]), expected[[50, 3]], np.array([1, 1])).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
