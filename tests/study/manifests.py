@@ -4,6 +4,9 @@ from pathlib import Path
 
 import yaml
 
+from megaenc.study.manifest.schema import Manifest, read_manifest
+from megaenc.study.plan.dag import StageGraph, build_graph
+
 STUDY = Path(__file__).parents[2] / "configs" / "study"
 
 BASE = {
@@ -30,6 +33,16 @@ def write(folder: Path, **changes) -> Path:
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def read(folder: Path, **changes) -> Manifest:
+    """The manifest that `write` writes."""
+    return read_manifest(write(folder, **changes))
+
+
+def graph(folder: Path, **changes) -> StageGraph:
+    """The graph of the manifest that `write` writes."""
+    return build_graph(read(folder, **changes))
 
 
 def models(*entries) -> dict:

@@ -8,7 +8,6 @@ import manifests
 
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
-from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
@@ -28,7 +27,7 @@ GRID = {"datasets": ["demo_sc"], "learning_rates": [1e-3], "seeds": 1}
 def build_stages(folder: Path, **changes) -> dict[str, StageRunner]:
     """Return the stages of a small manifest with changes, for the study in `folder`/study."""
     study = folder / STUDY
-    return build_graph(read_manifest(manifests.write(folder, **changes)), study).stages
+    return build_graph(manifests.read(folder, **changes), study).stages
 
 
 def make(*stages: StageRunner, identity: dict | None = None) -> None:

@@ -2,13 +2,11 @@
 
 import manifests
 
-from megaenc.study.manifest.schema import read_manifest
-
 PLAIN = {"size": "toy", "steps": 400, "mask": 0.4}
 
 
 def settings(folder, *entries):
-    return read_manifest(manifests.write(folder, **manifests.models(*entries))).model_keys()
+    return manifests.read(folder, **manifests.models(*entries)).model_keys()
 
 
 def test_the_one_without_flags_of_its_own_keeps_the_columns(tmp_path):

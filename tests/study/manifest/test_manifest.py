@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import manifests
 import pytest
-from manifests import EMBED
+from manifests import EMBED, read
 
 from megaenc import flags
 from megaenc.errors import InputError
@@ -17,12 +17,7 @@ from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.manifest.scope import build_scope
 from megaenc.study.plan.command import format_plan
 from megaenc.study.plan.cost import compute_study_cost
-from megaenc.study.plan.dag import build_graph
 from megaenc.training.config import read_config_file
-
-
-def read(folder, **changes):
-    return read_manifest(manifests.write(folder, **changes))
 
 
 def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names():
@@ -234,7 +229,7 @@ def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):
 
 def test_packs_of_random_length_take_no_loop(tmp_path):
     packs = {"packing": "random-length", "seq_length": 10**12}
-    graph = build_graph(read(tmp_path, **manifests.models(TOY | {"pretrain": packs})))
+    graph = manifests.graph(tmp_path, **manifests.models(TOY | {"pretrain": packs}))
     assert compute_study_cost(graph).with_sharing.flops > 1e29
 
 
@@ -242,7 +237,7 @@ def test_a_long_chain_of_branches_is_planned(tmp_path):
     """Each share of CLM is a branch of the next larger one; none is reached by recursion."""
     shares = [number / 1000 for number in range(300)]
     entry = TOY | {"steps": 100_000, "clm_share": shares}
-    graph = build_graph(read(tmp_path, models=[entry], finetune=None))
+    graph = manifests.graph(tmp_path, models=[entry], finetune=None)
     assert len(graph.runs) == 300
     assert len(list(format_plan(graph, compute_study_cost(graph)))) > 300
 

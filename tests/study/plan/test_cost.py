@@ -3,6 +3,7 @@
 import manifests
 import numpy as np
 import pytest
+from manifests import graph
 
 from megaenc.backend import ParallelConfig
 from megaenc.estimate.work import ObjectiveWork
@@ -11,13 +12,7 @@ from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.cost import compute_study_cost
-from megaenc.study.plan.dag import build_graph
 from megaenc.study.plan.training_cost import compute_training_cost
-
-
-def graph(folder, **changes):
-    return build_graph(read_manifest(manifests.write(folder, **changes)))
-
 
 HARDWARE = {"tokens_per_second": 512, "finetune_seconds": 36, "devices": 2}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import manifests
 import pytest
+from manifests import graph
 
 from megaenc import flags
 from megaenc.data.packing.blended_dataset import list_prefixes
@@ -12,10 +13,6 @@ from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph, count_shared_steps
 from megaenc.study.run.stage import format_flags
 from megaenc.training.config import PretrainConfig, parse_config
-
-
-def graph(folder, **changes):
-    return build_graph(read_manifest(manifests.write(folder, **changes)))
 
 
 def starts(plan):
@@ -107,7 +104,7 @@ def test_how_a_flag_is_spelled_changes_nothing(tmp_path, change):
 )
 def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
     entries = [{"size": "toy", "steps": 400, "name": name, "schedule": text} for name, text in (("one", one), ("other", other))]
-    first, second = read_manifest(manifests.write(tmp_path, **manifests.models(*entries))).models
+    first, second = manifests.read(tmp_path, **manifests.models(*entries)).models
     assert count_shared_steps(first, second) == count_shared_steps(second, first) == shared
 
 

@@ -4,15 +4,12 @@ import io
 
 import manifests
 import pytest
+from manifests import graph
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree, layout_rows
-
-
-def graph(folder, **changes):
-    return build_graph(read_manifest(manifests.write(folder, **changes)))
 
 
 def test_the_tree_says_where_each_run_begins_and_what_it_makes(tmp_path):

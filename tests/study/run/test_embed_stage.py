@@ -9,7 +9,6 @@ from stage_artifacts import STUDY, TWO, make
 
 from megaenc.study.plan.command import format_plan
 from megaenc.study.plan.cost import compute_study_cost
-from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
 from megaenc.study.run.status import build_table
 
@@ -136,7 +135,7 @@ def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
 
 def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
     hardware = {"tokens_per_second": 512, "embed_seconds": 90}
-    graph = build_graph(stage_artifacts.read_manifest(manifests.write(tmp_path, embed=EMBED, hardware=hardware)))
+    graph = manifests.graph(tmp_path, embed=EMBED, hardware=hardware)
     cost, checkpoints = compute_study_cost(graph), len(graph.exports)
     assert list(graph.stages)[-checkpoints:] == [f"embed/{name}" for name in graph.exports]
     assert (cost.embed_runs, cost.embed_hours) == (2 * checkpoints, pytest.approx(2 * checkpoints * 90 / 3600))

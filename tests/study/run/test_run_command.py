@@ -6,14 +6,13 @@ import manifests
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.command import StudyRunConfig, device_slots, main, print_summary, select_stages
 from megaenc.study.run.executor import with_dependencies
 
 
 def test_only_takes_what_is_needed_along(tmp_path):
-    nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").stages
+    nodes = build_graph(manifests.read(tmp_path), tmp_path / "study").stages
     ids = [node.id for node in select_stages(nodes, ["toy-clm-dec400-mlm40-420"])]
     name = "toy-clm-dec400-mlm40-420"
     grid = [f"finetune/{name}@demo_sc", f"finetune/{name}@demo_ir"]

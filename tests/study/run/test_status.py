@@ -8,7 +8,6 @@ import pytest
 import stage_artifacts
 from fake_stages import SUCCEED, FakeStage
 
-from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import stage_log, status
 from megaenc.study.run.eta import EtaEstimator
@@ -194,6 +193,6 @@ def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
 
 def test_the_plans_time_is_that_of_the_processes_that_train(tmp_path):
     hardware = {"devices": 4, "tokens_per_second": 1000}
-    manifest = read_manifest(manifests.write(tmp_path, hardware=hardware))
+    manifest = manifests.read(tmp_path, hardware=hardware)
     planned = [build_graph(manifest, processes=count).runs["toy-clm-400"].planned_seconds for count in (0, 4, 1)]
     assert planned[0] == planned[1] == planned[2] / 4 > 0

@@ -14,7 +14,6 @@ from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
 from megaenc.slurm import ClusterConfig
-from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
 from megaenc.study.run.slurm import StageTask, count_machines, job_name, submit_stages
@@ -54,7 +53,7 @@ def cluster(tmp_path, monkeypatch) -> Slurm:
 
 
 def a_study(folder: Path) -> list:
-    nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).stages
+    nodes = build_graph(manifests.read(folder), folder / "study", processes=4, grid_jobs=0).stages
     ids = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400@demo_sc", "finetune/toy-clm-400@demo_ir"]
     return [nodes[id] for id in ids]
 
