@@ -53,12 +53,6 @@ def test_the_recipe_of_a_single_run_is_the_manifests(size):
             assert values[name] == recipe[name], name
 
 
-@pytest.mark.parametrize("file", sorted(manifests.STUDY.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_manifest_of_the_package_can_be_read(file):
-    manifest = read_manifest(file)
-    assert len({model.name for model in manifest.models}) == len(manifest.models) >= 10
-
-
 def test_an_entry_makes_every_combination_and_clm_alone_only_once(tmp_path):
     entry = {"size": "toy", "steps": [100, 200], "clm_share": [0, 0.5, 1], "mask": [0.2, 0.4]}
     assert [model.name for model in read(tmp_path, **manifests.models(entry)).models] == [
@@ -202,21 +196,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, complaint):
         read(tmp_path, **changes)
     assert complaint in str(error.value) and str(tmp_path / "study.yaml") in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_key_that_is_there_twice_is_refused(tmp_path):
-    path = manifests.write(tmp_path)
-    path.write_text(path.read_text() + "\ncorpus: {demo: true}\n")
-    with pytest.raises(InputError, match="key `corpus` is given twice"):
-        read_manifest(path)
-
-
-def test_aliases_that_stand_for_a_great_many_values_are_refused(tmp_path):
-    path = manifests.write(tmp_path)
-    lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 40))]
-    path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
-    with pytest.raises(InputError, match="not YAML: its aliases expand to more than 100,000 values"):
-        read_manifest(path)
 
 
 def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):

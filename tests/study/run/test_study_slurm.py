@@ -97,11 +97,8 @@ def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, cluster, capsys
     assert "1 done, 1 already queued, 1 submitted" in capsys.readouterr().out
 
 
-def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
+def test_machines_have_equally_many_processes(tmp_path):
     stage = FakeStage("pretrain/a", tmp_path, processes=6)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="--slurm: squeue failed"):
-        submit_stages([stage], tmp_path, ClusterConfig())
     with pytest.raises(InputError, match="has 6 processes \\(--processes\\), expected a divisor"):
         count_machines(ClusterConfig(slurm_gpus=4), stage)
     assert count_machines(ClusterConfig(slurm_gpus=0), stage) == 1  # all on the cores of one
