@@ -44,7 +44,7 @@ def test_a_whole_tree_lacks_nothing_and_has_the_sets_of_the_tables(tree):
     assert not report.notices and "missing-results" not in tables
     [position] = [number for number, row in enumerate(tables["base"].rows) if row.name == "published"]
     scores, printed = (row.cells[-4:] for row in tables["base"].rows[position - 1 : position + 1])
-    assert scores == printed and None not in printed
+    assert scores[:3] == printed[:3] and scores[3].split()[0] == printed[3].split()[0] and None not in printed
     assert dict(report.facts)["Left out"] == "15 results on data sets that the study's tables do not have"
     assert ("QA", "qed") not in raw(tree).datasets()
     shutil.copytree(tree / MODEL / "QA/qed", tree / "mine/QA/qed")  # a model of one's own may have any set
