@@ -1,8 +1,7 @@
 """What a plan says of data sets without opening them is what fine-tuning finds and writes."""
 
-import gzip
-
 import pytest
+import small_data
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import registry
@@ -15,17 +14,14 @@ from megaenc.study.manifest.training_sets import dataset_result_name, plan_train
 def data(tmp_path):
     """A folder with one file of labelled text, two small retrieval sets, and a link to one."""
     sets = tmp_path / "sets"
-    sets.mkdir()
-    with gzip.open(sets / "mine.jsonl.gz", "wt") as file:
-        file.write('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 20)
-    texts = "".join(f'{{"_id": "{at}", "text": "text {at}"}}\n' for at in range(30))
-    judged = "query-id\tcorpus-id\tscore\n" + "".join(f"{at}\t{at}\t1\n" for at in range(30))
+    small_data.write_file(sets / "mine.jsonl.gz", 20 * [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    judged = [(f"{at}", f"{at}", 1) for at in range(30)]
+    texts = [f"{at}" for at in range(30)]
+    files = small_data.beir_files(
+        zip(texts, texts, texts, strict=True), zip(texts, texts, strict=True), train=judged, test=judged
+    )
     for name in ("one", "two"):
-        (sets / name / "qrels").mkdir(parents=True)
-        for file in ("corpus.jsonl", "queries.jsonl"):
-            (sets / name / file).write_text(texts)
-        for file in ("train.tsv", "test.tsv"):
-            (sets / name / "qrels" / file).write_text(judged)
+        small_data.write_files(sets / name, files)
     (sets / "latest").symlink_to("one")
     return tmp_path
 
@@ -52,28 +48,21 @@ def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     )
 
 
-def test_a_revision_of_the_hub_is_no_part_of_the_name(data):
-    assert [one.datasets for one in plan_training_sets(GridConfig(datasets=("sst2@main",)), data)] == [("sst2",)]
-    assert resolve_dataset_path("sst2@main", data) == "sst2@main"
-
-
-def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
-    flags = DatasetConfig(train_on="sets/two")
-    training_sets = plan_training_sets(GridConfig(datasets=("demo_sc", "demo_ir"), data=flags), data)
-    assert [(one.datasets, one.family, one.train_on) for one in training_sets] == [
-        (("demo_sc",), "SC", "demo_sc"),
-        (("demo_ir",), "IR", "two"),
-    ]
-
-
 def test_a_training_set_has_one_family(data):
     flags = DatasetConfig(train_on="sst2=sets/two")
     with pytest.raises(InputError, match="found sst2 as a training set of 2 task families"):
         plan_training_sets(GridConfig(datasets=("sst2", "demo_ir"), data=flags), data)
 
 
-def test_a_path_may_not_be_there_yet(data):
-    assert [one.datasets for one in plan_training_sets(GridConfig(datasets=("later=sets/x", "sets/y")), data)] == [
-        ("later",),
-        ("y",),
-    ]
+@pytest.mark.parametrize(
+    ("datasets", "train_on", "planned"),
+    [
+        (("sst2@main",), "", [("sst2", "SC", "sst2")]),  # a revision of the Hub is no part of the name
+        (("demo_sc", "demo_ir"), "sets/two", [("demo_sc", "SC", "demo_sc"), ("demo_ir", "IR", "two")]),
+        (("later=sets/x", "sets/y"), "", [("later", "", "later"), ("y", "", "y")]),  # a path may not be there yet
+    ],
+)
+def test_sets_are_planned_with_family_and_pairs(datasets, train_on, planned, data):
+    sets = plan_training_sets(GridConfig(datasets=datasets, data=DatasetConfig(train_on=train_on)), data)
+    assert [(*one.datasets, one.family, one.train_on) for one in sets] == planned
+    assert resolve_dataset_path("sst2@main", data) == "sst2@main"

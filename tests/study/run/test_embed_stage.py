@@ -2,6 +2,7 @@
 
 import manifests
 import pytest
+import small_data
 import stage_artifacts
 import zero_shot_folders
 from manifests import EMBED
@@ -19,11 +20,8 @@ ONE = {"models": TWO[:1], "finetune": None}
 def data(tmp_path):
     """The retrieval set and the pairs of EMBED, and a built demo set."""
     for folder in (tmp_path / "ir" / "sci", tmp_path / STUDY / "demo" / "demo_ir"):
-        (folder / "qrels").mkdir(parents=True)
-        for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
-            (folder / name).write_text(f"{folder.name} {name}\n")
-    (tmp_path / "qa").mkdir()
-    (tmp_path / "qa" / "pairs.jsonl").write_text('{"query": "a", "document": "b"}\n')
+        small_data.write_files(folder, dict.fromkeys(("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"), folder.name))
+    small_data.write_file(tmp_path / "qa" / "pairs.jsonl", [{"query": "a", "document": "b"}])
     return tmp_path
 
 

@@ -5,13 +5,11 @@ import shutil
 
 import manifests
 import pytest
-import runs
 import stage_artifacts
+from corpus_helpers import VOCABULARY, write_whole_corpus
 from stage_artifacts import GRID, STUDY, TWO, make
 
 from megaenc.data.packing.builder import RunData
-from megaenc.data.preprocess import command as preprocess
-from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages, format_flags
 from megaenc.training.config import parse_config
@@ -30,12 +28,6 @@ def study(tmp_path):
 
 def nodes(folder, **changes):
     return stage_artifacts.build_stages(folder, **{"models": TWO, "finetune": GRID, **changes})
-
-
-def test_a_finished_study_is_done_and_fits(study):
-    stages = nodes(study)
-    check_stages(stages.values(), stages, study / STUDY)
-    assert finished_stages(stages.values()) == set(stages) and len(stages) == 7
 
 
 def test_a_run_of_the_stages_command_fits(study, small_corpus):
@@ -120,19 +112,15 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
 
 
-def test_a_run_on_a_blend_that_has_changed(small_corpus, tmp_path):
+def test_a_run_on_a_blend_that_has_changed(tmp_path):
     """By a corpus more, another text, temperature or limit of epochs."""
-    tokenizer = str(small_corpus.tokenizer)
+    (tmp_path / "data").mkdir()
 
-    def write_corpus(name, seed):
-        text = runs.write_text(tmp_path / f"{name}.jsonl", documents=20 + 5 * seed, seed=seed)
-        for file in (tmp_path / "data").glob(f"{name}_*"):
-            file.unlink()
-        options = ["--output-prefix", str(tmp_path / "data" / name), "--tokenizer", tokenizer, "--append-eod"]
-        preprocess.main(["--input", str(text), *options])
+    def write_corpus(name, size):
+        write_whole_corpus(tmp_path / "data" / f"{name}_text_document", [[2] * size + [0]] * 100, vocab_size=32)
 
     def stage(**flags):
-        pretrain = manifests.BASE["pretrain"] | {"data_path": ["data/*_text_document"], "tokenizer": tokenizer} | blend | flags
+        pretrain = manifests.BASE["pretrain"] | {"data_path": ["data/*_text_document"], "tokenizer": "tokenizer"} | blend | flags
         return nodes(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})["pretrain/base"]
 
     def refused(**flags):
@@ -140,11 +128,11 @@ def test_a_run_on_a_blend_that_has_changed(small_corpus, tmp_path):
             stage(**flags).check()
 
     blend = {"blend_temperature": 0.5, "blend_max_epochs": 2}
-    write_corpus("a", 1)
-    write_corpus("b", 2)
+    write_corpus("a", 10)
+    write_corpus("b", 20)
     run = stage()
     config = {"split": "99,1,0", "packing": "concat", "seq_length": 64, "seed": 1, "temperature": 0.5, "max_epochs": 2}
-    data = RunData.open(run.flags["data_path"], read_vocabulary(load_tokenizer(tokenizer)), **config)
+    data = RunData.open(run.flags["data_path"], VOCABULARY, **config)
     make(run, identity={"data": data.fingerprint})
     file = run.folder / "run.json"
     metadata = json.loads(file.read_text()) | {"reading": [{"tokens": row.tokens} for row in data.corpus_usage(10)]}
@@ -154,11 +142,11 @@ def test_a_run_on_a_blend_that_has_changed(small_corpus, tmp_path):
     stage().check()
     refused(blend_max_epochs=3)
     refused(blend_temperature=0.4)
-    write_corpus("b", 3)
+    write_corpus("b", 30)
     refused()
-    write_corpus("b", 2)
+    write_corpus("b", 20)
     stage().check()
-    write_corpus("c", 4)
+    write_corpus("c", 40)
     refused()
 
 
@@ -187,18 +175,14 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
 
 
 def test_a_run_on_another_corpus_is_told(study):
-    say = {"format": 1, "vocab_size": 1024, "eod": 0, "append_eod": True, "documents": 1, "sequences": 1, "tokens": 1}
-    say |= {"empty_documents": 0, "skipped_lines": 0, "dtype": "uint16", "bin_bytes": 1, "idx_bytes": 1, "sources": []}
-    say |= {"megaenc": "0.1.0", "sha256": {"bin": "d1", "idx": "i"}, "sentences": None, "deduplication": None}
-    say["special_tokens"] = {"mode": "eod", "before": [], "after": [0]}
-    say["tokenizer"] = {"name": "t", "fingerprint": "t1", "eos_id": 0, "mask_id": 1, "text_fingerprint": None}
-    (study / STUDY / "corpus" / "corpus_text_document.json").write_text(json.dumps(say))
+    write_whole_corpus(study / STUDY / "corpus" / "corpus_text_document", [[2, 0]], sha256={"bin": "d1", "idx": "i"})
     run = nodes(study)["pretrain/base"]
-    for data, tokenizer, expected in (("d2", "t1", "another data than"), ("d1", "t2", "another tokenizer than")):
+    right = {"data": "d1", "tokenizer": VOCABULARY.fingerprint}
+    for name in right:
         shutil.rmtree(run.folder)
-        stage_artifacts.make_run(run, 100, {"data": data, "tokenizer": tokenizer})
-        with pytest.raises(InputError, match=f"runs/base: trained with {expected}"):
+        stage_artifacts.make_run(run, 100, right | {name: "another"})
+        with pytest.raises(InputError, match=f"runs/base: trained with another {name} than"):
             run.check()
     shutil.rmtree(run.folder)
-    stage_artifacts.make_run(run, 100, {"data": "d1", "tokenizer": "t1"})
+    stage_artifacts.make_run(run, 100, right)
     run.check()
