@@ -1,43 +1,43 @@
 """Models of the same columns that were trained to differently are not taken for one another."""
 
 import manifests
+import pytest
 
 PLAIN = {"size": "toy", "steps": 400, "mask": 0.4}
+VARIANT = PLAIN | {"name": "no-decay", "pretrain": {"weight_decay": 0.0}}
+APART = {"toy-mlm40-400": "", "no-decay": "mlm(mask=0.4) with weight_decay=0"}
+ON_THE_WAY = PLAIN | {"checkpoints": [100]}
+LONGER = ON_THE_WAY | {"steps": 600}
+FASTER = "mlm(mask=0.4) with lr=0.001"
+CLM_FIRST = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4}
+TURNS = {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(clm:50,mlm:150)"}
+CASES = {
+    # entries, and the schedules by which models are told apart beyond the columns
+    "the one without flags of its own keeps the columns": ([PLAIN, VARIANT], APART),
+    "in any order": ([VARIANT, PLAIN], APART),
+    "alone it has them whatever its flags": ([PLAIN | {"peak_rate": 1e-3}], {"toy-mlm40-400-lr1e-03": ""}),
+    "of two peak rates neither stands for them": (
+        [PLAIN | {"peak_rate": [1e-3, 5e-4]}],
+        {"toy-mlm40-400-lr1e-03": FASTER, "toy-mlm40-400-lr5e-04": "mlm(mask=0.4) with lr=0.0005"},
+    ),
+    "so do checkpoints on the way of runs of different lengths": (
+        [ON_THE_WAY, LONGER | {"peak_rate": 1e-3}],
+        {"toy-mlm40-400-100": "", "toy-mlm40-400": "", "toy-mlm40-600-lr1e-03-100": FASTER, "toy-mlm40-600-lr1e-03": FASTER},
+    ),
+    "the same weights under two names": (
+        [ON_THE_WAY, LONGER],
+        dict.fromkeys(("toy-mlm40-400-100", "toy-mlm40-400", "toy-mlm40-600-100", "toy-mlm40-600"), ""),
+    ),
+}
 
 
-def settings(folder, *entries):
-    return manifests.read(folder, **manifests.models(*entries)).model_keys()
-
-
-def test_the_one_without_flags_of_its_own_keeps_the_columns(tmp_path):
-    variant = PLAIN | {"name": "no-decay", "pretrain": {"weight_decay": 0.0}}
-    for order in ([PLAIN, variant], [variant, PLAIN]):
-        keys = settings(tmp_path, *order)
-        assert (keys["toy-mlm40-400"].schedule, keys["no-decay"].schedule) == ("", "mlm(mask=0.4) with weight_decay=0")
-
-
-def test_alone_it_has_them_whatever_its_flags(tmp_path):
-    (only,) = settings(tmp_path, PLAIN | {"peak_rate": 1e-3}).values()
-    assert only.schedule == ""
-
-
-def test_of_two_peak_rates_neither_stands_for_the_columns(tmp_path):
-    keys = settings(tmp_path, PLAIN | {"peak_rate": [1e-3, 5e-4]})
-    assert [one.schedule for one in keys.values()] == ["mlm(mask=0.4) with lr=0.001", "mlm(mask=0.4) with lr=0.0005"]
-
-
-def test_so_do_checkpoints_on_the_way_of_runs_of_different_lengths(tmp_path):
-    longer = {"size": "toy", "steps": 600, "mask": 0.4, "checkpoints": [100], "peak_rate": 1e-3}
-    keys = settings(tmp_path, PLAIN | {"checkpoints": [100]}, longer)
-    assert keys["toy-mlm40-600-lr1e-03-100"].schedule.endswith("with lr=0.001")
-    assert keys["toy-mlm40-400-100"].schedule == ""
-    same = settings(tmp_path, PLAIN | {"checkpoints": [100]}, longer | {"peak_rate": []})
-    assert not any(one.schedule for one in same.values()), "the same weights under two names"
+@pytest.mark.parametrize(("entries", "schedules"), CASES.values(), ids=CASES)
+def test_a_schedule_tells_apart_what_the_columns_do_not(entries, schedules, tmp_path):
+    keys = manifests.read(tmp_path, **manifests.models(*entries)).model_keys()
+    assert {name: key.schedule for name, key in keys.items()} == schedules
 
 
 def test_what_continues_one_of_them_is_apart_too(tmp_path):
-    turns = {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(clm:50,mlm:150)"}
-    usual = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4}
     continued = {"after": ["toy-clm-100-mlm40-400", "turns"], "steps": 100, "mask": 0.4}
-    keys = list(settings(tmp_path, usual, turns, continued).values())
+    keys = list(manifests.read(tmp_path, **manifests.models(CLM_FIRST, TURNS, continued)).model_keys().values())
     assert len(set(keys)) == 4 and [bool(one.schedule) for one in keys] == [False, True, False, True]
