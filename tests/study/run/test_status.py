@@ -16,32 +16,39 @@ from megaenc.study.run.status import build_table, find_mismatches, format_headli
 
 
 def test_a_table_of_every_state(tmp_path):
-    done = FakeStage("pretrain/a", tmp_path, script="sleep 1.2; " + SUCCEED)
-    nodes = [
-        done,
-        FakeStage("pretrain/b", tmp_path, script="echo loading; echo 'ValueError: too small'; exit 1"),
-        FakeStage("export/a", tmp_path, ("pretrain/a",)),
-        FakeStage("export/b", tmp_path, ("pretrain/b",)),
-        FakeStage("finetune/a", tmp_path, ("export/a",)),
-    ]
-    execute_stages(nodes[:2], tmp_path, ["", ""])
-    stage_log.log_start(stage_log.log_path(tmp_path, "export/a"), ["convert"])
-    with stage_log.lock_stage(tmp_path, "export/a"):
-        table = {row.stage: row for row in build_table(nodes, tmp_path)}
-    assert {name: row.state for name, row in table.items()} == {
-        "pretrain/a": "done",
-        "pretrain/b": "failed",
-        "export/a": "running",
-        "export/b": "waiting",
-        "finetune/a": "waiting",
+    states = {
+        # stage: state and reason
+        "pretrain/done": ("done", ""),
+        "pretrain/failed": ("failed", f"exit code 1: ValueError: too small ({tmp_path / 'logs' / 'pretrain' / 'failed.log'})"),
+        "pretrain/stale": ("failed", "runs/stale: made from another manifest"),
+        "pretrain/killed": ("waiting", ""),
+        "pretrain/stopped": ("waiting", ""),
+        "export/locked": ("running", ""),
+        "export/needing": ("waiting", "needs pretrain/failed, which failed"),
+        "export/compared": ("waiting", "needs pretrain/killed"),
+        "finetune/last": ("waiting", "needs export/locked"),
     }
-    log = tmp_path / "logs" / "pretrain" / "b.log"
-    assert table["pretrain/b"].reason == f"exit code 1: ValueError: too small ({log})"
-    assert table["export/b"].reason == "needs pretrain/b, which failed"
-    assert table["finetune/a"].reason == "needs export/a"
-    assert table["pretrain/a"].seconds >= 1 and table["pretrain/a"].progress == "1 of 1 parts"
-    headline = format_headline(list(table.values()), 75.0)
-    assert headline == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
+    needs = {
+        "export/locked": ("pretrain/done",),
+        "export/needing": ("pretrain/failed",),
+        "export/compared": ("pretrain/killed",),
+        "finetune/last": ("export/locked",),
+    }
+    stages = {id: FakeStage(id, tmp_path, needs.get(id, ())) for id in states}
+    stages["pretrain/done"] = replace(stages["pretrain/done"], script="sleep 1.2; " + SUCCEED)
+    stages["pretrain/failed"] = replace(stages["pretrain/failed"], script="echo loading; echo 'ValueError: too small'; exit 1")
+    stages["pretrain/stale"] = replace(stages["pretrain/stale"], wrong="runs/stale: made from another manifest")
+    execute_stages([stages["pretrain/done"], stages["pretrain/failed"]], tmp_path, ["", ""])
+    for id in ("pretrain/killed", "pretrain/stopped", "export/locked"):
+        stage_log.log_start(stage_log.log_path(tmp_path, id), ["command"])
+    stage_log.log_end(stage_log.log_path(tmp_path, "pretrain/stopped"), stage_log.STOPPED)
+    for id in ("pretrain/stale", "export/compared"):
+        stages[id].made.touch()
+    with stage_log.lock_stage(tmp_path, "export/locked"):
+        rows = build_table(stages.values(), tmp_path, find_mismatches(stages.values()))
+    assert {row.stage: (row.state, row.reason) for row in rows} == states
+    assert rows[0].seconds >= 1 and rows[0].progress == "1 of 1 parts"
+    assert format_headline(rows, 75.0) == "9 stages: 1 done, 1 running, 5 waiting, 2 failed; 33 %, about 1:15 left"
 
 
 def test_to_look_at_a_lock_changes_nothing(tmp_path):
@@ -52,23 +59,6 @@ def test_to_look_at_a_lock_changes_nothing(tmp_path):
     assert not stage_log.is_locked(tmp_path, "pretrain/a") and lock.exists()
     with stage_log.lock_stage(tmp_path, "pretrain/a") as mine:
         assert mine and stage_log.is_locked(tmp_path, "pretrain/a")
-
-
-def test_what_does_not_fit_has_failed_and_what_was_killed_stopped_or_is_to_be_compared_waits(tmp_path):
-    killed = FakeStage("pretrain/a", tmp_path)
-    stopped = FakeStage("pretrain/c", tmp_path)
-    compared = FakeStage("export/a", tmp_path, ("pretrain/a",))
-    wrong = FakeStage("pretrain/b", tmp_path, wrong="runs/b: made from another manifest")
-    compared.made.touch()
-    wrong.made.touch()
-    for node in (killed, stopped):
-        stage_log.log_start(stage_log.log_path(tmp_path, node.id), *node.remaining_commands())
-    stage_log.log_end(stage_log.log_path(tmp_path, stopped.id), stage_log.STOPPED)
-    nodes = [killed, stopped, compared, wrong]
-    table = {row.stage: (row.state, row.reason) for row in build_table(nodes, tmp_path, find_mismatches(nodes))}
-    assert table["pretrain/a"] == table["pretrain/c"] == ("waiting", "")
-    assert table["export/a"] == ("waiting", "needs pretrain/a")
-    assert table["pretrain/b"] == ("failed", "runs/b: made from another manifest")
 
 
 def test_the_line_that_says_why():
