@@ -11,12 +11,13 @@ from pathlib import Path
 import manifests
 import pytest
 import runs
+import small_data
 from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.dist_env import EXIT_CODE_FILE
 from megaenc.errors import InputError
 from megaenc.study.report import command as report
-from megaenc.study.run import stage_log, status
+from megaenc.study.run import stage_log
 from megaenc.study.run.command import main
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.stage import finished_stages
@@ -55,18 +56,6 @@ def test_a_stage_of_two_commands_is_one_attempt_after_the_other(tmp_path):
     assert calls(tmp_path) == ["begin embed/a", "end embed/a"]
 
 
-def test_so_many_at_a_time(tmp_path):
-    """Each waits until as many as there are places have begun, and sees how many there are at most."""
-    count = 2
-    running_count = f"$(ls {tmp_path}/*.on 2>/dev/null | wc -l)"
-    meet = f"n=0; while [ {running_count} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
-    script = f"touch $MADE.on; {meet}; echo {running_count} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + SUCCEED
-    nodes = [FakeStage(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
-    assert execute_stages(nodes, tmp_path, [""] * count) == {}
-    assert max(map(int, (tmp_path / "most").read_text().split())) == count
-    assert len(calls(tmp_path)) == 4 * count
-
-
 def test_the_one_with_most_behind_it_goes_first(tmp_path):
     nodes = [
         FakeStage("export/short", tmp_path),
@@ -79,28 +68,24 @@ def test_the_one_with_most_behind_it_goes_first(tmp_path):
     assert order == ["root", "child", "long", "short"]
 
 
-def test_a_crash_is_tried_once_more(tmp_path, capsys):
-    crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + SUCCEED
-    assert execute_stages([FakeStage("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
-    output = capsys.readouterr().out
-    assert "export/a: killed by SIGKILL" in output and "KeyError: why; trying once more" in output
-    first, second = stage_log.read_attempts(stage_log.log_path(tmp_path, "export/a"))
-    assert first.is_failed and first.message == "KeyError: why" and not second.is_failed
-
-
-def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
+def test_a_failure_is_tried_once_more_and_stops_what_needs_it_and_nothing_else(tmp_path, capsys):
+    crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; "
     broken = FakeStage("pretrain/a", tmp_path, script="echo no room; exit 7")
     nodes = [
         broken,
         FakeStage("export/a", tmp_path, ("pretrain/a",)),
         FakeStage("finetune/a", tmp_path, ("export/a",)),
-        FakeStage("pretrain/b", tmp_path, script="sleep 0.3; " + SUCCEED),
+        FakeStage("pretrain/b", tmp_path, script=crash_first + SUCCEED),
         FakeStage("export/b", tmp_path, ("pretrain/b",)),
     ]
     failed = execute_stages(nodes, tmp_path, ["", ""])
     assert failed == {"pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"}
     assert [line for line in calls(tmp_path) if "/a" in line] == ["begin pretrain/a"] * 2
     assert nodes[-1].is_done()
+    output = capsys.readouterr().out
+    assert "pretrain/b: killed by SIGKILL" in output and "KeyError: why; trying once more" in output
+    first, second = stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))
+    assert first.is_failed and first.message == "KeyError: why" and not second.is_failed
     assert execute_stages([replace(broken, script=SUCCEED), *nodes[1:]], tmp_path, ["", ""]) == {}
     assert all(node.is_done() for node in nodes)
 
@@ -241,24 +226,16 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
 
-def write_lines(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_smallest(folder: Path) -> Path:
     """A parent, a branch, an export, a fine-tuning run and a contrastive training of two steps, on local data."""
     runs.write_text(folder / "text.jsonl", documents=60)
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
         rows = [{"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2} for n in range(count)]
-        write_lines(folder / "sc" / f"{split}.jsonl", rows)
-    texts = [{"_id": f"{n}", "text": f"plerk {n}"} for n in range(6)]
-    for name in ("corpus", "queries"):
-        write_lines(folder / "ir" / f"{name}.jsonl", texts)
-    (folder / "ir" / "qrels").mkdir()
-    judged = "".join(f"{n}\t{n}\t1\n" for n in range(6))
-    (folder / "ir" / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
-    write_lines(folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)])
+        small_data.write_file(folder / "sc" / f"{split}.jsonl", rows)
+    texts = [(f"{n}", f"plerk {n}") for n in range(6)]
+    judged = [(name, name, 1) for name, _ in texts]
+    small_data.write_files(folder / "ir", small_data.beir_files([(name, "", text) for name, text in texts], texts, test=judged))
+    small_data.write_file(folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)])
     short = {"lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "micro_batch_size": 8, "eval_interval": 0, "log_interval": 1}
     steps = {"max_steps": 2, "max_length": 32}
     return manifests.write(
@@ -295,12 +272,8 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     main(flags)
     assert "6 stages, 6 done, 0 to do" in capfd.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")} == written
-    status.main(flags)
-    assert capfd.readouterr().out.startswith("6 stages: 6 done; 100 %")
     results = ["--results", str(study / "results"), "--runs", str(study / "runs")]
     report.main([str(manifest), *results, "--output", str(study / "report")])
     head, line, *_ = (study / "report" / "tables" / "zero-shot.csv").read_text().splitlines()
     assert head.endswith("toy_ir as pretrained,toy_ir after contrastive training") and line.startswith("toy-clm-6,")
     assert "toy_sc" in (study / "report" / "tables" / "scores.csv").read_text()
-    manifest.write_text(manifest.read_text().replace("max_steps: 2", "max_steps: 3"))
-    assert "finetune: max_steps is 2 there, 3 here" in refusal(main, flags)
