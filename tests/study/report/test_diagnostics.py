@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.score_tables import (
     build_collapse_table,
     build_diagnostic_tables,
@@ -16,9 +16,9 @@ from megaenc.study.report.score_tables import (
 )
 from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
-from megaenc.study.stats.inference import VarianceComponents, required_seeds
+from megaenc.study.stats.inference import required_seeds, variance_components
 
-ONE, OTHER = ModelKey("mini", 10), ModelKey("mini", 0, 10, mask_ratio=0.4)
+ONE, OTHER = ModelKey("mini", 10), parse_model_name("mini-mlm40-10")
 
 
 def score(setting, seeds, **more):
@@ -88,31 +88,23 @@ def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
     ]
 
 
-def test_seeds_and_examples_part_the_variance():
-    random, count = np.random.default_rng(0), 400
-    ease = 0.1 * random.normal(size=count)
+def test_variances_and_seeds_needed_are_those_of_the_statistics():
+    random = np.random.default_rng(0)
+    ease = 0.1 * random.normal(size=400)
+    noise = [0.01 * random.normal(size=(5, 1)) + 0.02 * random.normal(size=(5, 400)) for _ in range(2)]
+    blocks = [0.5 + ease + noise[0], 0.52 + ease + noise[1]]
     sides = []
-    for setting, shift in ((ONE, 0.0), (OTHER, 0.02)):
-        block = 0.5 + shift + ease + 0.01 * random.normal(size=(5, 1)) + 0.02 * random.normal(size=(5, count))
+    for setting, block in zip((ONE, OTHER), blocks, strict=True):
         by_seed = dict(enumerate(block))
-        sides.append(score(setting, dict(enumerate(block.mean(1))), load_examples=lambda by_seed=by_seed: by_seed))
+        sides.append(score(setting, dict(enumerate(block.mean(1))), load_examples=by_seed.copy))
     [row] = build_variance_table(Evidence(sides)).rows
-    assert row.cells[:4] == ("SC", "SST-2", 2, 5)
-    of_run, of_seeds, of_examples = (float(cell) for cell in row.cells[4:7])
-    assert of_seeds == pytest.approx(of_run / math.sqrt(5), abs=0.006)
-    assert of_run == pytest.approx(1.0, rel=0.5)  # five seeds say it roughly
-    assert of_examples == pytest.approx(100 * 0.1 / math.sqrt(count), rel=0.1)
-    needed = list(row.cells[7:])
-    assert needed == sorted(needed, reverse=True) and needed[0] > needed[3] >= 2
-
-
-def test_seeds_needed_are_those_of_the_statistics():
-    ours = score(ONE, {0: 0.50, 1: 0.52, 2: 0.54})
-    theirs = score(OTHER, {0: 0.60, 1: 0.60, 2: 0.63})
-    [row] = build_variance_table(Evidence([theirs, ours])).rows
-    parts = VarianceComponents(float(np.var([0.10, 0.08, 0.09], ddof=1)) / 3, math.nan)
-    assert row.cells[7:] == tuple(required_seeds(wanted, parts, 3) for wanted in (0.002, 0.005, 0.01, 0.02))
-    assert row.cells[6] is None  # no examples, no number
+    parts = [variance_components(block.mean(1), [block]) for block in blocks]
+    of_seeds = math.sqrt(np.mean([part.seed_variance for part in parts]))
+    of_examples = math.sqrt(np.mean([part.example_variance for part in parts]))
+    spreads = [f"{100 * each:.2f}" for each in (math.sqrt(5) * of_seeds, of_seeds, of_examples)]
+    less = blocks[0] - blocks[1]
+    needed = [required_seeds(wanted, variance_components(less.mean(1), [less]), 5) for wanted in (0.002, 0.005, 0.01, 0.02)]
+    assert row.cells == ("SC", "SST-2", 2, 5, *spreads, *needed) and None not in needed
     [alone] = build_variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
-    assert alone.cells[4:] == ("7.07", "5.00", None, None, None, None, None)
+    assert alone.cells[4:] == ("7.07", "5.00", None, None, None, None, None)  # no examples, no number
     assert build_diagnostic_tables(published()) == []
