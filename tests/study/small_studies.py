@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from megaenc.study.claims.verdicts import Verdict, judge
-from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 from megaenc.study.results.evidence import Evidence, Score
 
 
@@ -21,9 +21,9 @@ def mini(seeds, pretraining_seeds=(1,), gain=0.05, examples=200, families=TWO):
     """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
     random = np.random.default_rng(1)
     settings = [
-        ModelKey("tiny", mlm_steps=40, mask_ratio=0.15),
+        parse_model_name("tiny-mlm15-40"),
         ModelKey("tiny", clm_steps=40),
-        ModelKey("tiny", clm_steps=10, mlm_steps=30, mask_ratio=0.15),
+        parse_model_name("tiny-clm-10-mlm15-40"),
     ]
     scores = []
     for family, dataset in families:

@@ -8,26 +8,24 @@ from pathlib import Path
 import numpy as np
 from run_folders import write_run
 
-from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 
 RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
 _METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("exact_match", "f1"), "IR": ("ndcg@10",)}
 
 
+_MODELS = (
+    *("mini-mlm40-300", "mini-clm-75-mlm40-300", "mini-clm-150-mlm40-300", "mini-clm-225-mlm40-300", "mini-clm-300"),
+    *("mini-mlm20-300", "mini-clm-75-mlm20-300", "mini-mlm40-150", "mini-clm-75-mlm40-150", "mini-clm-150"),
+    *("mini-clm-dec300-mlm40-330", "mini-clm-dec300-mlm40-450", "mini-mlm40-dec300-mlm40-330", "mini-mlm40-dec300-mlm40-450"),
+    *("mini-clm-300-50", "mini-clm-300-150", "mini-mlm40-300-50", "mini-mlm40-300-150"),
+)
+
+
 def settings() -> dict[str, ModelKey]:
     """A study in miniature: every figure has something to show."""
-    steps = 300
-    models = [
-        ModelKey("mini", round(share * steps), round((1 - share) * steps), mask_ratio=0.4) for share in (0, 0.25, 0.5, 0.75)
-    ]
-    models += [ModelKey("mini", steps), ModelKey("mini", 0, steps, mask_ratio=0.2), ModelKey("mini", 75, 225, mask_ratio=0.2)]
-    models += [ModelKey("mini", 0, 150, mask_ratio=0.4), ModelKey("mini", 75, 75, mask_ratio=0.4), ModelKey("mini", 150)]
-    models += [ModelKey("mini", steps, 0, more, 0.4) for more in (30, 150)]
-    models += [ModelKey("mini", 0, steps, more, 0.4) for more in (30, 150)]
-    models += [ModelKey("mini", at, decayed=False, budget=steps) for at in (50, 150)]
-    models += [ModelKey("mini", 0, at, mask_ratio=0.4, decayed=False, budget=steps) for at in (50, 150)]
-    return {format_model_name(one): one for one in models}
+    return {name: parse_model_name(name) for name in _MODELS}
 
 
 def ability(setting: ModelKey) -> float:

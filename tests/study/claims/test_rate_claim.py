@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from small_studies import by_claim
 
-from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 from megaenc.study.results.evidence import Evidence, Score
 
 
 def rated(grids, family="SC", **more):
     """An MLM and a CLM model with these scores by rate and seed."""
-    sides = (ModelKey("tiny", mlm_steps=40, mask_ratio=0.15), ModelKey("tiny", clm_steps=40))
+    sides = (parse_model_name("tiny-mlm15-40"), ModelKey("tiny", clm_steps=40))
     return Evidence(
         [
             Score(format_model_name(setting), setting, family, "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)

@@ -12,7 +12,7 @@ from small_studies import TWO, by_claim, mini, sized
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.decision import EQUALITY_MARGINS
 from megaenc.study.claims.verdicts import judge
-from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.manifest.model_key import format_model_name, parse_model_name
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.published import published
 
@@ -101,7 +101,7 @@ def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
     scores = []
     for family, dataset, gap in (("TC", "uner_en", on_tc), ("SC", "sst2", on_sc)):
         for score in sized("10M", [1], gap, runs=0):
-            key = ModelKey("10M", mlm_steps=600, mask_ratio=0.4)
+            key = parse_model_name("10m-mlm40-600")
             key = replace(key, clm_steps=450, mlm_steps=150) if not score.model_key.clm_steps else key
             scores.append(replace(score, family=family, dataset=dataset, model_key=key, model=format_model_name(key)))
     assert by_claim(Evidence(scores))["4b"].verdict == expected

@@ -7,7 +7,7 @@ import pytest
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results.files import read_result_tree
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
 from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
@@ -15,7 +15,7 @@ from megaenc.study.results.evidence import Evidence, Score, build_evidence
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs
 from megaenc.study.results.published import published
 
-MLM = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
+MLM = parse_model_name("610m-mlm40-42k")
 CLM = ModelKey("610M", 42_000)
 
 
@@ -56,7 +56,7 @@ def test_objectives_by_size_and_of_one_size_by_data_set(ours):
     assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
     picture = objectives.build_objectives_figure(ours)
     assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
-    mlm = ours.find(ModelKey("mini", 0, 300, mask_ratio=0.4), "demo_sc")
+    mlm = ours.find(parse_model_name("mini-mlm40-300"), "demo_sc")
     [point] = lines(picture)["MLM"].points
     assert (point.mean, point.half_width) == pytest.approx((100 * mlm.mean, 100 * mlm.half_width))
     axis = picture.figure.axes[0]
@@ -70,7 +70,7 @@ def test_mask_ratios_with_and_without_clm(ours):
     assert not objectives.build_two_stage_mask_ratio_figure(published()).panels
     picture = objectives.build_two_stage_mask_ratio_figure(ours)
     assert list(lines(picture)) == ["MLM only", "CLM 75, then MLM"]
-    two_stage = ours.find(ModelKey("mini", 75, 225, mask_ratio=0.2), "demo_sc")
+    two_stage = ours.find(parse_model_name("mini-clm-75-mlm20-300"), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
 
 
@@ -166,8 +166,8 @@ def test_names_with_dollar_signs_are_no_formulas():
 
 
 def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
-    plain = [MLM, CLM, ModelKey("610M", 0, 12_000, mask_ratio=0.4)]
-    plain += [ModelKey("610M", 42_000, 0, 22_000, 0.4), ModelKey("610M", 0, 42_000, 22_000, 0.4)]
+    plain = [MLM, CLM, parse_model_name("610m-mlm40-12k")]
+    plain += [parse_model_name("610m-clm-dec42k-mlm40-64k"), parse_model_name("610m-mlm40-dec42k-mlm40-64k")]
     turns = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     evidence = made_of(*plain, turns, detour)
@@ -187,7 +187,7 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
 
 
 def test_a_schedule_without_mlm_of_as_many_steps_is_drawn_next_to_every_budget():
-    plain = [MLM, ModelKey("610M", 40_000), ModelKey("610M", 10_000, 30_000, mask_ratio=0.4)]
+    plain = [MLM, ModelKey("610M", 40_000), parse_model_name("610m-clm-10k-mlm40-40k")]
     other = ModelKey("610M", 0, 50_000, mask_ratio=0.5, schedule="diffusion")
     picture = objectives.build_schedule_figure(made_of(*plain, other, dataclasses.replace(MLM, size="1B")))
     assert set(lines(picture)) == {"MLM", "CLM", "25 % CLM, then MLM", "diffusion"}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.schedule_table import build_schedule_table, compare_with_control
 from megaenc.study.results.evidence import Evidence, Score
 
-MLM = ModelKey("toy", 0, 100, mask_ratio=0.3)
+MLM = parse_model_name("toy-mlm30-100")
 CLM = ModelKey("toy", 100)
 DIFFUSION = ModelKey("toy", 0, 100, mask_ratio=0.5, schedule="diffusion")
 PREFIX = ModelKey("toy", 80, 0, schedule="prefix_lm")

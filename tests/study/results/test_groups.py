@@ -1,8 +1,6 @@
 """Which models stand in which table, and in what order."""
 
-from study_folders import settings
-
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.results.groups import (
     SETUP_TITLES,
     dataset_label,
@@ -23,21 +21,15 @@ def test_published_models_stand_in_the_tables_that_they_were_published_in():
     assert found == {setup: list(dict.fromkeys(members)) for setup, members in expected.items() if members}
 
 
-def test_a_study_of_another_scale_has_the_same_groups():
-    found = group_by_setup(settings().values())
-    assert {setup: len(members) for setup, members in found.items()} == {"base": 3, "efficiency": 4, "pfs": 10, "cpt": 6}
-    assert all(one.steps == 300 for one in found["base"])
-
-
 def test_the_base_is_what_both_objectives_have_or_the_plan_says():
     """CLM that got further than MLM is not the base alone; with half of a study done, a shorter budget is not the longest one."""
-    mlm, clm, longer = ModelKey("1B", 0, 20, mask_ratio=0.4), ModelKey("1B", 20), ModelKey("1B", 40)
+    mlm, clm, longer = parse_model_name("1b-mlm40-20"), ModelKey("1B", 20), ModelKey("1B", 40)
     assert group_by_setup([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
     assert group_by_setup([longer, mlm])["base"] == [longer]
-    plan = [longer, ModelKey("1B", 0, 40, mask_ratio=0.4), mlm, clm]
+    plan = [longer, parse_model_name("1b-mlm40-40"), mlm, clm]
     assert group_by_setup([clm, mlm], plan) == {"pfs": [mlm, clm]}
     alternating = ModelKey("1B", 10, 10, mask_ratio=0.4, schedule="alternating")
-    second = ModelKey("1B", 20, seed=2)
+    second = parse_model_name("1b-clm-20-seed2")
     assert group_by_setup([alternating, second, clm]) == {"base": [clm, second], "other": [alternating]}
 
 

@@ -8,17 +8,13 @@ import pytest
 from zero_shot_folders import QUERIES, write_evaluation, write_study
 
 from megaenc.study.claims.verdicts import judge
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import parse_model_name
 from megaenc.study.manifest.scope import StudyScope
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.zero_shot import METRIC, RECALL, read_zero_shot
 
 MODELS = {"tiny-mlm40-300": 0.4, "tiny-clm-300": 0.3, "tiny-clm-75-mlm40-300": 0.401}
-KEYS = {
-    "tiny-mlm40-300": ModelKey("tiny", mlm_steps=300, mask_ratio=0.4),
-    "tiny-clm-300": ModelKey("tiny", clm_steps=300),
-    "tiny-clm-75-mlm40-300": ModelKey("tiny", 75, 225, mask_ratio=0.4),
-}
+KEYS = {name: parse_model_name(name) for name in MODELS}
 
 
 def read(folder, **scope):
