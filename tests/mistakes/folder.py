@@ -65,6 +65,18 @@ _FIELDS = {
 }
 
 
+_COPIES = {
+    "hf": ("noweights", "badconfig", "pickled", "nomask", "cut", *_FIELDS),
+    "run": ("norun", "badrun", "nocheckpoint", "cut", "base"),
+}
+_DAMAGED = {
+    "sidecar_text_document.json": "{",
+    "hf-badconfig/config.json": "{",
+    "hf-nomask/tokenizer.json": "{",
+    "run-badrun/run.json": "[1]",
+}
+
+
 def write_texts(folder: Path) -> None:
     """Write what needs no command: texts, settings, labelled data, manifests and results, good and bad."""
     runs.write_text(folder / "text.jsonl")
@@ -90,33 +102,28 @@ def damage(folder: Path) -> None:
     for name in ("cut", "bare", "sidecar", "changed"):
         for extension in (".bin", ".idx", ".json"):
             shutil.copy(folder / f"c_text_document{extension}", folder / f"{name}_text_document{extension}")
-    os.truncate(folder / "cut_text_document.bin", 1001)
+    for source, names in _COPIES.items():
+        for name in names:
+            shutil.copytree(folder / source, folder / f"{source}-{name}")
     (folder / "bare_text_document.idx").unlink()
-    (folder / "sidecar_text_document.json").write_text("{")
+    (folder / "hf-noweights/model.safetensors").unlink()
+    (folder / "run-norun/run.json").unlink()
+    shutil.rmtree(folder / "run-nocheckpoint/checkpoints")
+    (folder / "hf-pickled/model.safetensors").rename(folder / "hf-pickled/pytorch_model.bin")
+    for name, content in _DAMAGED.items():
+        (folder / name).write_text(content)
     with open(folder / "changed_text_document.bin", "r+b") as stream:
         stream.write(b"\1\0\2\0")
-    for name in ("noweights", "badconfig", "pickled", "nomask", "cut"):
-        shutil.copytree(folder / "hf", folder / f"hf-{name}")
-    (folder / "hf-noweights/model.safetensors").unlink()
-    (folder / "hf-badconfig/config.json").write_text("{")
-    (folder / "hf-pickled/model.safetensors").rename(folder / "hf-pickled/pytorch_model.bin")
-    os.truncate(folder / "hf-cut/model.safetensors", 1001)
+    shards = (folder / "run-cut/checkpoints/iter_0000002").glob("*.distcp")
+    for path in (folder / "cut_text_document.bin", folder / "hf-cut/model.safetensors", *shards):
+        os.truncate(path, 1001)
     config = json.loads((folder / "hf/config.json").read_text())
     for name, changes in _FIELDS.items():
-        shutil.copytree(folder / "hf", folder / f"hf-{name}")
         fields = {key: value for key, value in (config | changes).items() if value is not None}
         (folder / f"hf-{name}/config.json").write_text(json.dumps(fields))
-    (folder / "hf-nomask/tokenizer.json").write_text("{")
-    for name in ("norun", "badrun", "nocheckpoint", "cut", "base"):
-        shutil.copytree(folder / "run", folder / f"run-{name}")
-    (folder / "run-norun/run.json").unlink()
-    (folder / "run-badrun/run.json").write_text("[1]")
     facts = json.loads((folder / "run/run.json").read_text())
     facts["identity"]["rotary_base"] = 500.0
     (folder / "run-base/run.json").write_text(json.dumps(facts))
-    shutil.rmtree(folder / "run-nocheckpoint/checkpoints")
-    for shard in (folder / "run-cut/checkpoints/iter_0000002").glob("*.distcp"):
-        os.truncate(shard, 1001)
 
 
 _ROW = '{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n'
@@ -196,15 +203,14 @@ _TEXTS = {
     "set-beir/qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\td\t1\n",
 }
 
-_MODEL = {"size": "toy", "steps": 400, "mask": 0.4}
 _MANIFESTS: dict[str, dict] = {
     "study": {},
     "text-study": {"corpus": {"text": ["nowhere.jsonl"], "vocab_size": 400}},
     "study-key": {"modles": []},
     "study-nomodels": {"models": None},
-    "study-steps": manifests.models({**_MODEL, "steps": 0}),
-    "study-mask": manifests.models({**_MODEL, "mask": 1.5}),
-    "study-share": manifests.models({**_MODEL, "clm_share": 1.2}),
+    "study-steps": {"models": [manifests.TOY | {"steps": 0}]},
+    "study-mask": {"models": [manifests.TOY | {"mask": 1.5}]},
+    "study-share": {"models": [manifests.TOY | {"clm_share": 1.2}]},
     "study-seeds": {"finetune": {**manifests.BASE["finetune"], "seeds": 0}},
     "study-rates": {"finetune": {**manifests.BASE["finetune"], "learning_rates": [-1e-4]}},
     "study-pretrain": {"pretrain": {**manifests.BASE["pretrain"], "leraning_rate": 1}},

@@ -23,6 +23,9 @@ BASE = {
     "finetune": {"datasets": ["demo_sc", "demo_ir"], "learning_rates": [1e-4, 1e-3], "seeds": 3},
 }
 
+TOY = {"size": "toy", "steps": 400, "mask": 0.4}
+"""Entry of one model."""
+
 EMBED = {"datasets": ["sci=ir/sci", "demo_ir"], "train": "qa/pairs.jsonl", "seeds": 2, "batch_size": 64, "query_prefix": "- "}
 """Section `embed` with two sets, pairs to train on, and a flag of evaluation and training."""
 
@@ -35,16 +38,11 @@ def write(folder: Path, **changes) -> Path:
     return path
 
 
-def read(folder: Path, **changes) -> Manifest:
-    """The manifest that `write` writes."""
-    return read_manifest(write(folder, **changes))
+def read(folder: Path, *entries: dict, **changes) -> Manifest:
+    """The manifest that `write` writes, with these models instead of BASE's if there are any."""
+    return read_manifest(write(folder, **changes, **({"models": list(entries)} if entries else {})))
 
 
-def graph(folder: Path, **changes) -> StageGraph:
-    """The graph of the manifest that `write` writes."""
-    return build_graph(read(folder, **changes))
-
-
-def models(*entries) -> dict:
-    """A change of `models`."""
-    return {"models": list(entries)}
+def graph(folder: Path, *entries: dict, **changes) -> StageGraph:
+    """The graph of the manifest that `read` reads."""
+    return build_graph(read(folder, *entries, **changes))

@@ -17,7 +17,7 @@ from megaenc.training.run_init import RUN_FORMAT, RunInit, identity_digest
 
 STUDY = "study"
 TWO = [
-    {"size": "toy", "steps": 100, "mask": 0.4, "name": "base", "pretrain": {"weight_decay": 0.1}},
+    manifests.TOY | {"steps": 100, "name": "base", "pretrain": {"weight_decay": 0.1}},
     {"after": "base", "steps": 60, "mask": 0.4, "name": "more"},
 ]
 """Entries of a model and one that continues it."""

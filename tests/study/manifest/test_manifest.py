@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import manifests
 import pytest
-from manifests import EMBED, read
+from manifests import EMBED, TOY, read
 
 from megaenc import flags
 from megaenc.errors import InputError
@@ -55,30 +55,30 @@ def test_the_recipe_of_a_single_run_is_the_manifests(size):
 
 def test_an_entry_makes_every_combination_and_clm_alone_only_once(tmp_path):
     entry = {"size": "toy", "steps": [100, 200], "clm_share": [0, 0.5, 1], "mask": [0.2, 0.4]}
-    assert [model.name for model in read(tmp_path, **manifests.models(entry)).models] == [
+    assert [model.name for model in read(tmp_path, entry).models] == [
         *("toy-mlm20-100", "toy-mlm40-100", "toy-clm-50-mlm20-100", "toy-clm-50-mlm40-100", "toy-clm-100"),
         *("toy-mlm20-200", "toy-mlm40-200", "toy-clm-100-mlm20-200", "toy-clm-100-mlm40-200", "toy-clm-200"),
     ]
 
 
 def test_a_share_that_is_no_whole_number_of_steps_is_rounded_as_schedules_are(tmp_path):
-    entry = {"size": "toy", "steps": 101, "clm_share": 0.5, "mask": 0.4}
-    (model,) = read(tmp_path, **manifests.models(entry)).models
+    entry = TOY | {"steps": 101, "clm_share": 0.5}
+    (model,) = read(tmp_path, entry).models
     assert (model.key.clm_steps, model.schedule) == (51, "clm:51,mlm(mask=0.4):50")
 
 
 def test_a_continued_model_has_no_warm_up_and_its_parents_size_and_seed(tmp_path):
-    first = {"size": "toy", "steps": 400, "mask": 0.4, "seed": [1, 2]}
+    first = TOY | {"seed": [1, 2]}
     then = {"after": "toy-mlm40-400-seed2", "steps": 100, "mask": 0.4}
-    *_, model = read(tmp_path, **manifests.models(then, first)).models  # in any order of the file
+    *_, model = read(tmp_path, then, first).models  # in any order of the file
     assert (model.name, model.warmup, model.key.seed) == ("toy-mlm40-dec400-mlm40-500-seed2", 0, 2)
     assert model.key == parse_model_name(model.name)
 
 
 def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_path):
     sizes = {"toy": {"lr": 2e-3, "seq_length": 32}}
-    entry = {"size": "toy", "steps": 100, "mask": 0.4, "peak_rate": [1e-3, 5e-4], "pretrain": {"seq_length": 16}}
-    models = read(tmp_path, sizes=sizes, **manifests.models(entry)).models
+    entry = TOY | {"steps": 100, "peak_rate": [1e-3, 5e-4], "pretrain": {"seq_length": 16}}
+    models = read(tmp_path, entry, sizes=sizes).models
     assert [(model.name, model.flags["lr"], model.flags["seq_length"]) for model in models] == [
         ("toy-mlm40-100-lr1e-03", 1e-3, 16),
         ("toy-mlm40-100-lr5e-04", 5e-4, 16),
@@ -95,50 +95,62 @@ def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_p
     ],
 )
 def test_a_schedule_is_kept_where_the_columns_cannot_say_it(tmp_path, schedule, setting):
-    (model,) = read(tmp_path, **manifests.models({"size": "toy", "steps": 400, "schedule": schedule})).models
+    (model,) = read(tmp_path, {"size": "toy", "steps": 400, "schedule": schedule}).models
     assert model.key == setting
 
 
 def test_a_checkpoint_on_the_way_is_what_has_been_trained_by_then(tmp_path):
-    entry = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4, "checkpoints": [50, 100, 250]}
-    settings = read(tmp_path, **manifests.models(entry)).model_keys()
+    entry = TOY | {"clm_steps": 100, "checkpoints": [50, 100, 250]}
+    settings = read(tmp_path, entry).model_keys()
     assert settings == {name: parse_model_name(name) for name in settings}
     assert settings["toy-clm-100-mlm40-400-250"] == ModelKey("toy", 100, 150, mask_ratio=0.4, decayed=False)
     alternating = {"size": "toy", "steps": 400, "name": "turns", "schedule": "4x(clm:50,mlm:50)", "checkpoints": [125]}
-    assert read(tmp_path, **manifests.models(alternating)).model_keys()["turns-125"].clm_steps == 75
+    assert read(tmp_path, alternating).model_keys()["turns-125"].clm_steps == 75
 
 
-TOY = {"size": "toy", "steps": 400, "mask": 0.4}
 CONTINUED = {"steps": 20, "mask": 0.4}
-WRONG = {
-    "unknown key of an entry": (
-        manifests.models(TOY | {"maks": 0.3}),
-        "models, entry 1: unknown field `maks`; did you mean `mask`?",
-    ),
-    "flag of the study": ({"pretrain": {"save": "x"}}, "pretrain: field `save`: found here, expected nowhere"),
-    "unknown preset": ({"sizes": {"toy": {"model": "610"}}}, "sizes: toy: --model: unknown preset '610'"),
-    "type": (manifests.models(TOY | {"steps": "many"}), "entry 1: field `steps`: found 'many', expected a int"),
-    "duplicate": (manifests.models(TOY, TOY | {"mask": [0.2, 0.4]}), "entry 2: model toy-mlm40-400 exists already"),
+WRONG_ENTRIES = {
+    "unknown key of an entry": (TOY | {"maks": 0.3}, "models, entry 1: unknown field `maks`; did you mean `mask`?"),
+    "type": (TOY | {"steps": "many"}, "entry 1: field `steps`: found 'many', expected a int"),
     "no plateau": (
-        manifests.models(TOY | {"pretrain": {"lr_decay_style": "cosine"}}),
+        TOY | {"pretrain": {"lr_decay_style": "cosine"}},
         "entry 1: field `lr_decay_style`: found cosine, expected WSD",
     ),
-    "decay too long": (manifests.models(TOY | {"steps": 15}), "entry 1: a decay of 20 steps in a run of 15"),
-    "no mask": (manifests.models({"size": "toy", "steps": 400}), "entry 1: field `mask`: missing"),
-    "twice": (manifests.models(TOY | {"mask": [0.4, 0.4]}), "entry 1: field `mask`: found 0.4 twice"),
-    "clm steps": (manifests.models(TOY | {"clm_steps": 500}), "entry 1: field `clm_steps`: found 500, expected at most the 400"),
+    "decay too long": (TOY | {"steps": 15}, "entry 1: a decay of 20 steps in a run of 15"),
+    "no mask": ({"size": "toy", "steps": 400}, "entry 1: field `mask`: missing"),
+    "twice": (TOY | {"mask": [0.4, 0.4]}, "entry 1: field `mask`: found 0.4 twice"),
+    "clm steps": (TOY | {"clm_steps": 500}, "entry 1: field `clm_steps`: found 500, expected at most the 400"),
+    "no parent": (CONTINUED | {"after": []}, "entry 1: field `size`: missing"),
+    "schedule": ({"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}, "steps add up to 300, expected 400"),
+    "schedule beside": (TOY | {"schedule": "mlm"}, "entry 1: found `mask` together with `schedule`"),
+    "checkpoint": (TOY | {"checkpoints": [390]}, "field `checkpoints`: found 390, expected 1 to 380"),
+    "name of several": (TOY | {"mask": [0.2, 0.4], "name": "one"}, "field `name`: found one for 2 models"),
+    "too many models": (
+        TOY | {"steps": [*range(1000, 1100)], "seed": [*range(100)], "mask": [0.2, 0.4]},
+        "makes more than 1,000 models",
+    ),
+    "a text without end": (TOY | {"group": "x" * 10_100}, "at most 10,000 printable letters"),
+    "a step too many": (TOY | {"steps": 10**15 + 1}, "at most 1,000,000,000,000,000"),
+    "a name out of a long schedule": (
+        {"size": "toy", "steps": 1000, "schedule": ",".join(["clm:20", "mlm:20"] * 25)},
+        "180 bytes",
+    ),
+    "a name that is a folder": (TOY | {"name": ".."}, "expected letters, digits and . _ -"),
+    "a long size": (TOY | {"size": "x" * 9000}, "xxx..., expected one of toy"),
+    "infinity as text": (TOY | {"peak_rate": "1e400"}, "found '1e400', expected a finite number"),
+    "repetitions": ({"size": "toy", "steps": 100, "schedule": "1000000000x(clm:1,mlm:1)"}, "phases"),
+    "packs without end": (TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**17}}, "at most"),
+    "heads that do not divide": (TOY | {"pretrain": {"num_attention_heads": 3}}, "--hidden-size"),
+    "no tokens": (TOY | {"pretrain": {"seq_length": 0}}, "--seq-length"),
+}
+WRONG = {
+    "flag of the study": ({"pretrain": {"save": "x"}}, "pretrain: field `save`: found here, expected nowhere"),
+    "unknown preset": ({"sizes": {"toy": {"model": "610"}}}, "sizes: toy: --model: unknown preset '610'"),
+    "duplicate": ({"models": [TOY, TOY | {"mask": [0.2, 0.4]}]}, "entry 2: model toy-mlm40-400 exists already"),
     "parent": (
-        manifests.models(TOY, {"after": "toy-mlm4-400", "steps": 20, "mask": 0.4}),
+        {"models": [TOY, {"after": "toy-mlm4-400", "steps": 20, "mask": 0.4}]},
         "found toy-mlm4-400, did you mean toy-mlm40-400?",
     ),
-    "no parent": (manifests.models(CONTINUED | {"after": []}), "entry 1: field `size`: missing"),
-    "schedule": (
-        manifests.models({"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}),
-        "steps add up to 300, expected 400",
-    ),
-    "schedule beside": (manifests.models(TOY | {"schedule": "mlm"}), "entry 1: found `mask` together with `schedule`"),
-    "checkpoint": (manifests.models(TOY | {"checkpoints": [390]}), "field `checkpoints`: found 390, expected 1 to 380"),
-    "name of several": (manifests.models(TOY | {"mask": [0.2, 0.4], "name": "one"}), "field `name`: found one for 2 models"),
     "data set": ({"finetune": {"datasets": ["sst"]}}, "found sst; did you mean sst2?"),
     "data set twice": ({"finetune": {"datasets": ["sst2", "sst2"]}}, "finetune: field `datasets`: found sst2 twice"),
     "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),
@@ -161,32 +173,16 @@ WRONG = {
     "no contrastive seed": ({"embed": {**EMBED, "seeds": 0}}, "embed: field `seeds`: found 0, expected 1 to 1,000"),
     "the seed": ({"embed": {**EMBED, "seed": 1}}, "embed: field `seed`: found here, expected `seeds`"),
     "nothing to train on": ({"embed": {"datasets": ["demo_ir"], "seeds": 2}}, "embed: field `seeds`: found without `train`"),
-    "too many models": (
-        manifests.models(TOY | {"steps": [*range(1000, 1100)], "seed": [*range(100)], "mask": [0.2, 0.4]}),
-        "makes more than 1,000 models",
-    ),
-    "a text without end": (manifests.models(TOY | {"group": "x" * 10_100}), "at most 10,000 printable letters"),
-    "a step too many": (manifests.models(TOY | {"steps": 10**15 + 1}), "at most 1,000,000,000,000,000"),
-    "a name out of a long schedule": (
-        manifests.models({"size": "toy", "steps": 1000, "schedule": ",".join(["clm:20", "mlm:20"] * 25)}),
-        "180 bytes",
-    ),
-    "a name that is a folder": (manifests.models(TOY | {"name": ".."}), "expected letters, digits and . _ -"),
-    "a long size": (manifests.models(TOY | {"size": "x" * 9000}), "xxx..., expected one of toy"),
-    "infinity as text": (manifests.models(TOY | {"peak_rate": "1e400"}), "found '1e400', expected a finite number"),
-    "repetitions": (manifests.models({"size": "toy", "steps": 100, "schedule": "1000000000x(clm:1,mlm:1)"}), "phases"),
-    "packs without end": (manifests.models(TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**17}}), "at most"),
-    "heads that do not divide": (manifests.models(TOY | {"pretrain": {"num_attention_heads": 3}}), "--hidden-size"),
-    "no tokens": (manifests.models(TOY | {"pretrain": {"seq_length": 0}}), "--seq-length"),
     "too many results": (
         {"finetune": {"datasets": ["demo_sc"], "learning_rates": [1e-6 * rate for rate in range(1, 202)], "seeds": 5_000}},
         "found 1,005,000 results per model (datasets x learning_rates x seeds), expected at most 1,000,000",
     ),
     "the name of a log": (
-        manifests.models(TOY | {"name": "n" * 170}) | {"finetune": {"datasets": ["d" * 170 + "=data"]}},
+        {"models": [TOY | {"name": "n" * 170}], "finetune": {"datasets": ["d" * 170 + "=data"]}},
         "of 170 bytes, expected at most 80 with the model nnn",
     ),
     "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path`, but `corpus` builds its own"),
+    **{name: ({"models": [entry]}, complaint) for name, (entry, complaint) in WRONG_ENTRIES.items()},
 }
 
 
@@ -201,14 +197,14 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, complaint):
 def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):
     monkeypatch.setitem(expand._LIMITS, "phases", 1000)  # what memory has room for takes seconds
     entry = {"size": "toy", "steps": 400, "schedule": "200x(clm:1,mlm:1)"}
-    read(tmp_path, **manifests.models(entry | {"seed": [1, 2]}))
+    read(tmp_path, entry | {"seed": [1, 2]})
     with pytest.raises(InputError, match="entry 1: makes more than 1,000 phases together"):
-        read(tmp_path, **manifests.models(entry | {"seed": [1, 2, 3]}))
+        read(tmp_path, entry | {"seed": [1, 2, 3]})
 
 
 def test_packs_of_random_length_take_no_loop(tmp_path):
     packs = {"packing": "random-length", "seq_length": 10**12}
-    graph = manifests.graph(tmp_path, **manifests.models(TOY | {"pretrain": packs}))
+    graph = manifests.graph(tmp_path, TOY | {"pretrain": packs})
     assert compute_study_cost(graph).with_sharing.flops > 1e29
 
 

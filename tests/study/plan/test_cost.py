@@ -3,7 +3,7 @@
 import manifests
 import numpy as np
 import pytest
-from manifests import graph
+from manifests import TOY, graph
 
 from megaenc.backend import ParallelConfig
 from megaenc.estimate.work import ObjectiveWork
@@ -49,7 +49,7 @@ def test_a_phase_is_counted_with_its_own_objective(tmp_path):
 
 def test_a_sum_costs_as_much_as_its_objectives_and_counts_its_tokens_once(tmp_path):
     entries = [{"size": "toy", "steps": 400, "schedule": text} for text in ("sum(clm:1,mlm(mask=0.4):2)", "mlm(mask=0.4)", "clm")]
-    plan = graph(tmp_path, hardware=HARDWARE, **manifests.models(*entries))
+    plan = graph(tmp_path, *entries, hardware=HARDWARE)
     both, mlm, clm = (compute_training_cost(plan.manifest, model, 0, 400) for model in plan.manifest.models)
     assert both.flops == pytest.approx(mlm.flops + clm.flops) and both.tokens == mlm.tokens
     assert both.device_hours == pytest.approx(2 * mlm.device_hours)
@@ -67,10 +67,10 @@ def test_hours_bytes_and_waits(tmp_path):
     """A step of 8 packs of 64 tokens takes a second of one device; a run has two."""
     entries = [
         {"size": "toy", "steps": 400, "clm_share": 1.0},
-        {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4},
+        TOY | {"clm_steps": 100},
         {"after": "toy-clm-400", "steps": 100, "mask": 0.4},
     ]
-    cost = compute_study_cost(graph(tmp_path, hardware=HARDWARE, **manifests.models(*entries)))
+    cost = compute_study_cost(graph(tmp_path, *entries, hardware=HARDWARE))
     assert cost.with_sharing.device_hours == pytest.approx(800 / 3600)
     assert cost.without_sharing.device_hours == pytest.approx(900 / 3600)
     assert cost.finetune_hours == pytest.approx(3 * 2 * 2 * 3 * 36 / 3600)
@@ -86,7 +86,7 @@ def test_hours_bytes_and_waits(tmp_path):
 
 def test_bf16_keeps_master_weights_and_without_a_rate_no_hours_are_made_up(tmp_path):
     sizes = {"toy": manifests.BASE["sizes"]["toy"] | {"bf16": True}}
-    cost = compute_study_cost(graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4})))
+    cost = compute_study_cost(graph(tmp_path, TOY, sizes=sizes))
     parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
     assert list(cost.disk.values())[:2] == [14 * parameters, 2 * parameters]
     assert (cost.with_sharing.device_hours, cost.finetune_hours, cost.longest_chain_run_by_run.hours) == (None, None, None)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import manifests
 import pytest
-from manifests import graph
+from manifests import TOY, graph
 
 from megaenc import flags
 from megaenc.data.packing.blended_dataset import list_prefixes
@@ -44,10 +44,7 @@ def test_the_papers_shared_trunk():
 
 
 def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
-    plan = graph(
-        tmp_path,
-        **manifests.models(*manifests.BASE["models"], {"size": "toy", "steps": 300, "mask": 0.4, "checkpoints": [50, 200]}),
-    )
+    plan = graph(tmp_path, *manifests.BASE["models"], TOY | {"steps": 300, "checkpoints": [50, 200]})
     done = set()
     for stage in plan.stages.values():
         assert set(stage.needs) <= done, stage.id
@@ -64,10 +61,8 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
 
 
 def test_a_model_branches_off_a_branch(tmp_path):
-    entry = {"size": "toy", "steps": [200, 400], "clm_steps": [100, 200], "mask": 0.4}
-    assert starts(
-        graph(tmp_path, **manifests.models(entry | {"steps": [400], "clm_steps": [100, 400]}, entry | {"steps": [200]}))
-    ) == {
+    entry = TOY | {"steps": [200, 400], "clm_steps": [100, 200]}
+    assert starts(graph(tmp_path, entry | {"steps": [400], "clm_steps": [100, 400]}, entry | {"steps": [200]})) == {
         "toy-clm-400": ("new", "", 0, 400),
         "toy-clm-100-mlm40-400": ("branch", "toy-clm-400", 100, 300),
         "toy-clm-100-mlm40-200": ("branch", "toy-clm-100-mlm40-400", 180, 20),
@@ -85,8 +80,8 @@ def test_a_model_branches_off_a_branch(tmp_path):
 )
 def test_only_what_differs_from_the_first_step_shares_nothing(tmp_path, change, start):
     pretrain = manifests.BASE["pretrain"] | {"lr": "2e-3"}
-    entries = [{"size": "toy", "steps": 400, "mask": 0.4}, {"size": "toy", "steps": 300, "mask": 0.4, "name": "other"} | change]
-    plan = starts(graph(tmp_path, pretrain=pretrain, **manifests.models(*entries)))
+    entries = [TOY, TOY | {"steps": 300, "name": "other"} | change]
+    plan = starts(graph(tmp_path, *entries, pretrain=pretrain))
     assert [begins for begins, *_ in plan.values()] == ["new", start]
 
 
@@ -104,7 +99,7 @@ def test_only_what_differs_from_the_first_step_shares_nothing(tmp_path, change, 
 )
 def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
     entries = [{"size": "toy", "steps": 400, "name": name, "schedule": text} for name, text in (("one", one), ("other", other))]
-    first, second = manifests.read(tmp_path, **manifests.models(*entries)).models
+    first, second = manifests.read(tmp_path, *entries).models
     assert count_shared_steps(first, second) == count_shared_steps(second, first) == shared
 
 

@@ -2,10 +2,11 @@
 
 import shutil
 
+from manifests import TOY
 from stage_artifacts import build_stages, make, make_run
 
-BOTH = {"models": [{"size": "toy", "steps": [400, 600], "mask": 0.4}], "finetune": None}
-SHORT = {"models": [{"size": "toy", "steps": 400, "mask": 0.4}], "finetune": None}
+BOTH = {"models": [TOY | {"steps": [400, 600]}], "finetune": None}
+SHORT = {"models": [TOY], "finetune": None}
 
 
 def starts(stages):
@@ -29,7 +30,7 @@ def test_a_run_that_has_not_kept_the_step_is_branched_where_it_can_be_or_not_at_
     make(build_stages(tmp_path, **SHORT)["pretrain/toy-mlm40-400"])
     assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-600"] == ("new", "", 0)
     shutil.rmtree(tmp_path / "study")
-    with_one_on_the_way = [{"size": "toy", "steps": 400, "mask": 0.4, "checkpoints": [250]}]
+    with_one_on_the_way = [TOY | {"checkpoints": [250]}]
     make(build_stages(tmp_path, models=with_one_on_the_way, finetune=None)["pretrain/toy-mlm40-400"])
     assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-600"] == ("branch", "toy-mlm40-400", 250)
 
@@ -38,7 +39,7 @@ def test_a_branch_is_left_by_others_at_steps_that_it_makes_itself(tmp_path):
     """600 was branched off 400; what shares 80 steps with both is a branch of 400."""
     make_run(build_stages(tmp_path, **SHORT)["pretrain/toy-mlm40-400"], 50)
     make_run(build_stages(tmp_path, **BOTH)["pretrain/toy-mlm40-600"], 390)
-    three = {"models": [{"size": "toy", "steps": [400, 600, 100], "mask": 0.4}], "finetune": None}
+    three = {"models": [TOY | {"steps": [400, 600, 100]}], "finetune": None}
     stages = starts(build_stages(tmp_path, **three))
     assert stages["toy-mlm40-100"] == ("branch", "toy-mlm40-400", 80)
     assert stages["toy-mlm40-600"] == ("branch", "toy-mlm40-400", 380)

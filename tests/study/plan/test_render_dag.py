@@ -4,7 +4,7 @@ import io
 
 import manifests
 import pytest
-from manifests import graph
+from manifests import TOY, graph
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.schema import read_manifest
@@ -15,13 +15,13 @@ from megaenc.study.plan.render_dag import draw_graph, format_tree, layout_rows
 def test_the_tree_says_where_each_run_begins_and_what_it_makes(tmp_path):
     entries = [
         {"size": "toy", "steps": 400, "clm_share": 1.0, "checkpoints": [50, 200]},
-        {"size": "toy", "steps": [200, 400], "clm_steps": 100, "mask": 0.4},
+        TOY | {"steps": [200, 400], "clm_steps": 100},
         {"size": "toy", "steps": 200, "clm_share": 1.0, "evaluate": False},
         {"after": "toy-clm-400", "steps": [20, 120], "mask": 0.2},
         {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(mlm:100,clm:100)"},
     ]
     assert (
-        "\n".join(line.rstrip() for line in format_tree(graph(tmp_path, **manifests.models(*entries))))
+        "\n".join(line.rstrip() for line in format_tree(graph(tmp_path, *entries)))
         == """\
 toy:
   toy-clm-400                                         +400  CLM to 400  also evaluated at 50 200
@@ -61,6 +61,6 @@ def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
 
 
 def test_thousands_of_phases_are_not_drawn(tmp_path):
-    plan = graph(tmp_path, **manifests.models({"size": "toy", "steps": 6000, "schedule": "3000x(clm:1,mlm:1)", "name": "turns"}))
+    plan = graph(tmp_path, {"size": "toy", "steps": 6000, "schedule": "3000x(clm:1,mlm:1)", "name": "turns"})
     with pytest.raises(InputError, match=r"--picture: .*study.yaml has 6,000 phases, expected at most 5,000"):
         draw_graph(plan, "many")

@@ -13,6 +13,7 @@ import pytest
 import runs
 import small_data
 from fake_stages import SUCCEED, FakeStage, calls
+from manifests import TOY
 
 from megaenc.dist_env import EXIT_CODE_FILE
 from megaenc.errors import InputError
@@ -244,7 +245,7 @@ def write_smallest(folder: Path) -> Path:
         corpus={"text": ["text.jsonl"], "vocab_size": 300},
         models=[
             {"size": "toy", "steps": 6, "clm_share": 1},
-            {"size": "toy", "steps": 6, "clm_share": 0.5, "mask": 0.4, "evaluate": False},
+            TOY | {"steps": 6, "clm_share": 0.5, "evaluate": False},
         ],
         finetune={"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, **steps},
         embed={"datasets": ["toy_ir=ir"], "train": "pairs.jsonl", "seeds": 1, "batch_size": 4, "warmup": 0, **steps},
