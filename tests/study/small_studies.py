@@ -1,6 +1,7 @@
 """Evidence of a few models, made of numbers that are known, and its verdicts."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +13,11 @@ from megaenc.study.results.evidence import Evidence, Score
 def by_claim(evidence: Evidence, **more) -> dict[str, Verdict]:
     """Verdicts by number and part: 1a, 2."""
     return {f"{one.claim}{one.part}": one for one in judge(evidence, **more)}
+
+
+def verdict_on(claim: str, scores: Sequence[Score]) -> Verdict:
+    """The verdict on a claim of evidence that consists of these scores."""
+    return by_claim(Evidence(scores))[claim]
 
 
 TWO = (("SC", "toy_sc"), ("IR", "toy_ir"))

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from small_studies import by_claim, mini, sized
+from small_studies import by_claim, mini, sized, verdict_on
 
 from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
@@ -79,10 +79,10 @@ def test_a_model_that_always_collapses_is_evidence():
     """Its five seeds all score 50 %: the other model is better, and it is left out beside the other sizes."""
     first = sized("10M", [1], gap=0.05, runs=0)
     first[1] = dataclasses.replace(first[1], mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
-    found = by_claim(Evidence([*first, *sized("20M", [1], gap=0.05, runs=0)]))["1a"]
+    found = verdict_on("1a", [*first, *sized("20M", [1], gap=0.05, runs=0)])
     assert found.verdict == "holds" and found.comparisons[0].difference == pytest.approx(35, abs=0.2)
     assert found.overall.difference == pytest.approx(20, abs=0.2) and "without the collapsed models holds (p " in found.reason
-    undecided = by_claim(Evidence([*first, *sized("20M", [1], gap=-0.05, runs=0)]))["1a"]  # without the collapse MLM is below
+    undecided = verdict_on("1a", [*first, *sized("20M", [1], gap=-0.05, runs=0)])  # without the collapse MLM is below
     assert undecided.verdict != "holds" and "without the collapsed models reversed (p " in undecided.reason
 
 
@@ -98,7 +98,7 @@ def test_a_family_counts_as_without_the_collapsed_models_too():
             if (family, size) == ("SC", "10M"):
                 mlm = dataclasses.replace(mlm, mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
             scores += [dataclasses.replace(one, family=family, dataset=dataset) for one in (quarter, mlm)]
-    found = by_claim(Evidence(scores))["4a"]
+    found = verdict_on("4a", scores)
     verdicts = {one.family: (one.verdict, one.p_adjusted) for one in found.families}
     assert verdicts["SC"] == ("not resolved", 1.0) and verdicts["TC"][0] == "reversed"
     assert found.verdict != "holds" and "without the collapsed models reversed" in found.reason
@@ -114,7 +114,7 @@ def test_what_is_not_complete_is_said():
     found = by_claim(Evidence(half))
     assert "Not complete: " not in found["4a"].reason
     assert "Not complete: 1 of 1 pairs of models lack fine-tuning seeds (2 of 5)." in found["1a"].reason
-    found = by_claim(Evidence(sized("10M", (1, 2, 3))[:-1]))["1a"]  # no CLM of the third seed
+    found = verdict_on("1a", sized("10M", (1, 2, 3))[:-1])  # no CLM of the third seed
     assert found.comparisons[0].pretraining_runs == 2
     assert "1 model is left out because the other side lacks the same pretraining seed." in found.reason
 
@@ -134,12 +134,12 @@ def ratios(family, means, collapsed_at=None, clm_steps=0):
 def test_a_collapsed_ratio_decides_no_claim_on_ratios():
     """Scores fall with the ratio and a low one has collapsed: without it the trend is another."""
     falling = {ratio: 0.8 - 0.05 * ratio for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)}
-    assert by_claim(Evidence(ratios("IR", falling)))["6b"].verdict == "reversed"
-    found = by_claim(Evidence(ratios("IR", falling, 0.1)))["6b"]
+    assert verdict_on("6b", ratios("IR", falling)).verdict == "reversed"
+    found = verdict_on("6b", ratios("IR", falling, 0.1))
     assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
-    best = by_claim(Evidence([*ratios("SC", falling), *ratios("IR", falling, 0.1)]))["6a"]  # beaten by its collapse only
+    best = verdict_on("6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)])  # beaten by its collapse only
     assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
     apart, near = ({ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))} for step in (0.01, 0.002))
     after_clm = ratios("SC", apart, clm_steps=300)
-    assert by_claim(Evidence([*ratios("SC", near), *after_clm]))["6c"].verdict == "reversed"
-    assert by_claim(Evidence([*ratios("SC", near, 0.2), *after_clm]))["6c"].verdict == "not resolved"
+    assert verdict_on("6c", [*ratios("SC", near), *after_clm]).verdict == "reversed"
+    assert verdict_on("6c", [*ratios("SC", near, 0.2), *after_clm]).verdict == "not resolved"

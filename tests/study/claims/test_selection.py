@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from small_studies import by_claim, sized
+from small_studies import by_claim, sized, verdict_on
 
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.model_key import ModelKey
@@ -56,5 +56,5 @@ def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     for at in (10, 20, 40):
         for one in (ModelKey("tiny", at, decayed=False, budget=budget), ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False)):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
-    found = by_claim(Evidence(scores))["2"]
+    found = verdict_on("2", scores)
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import simulated
 from scipy import stats
-from small_studies import TWO, by_claim, mini, sized
+from small_studies import TWO, by_claim, mini, sized, verdict_on
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.decision import EQUALITY_MARGINS
@@ -89,7 +89,7 @@ def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
 def test_about_equal_is_within_the_margin_of_the_family(gap, expected):
     """Of 0.3 points on TC; 1.8 points would make a point equal on SC."""
     scores = [replace(one, family="TC", dataset="uner_en") for one in sized("10M", [1], gap, runs=0)]
-    assert by_claim(Evidence(scores))["1c"].verdict == expected
+    assert verdict_on("1c", scores).verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
             key = parse_model_name("10m-mlm40-600")
             key = replace(key, clm_steps=450, mlm_steps=150) if not score.model_key.clm_steps else key
             scores.append(replace(score, family=family, dataset=dataset, model_key=key, model=format_model_name(key)))
-    assert by_claim(Evidence(scores))["4b"].verdict == expected
+    assert verdict_on("4b", scores).verdict == expected
 
 
 def test_no_single_best_ratio_and_one():

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from small_studies import by_claim, mini, sized
+from small_studies import by_claim, mini, sized, verdict_on
 
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.published import published
@@ -15,7 +15,7 @@ from megaenc.study.stats import inference
 def test_each_line_has_all_its_pretraining_seeds():
     """A second size with one run does not take the runs of the first, and is not surer for having fewer."""
     first, second = sized("10M", range(1, 6)), sized("20M", [1], gap=0.02, runs=0)
-    alone, both = by_claim(Evidence(first))["1a"], by_claim(Evidence(first + second))["1a"]
+    alone, both = verdict_on("1a", first), verdict_on("1a", first + second)
     assert alone.verdict == both.verdict == "not resolved"
     assert both.comparisons[0].test == alone.comparisons[0].test and both.comparisons[0].pretraining_runs == 5
     single = both.comparisons[1]  # its fine-tunings agree: what another run would give is taken from the other size
@@ -27,13 +27,13 @@ def test_each_line_has_all_its_pretraining_seeds():
     assert both.overall.difference == pytest.approx(np.mean([one.difference for one in both.comparisons]))
     assert both.overall.seeds_needed is None and both.overall.pretraining_runs == 1 and both.overall.has_borrowed_variance
     assert "1 of 2 comparisons have one pretraining run a side" in both.reason
-    assert by_claim(Evidence(second))["1a"].verdict == "holds"  # of these two models
+    assert verdict_on("1a", second).verdict == "holds"  # of these two models
 
 
 def test_unequal_seeds_are_welch_and_satterthwaite():
     """Sizes share no runs, so their variances add up; of one that has less seeds they are greater."""
     scores = sized("10M", range(1, 6)) + sized("20M", (1, 2))
-    whole = by_claim(Evidence(scores))["1a"].overall
+    whole = verdict_on("1a", scores).overall
     differences = []
     for at in (slice(0, 10), slice(10, 14)):
         means = [np.mean(list(score.seed_scores.values())) for score in scores[at]]
@@ -41,7 +41,7 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
     variances = [np.var(each, ddof=1) / len(each) / 4 for each in differences]
     assert whole.test.components.seed_variance == pytest.approx(sum(variances))
     assert whole.test.errors[0][1] == pytest.approx(sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1))
-    equal = by_claim(Evidence(sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))))["1a"].overall
+    equal = verdict_on("1a", sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))).overall
     assert equal.test.seed_count == 3 and equal.test.errors[0][1] == pytest.approx(2)  # by seed, whatever they share
 
 
@@ -63,7 +63,7 @@ def test_seeds_that_have_nothing_in_common():
         shift = 5 if score.model_key.clm_steps else 0
         by_seed = {seed + shift: value for seed, value in score.seed_scores.items()}
         scores.append(dataclasses.replace(score, seed_scores=by_seed))
-    found = by_claim(Evidence(scores))["1a"]
+    found = verdict_on("1a", scores)
     assert found.verdict == "not resolved" and "No fine-tuning seed that all of these models have" in found.reason
 
 
