@@ -55,6 +55,7 @@ def test_the_table_has_each_model_before_and_after_training(study):
     means = [100 * of_seed.mean for of_seed in scores.trained["mini-mlm40-300", "sci", METRIC].values()]
     assert re.fullmatch(rf"{sum(means) / 3:.2f} \(\d\.\d\d\)", after)
     assert table.rows[4].cells[5].startswith("55.00") and table.rows[4].cells[6] is None
+    assert table.rows[5].cells[5].startswith("2.00")
     recall = tables["zero-shot-recall"]
     assert recall.folded and recall.rows[4].cells[5].startswith("100.00")
 
