@@ -1,11 +1,17 @@
 """Stages that run a line of shell, for tests of the executor."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc.errors import InputError
 
 SUCCEED = "touch $MADE"
+SAVE_WHEN_TOLD = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; "
+SAVE_WHEN_TOLD += "n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,22 @@ def calls(study: Path) -> list[str]:
     """Return the starts and ends of commands, in order."""
     file = study / "calls"
     return file.read_text().splitlines() if file.exists() else []
+
+
+def start_python(code: str, started: Path) -> subprocess.Popen:
+    """A process of its own of `code`, once its stage has written its process id into the file `started`."""
+    import runs  # not found by the processes that import this module
+
+    head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\n"
+    head += "from fake_stages import SAVE_WHEN_TOLD, SUCCEED, FakeStage\n"
+    process = subprocess.Popen([sys.executable, "-c", head + code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: started.exists() and started.read_text().strip(), process)
+    return process
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 90) -> None:
+    """Wait for a condition while the process runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.05)

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import manifests
 import pytest
 import runs
 import small_data
-from fake_stages import SUCCEED, FakeStage, calls
+from fake_stages import SUCCEED, FakeStage, calls, start_python, wait_until
 from manifests import TOY
 
 from megaenc.dist_env import EXIT_CODE_FILE
@@ -106,34 +105,19 @@ def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
 
 
 WORKER = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from fake_stages import SUCCEED, FakeStage
 from megaenc.processes import exit_on_sigterm
 from megaenc.study.run.executor import execute_stages
 study = Path({study!r})
-saves = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
 with exit_on_sigterm():
-    stages = [FakeStage("pretrain/a", study), FakeStage("pretrain/b", study, ("pretrain/a",), saves + SUCCEED)]
+    stages = [FakeStage("pretrain/a", study), FakeStage("pretrain/b", study, ("pretrain/a",), SAVE_WHEN_TOLD + SUCCEED)]
     execute_stages(stages, study, [""])
 """
 
 
 def begun(tmp_path: Path) -> tuple[subprocess.Popen, Path]:
     """A process that is at the second of two stages; and the file with the process id of that."""
-    code = WORKER.format(tests=str(Path(__file__).parents[1]), study=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
     pid = tmp_path / "pretrain_b.made.pid"
-    wait_until(lambda: pid.exists() and pid.read_text().strip(), process)
-    return process, pid
-
-
-def wait_until(condition, process: subprocess.Popen | None = None, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline and (process is None or process.poll() is None)
-        time.sleep(0.05)
+    return start_python(WORKER.format(study=str(tmp_path)), pid), pid
 
 
 def is_alive(pid: int) -> bool:

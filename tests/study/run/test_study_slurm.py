@@ -3,14 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import manifests
 import pytest
 import runs
-from fake_stages import SUCCEED, FakeStage, calls
+from fake_stages import SUCCEED, FakeStage, calls, start_python
 
 from megaenc.errors import InputError
 from megaenc.slurm import ClusterConfig
@@ -122,19 +120,13 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys):
     assert export.is_done()
 
 
-SAVES = "trap 'touch $MADE.saved; exit 75' TERM; kill -USR2 $$; touch $MADE.on; "
-SAVES += "n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
-
-
 def test_when_its_time_is_over_a_job_saves_and_is_queued_as_it_is(tmp_path):
     """As submitit does it: a signal, upon which it calls `checkpoint` and leaves."""
     code = f"""
-import signal, sys, pickle
-sys.path.insert(0, {str(HERE)!r})
-from pathlib import Path
-from fake_stages import FakeStage
+import signal, pickle
 from megaenc.study.run.slurm import StageTask
-task = StageTask(FakeStage("pretrain/a", Path({str(tmp_path)!r}), script={SAVES!r}), Path({str(tmp_path)!r}))
+study = Path({str(tmp_path)!r})
+task = StageTask(FakeStage("pretrain/a", study, script="kill -USR2 $$; " + SAVE_WHEN_TOLD), study)
 def over(number, frame):
     again = task.checkpoint().function
     print("again", again == task == pickle.loads(pickle.dumps(task)), flush=True)
@@ -142,12 +134,7 @@ def over(number, frame):
 signal.signal(signal.SIGUSR2, over)
 task()
 """
-    process = subprocess.Popen([sys.executable, "-c", code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
-    on = tmp_path / "pretrain_a.made.on"
-    deadline = time.monotonic() + 90
-    while not on.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    process = start_python(code, tmp_path / "pretrain_a.made.pid")
     os.kill(process.pid, signal.SIGUSR2)
     out, _ = process.communicate(timeout=90)
     assert "again True" in out and process.returncode == 255
