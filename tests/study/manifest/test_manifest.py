@@ -141,7 +141,6 @@ WRONG_ENTRIES = {
     "repetitions": ({"size": "toy", "steps": 100, "schedule": "1000000000x(clm:1,mlm:1)"}, "phases"),
     "packs without end": (TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**17}}, "at most"),
     "heads that do not divide": (TOY | {"pretrain": {"num_attention_heads": 3}}, "--hidden-size"),
-    "no tokens": (TOY | {"pretrain": {"seq_length": 0}}, "--seq-length"),
 }
 WRONG = {
     "flag of the study": ({"pretrain": {"save": "x"}}, "pretrain: field `save`: found here, expected nowhere"),

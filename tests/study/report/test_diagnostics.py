@@ -1,10 +1,10 @@
 """Rates, collapsed runs, seeds beside examples: numbers worked out by hand."""
 
-import json
 import math
 
 import numpy as np
 import pytest
+from study_folders import write_result
 
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.score_tables import (
@@ -57,20 +57,14 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     assert rate_cell(**runs)[0] == "2.00 (2/5, 2 failed)"
 
 
-def run(place, rate, seed, collapsed=None, train=""):
-    folder = place / f"{train}lr{rate}_sd{seed}"
-    folder.mkdir(parents=True)
-    split = {"score": 0.9, "collapsed": collapsed, "baseline": {"score": 0.5}}
-    (folder / "results.json").write_text(json.dumps({"validation": split, "test": split}))
-
-
 def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
     """A training for three retrieval sets is one training; a model without a score is there too."""
     for rate in ("1e-05", "5e-05"):
         for seed in range(5):
             for dataset in ("msmarco", "nq"):
                 worthless = "random" if (rate, seed, dataset) == ("5e-05", 0, "nq") else None
-                run(tmp_path / "clm" / "IR" / dataset, rate, seed, worthless, train="pairs_")
+                folder = tmp_path / "clm" / "IR" / dataset / f"pairs_lr{rate}_sd{seed}"
+                write_result(folder, 0.9, collapsed=worthless, baseline={"score": 0.5})
             failed = tmp_path / "mlm" / "SC" / "sst2" / f"lr{rate}_sd{seed}" / "failed.json"
             failed.parent.mkdir(parents=True)
             failed.write_text('{"reason": "the loss is nan", "step": 3}')

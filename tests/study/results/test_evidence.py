@@ -1,12 +1,12 @@
 """Trees of results as evidence: every published cell comes out to the printed digit, and what there is not is not made up."""
 
-import json
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import published_tree
 import pytest
+from study_folders import write_result
 
 from megaenc.errors import InputError
 from megaenc.finetune.examples import TaskFamily
@@ -70,7 +70,7 @@ def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
     for model, more in ((MLM, {}), ("mine", {"metrics": {"ndcg@10": 0.5}})):
         for dataset in ("nq", "msmarco"):
             for seed in range(2):
-                result(tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}", 0.5, **more)
+                write_result(tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}", 0.5, **more)
     found = read_evidence(tmp_path, {})
     for model in (MLM, "mine"):
         for dataset in ("nq", "msmarco"):
@@ -79,22 +79,16 @@ def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
     assert found.find(MLM, "nq").load_examples() == {} and found.find(MLM, "nq").seed_scores == {0: 0.5, 1: 0.5}
 
 
-def result(folder, score, validation=None, **more):
-    folder.mkdir(parents=True)
-    test = {"score": score, "scores_i": [score / 2, score * 1.5], **more}
-    (folder / "results.json").write_text(json.dumps({"validation": {"score": validation or score}, "test": test}))
-
-
 def test_only_the_sets_of_the_tables_are_read_of_the_study(tmp_path):
     for place in ("QA/squad", "QA/qed", "SC/other"):
-        result(tmp_path / MLM / place / "lr2e-05_sd0", 0.5)
+        write_result(tmp_path / MLM / place / "lr2e-05_sd0", 0.5)
     assert raw(tmp_path).datasets() == [("QA", "squad")]
     assert len(read_evidence(tmp_path, {}).datasets()) == 4  # with the average of two QA sets
 
 
 def test_models_of_a_manifest_and_others(tmp_path):
     for model in ("mine", "another"):
-        result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
+        write_result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
     found = read_evidence(tmp_path, {"mine": parse_model_name("tiny-mlm40-40")})
     assert [(score.model, score.model_key and score.model_key.size) for score in found.scores] == [
         ("another", None),
@@ -107,11 +101,11 @@ def test_models_of_a_manifest_and_others(tmp_path):
 def test_other_metrics_and_their_examples(tmp_path):
     for seed in range(2):
         made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
-        result(tmp_path / "a" / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
+        write_result(tmp_path / "a" / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
     exact, f1 = (read_evidence(tmp_path / "a", {}, metric).scores[0] for metric in ("exact", "f1"))
     assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
     assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
-    result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
+    write_result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
     assert read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}  # not what the score is of
     with pytest.raises(InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"):
         read_evidence(tmp_path / "a", {}, "accuracy")
@@ -124,8 +118,8 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
         place = tmp_path / "mine/SC" / dataset
         for seed in range(2):
             worthless = "constant prediction" if (dataset, seed) == ("qqp", 1) else None
-            result(place / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless, **said)
-            result(place / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction", **said)
+            write_result(place / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless, **said)
+            write_result(place / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction", **said)
     (place / "lr1e-04_sd0").mkdir()
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
@@ -144,7 +138,7 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
 def test_a_manifest_says_what_should_be_there(tmp_path):
     """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
     for run in ("lr2e-05_sd0", "lr2e-05_sd1", "lr5e-05_sd0", "lr9e-05_sd0", "lr2e-05_sd7"):
-        result(tmp_path / "mine" / "SC/sst2" / run, 0.5)
+        write_result(tmp_path / "mine" / "SC/sst2" / run, 0.5)
     plan = {"mine": ModelKey("tiny", 40), "other": ModelKey("tiny", 80), "third": parse_model_name("tiny-mlm20-80")}
     scope = StudyScope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"), ("", "own")))
     found = build_evidence(read_result_tree(tmp_path), plan.get, scope=scope)
@@ -158,8 +152,8 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
 
 def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
     for seed in range(2):
-        result(tmp_path / "mine" / "SC/sst2" / f"lr2e-05_sd{seed}", 0.5)
-    result(tmp_path / "begun" / "SC/sst2" / "lr2e-05_sd0", 0.5)
+        write_result(tmp_path / "mine" / "SC/sst2" / f"lr2e-05_sd{seed}", 0.5)
+    write_result(tmp_path / "begun" / "SC/sst2" / "lr2e-05_sd0", 0.5)
     (tmp_path / "begun/SC/sst2/lr2e-05_sd1").mkdir()
     (tmp_path / "begun/SC/sst2/lr2e-05_sd1/failed.json").write_text('{"reason": "the loss is nan"}')
     said = describe_missing_scores(read_evidence(tmp_path, {}))
@@ -169,7 +163,7 @@ def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
 def test_sets_after_several_trainings_are_told_apart(tmp_path):
     for train_on in ("a", "b"):
         for dataset in ("nq", "msmarco"):
-            result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
+            write_result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
     names = [dataset for _, dataset in read_evidence(tmp_path, {}).datasets()]
     assert names == ["msmarco after a", "msmarco after b", "nq after a", "nq after b", "average after a", "average after b"]
 
