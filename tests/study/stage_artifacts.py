@@ -5,13 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import manifests
+import pytest
 
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
-from megaenc.study.run.stage import ExportStage, StageRunner, read_identity
+from megaenc.study.run.stage import ExportStage, StageRunner, StaleArtifactError, read_identity
 from megaenc.training.checkpoint_dir import json_digest
 from megaenc.training.run_init import RUN_FORMAT, RunInit, identity_digest
 
@@ -92,3 +93,9 @@ def make_results(stage: FinetuneStage) -> None:
                 origin = {"protocol": asdict(stage.protocol), "fingerprints": fingerprints}
                 split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
                 result_files._write_json(folder / result_files.RESULTS, origin | {"validation": split, "test": split})
+
+
+def assert_stale(stage: StageRunner, words: str) -> None:
+    """Fail unless the check of a stage refuses its output with an error that matches `words`."""
+    with pytest.raises(StaleArtifactError, match=words):
+        stage.check()

@@ -35,14 +35,6 @@ def test_every_shared_beginning_is_trained_once(tmp_path):
     }
 
 
-def test_the_papers_shared_trunk():
-    plan = build_graph(read_manifest(manifests.STUDY / "paper.yaml"))
-    after_clm = [starts(plan)[f"610m-clm-40k-mlm{ratio}-42k"] for ratio in (20, 30, 40, 50)]
-    assert after_clm == 4 * [("branch", "610m-clm-42k", 40_000, 2_000)]
-    trunk = plan.runs["610m-clm-42k"]
-    assert trunk.checkpoint_steps == (1000, 2000, 3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000)
-
-
 def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
     plan = graph(tmp_path, *manifests.BASE["models"], TOY | {"steps": 300, "checkpoints": [50, 200]})
     done = set()
@@ -58,16 +50,6 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
         assert export.step in (*run.checkpoint_steps, run.model.steps) and export.step > run.branch_step
     assert plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
     assert plan.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
-
-
-def test_a_model_branches_off_a_branch(tmp_path):
-    entry = TOY | {"steps": [200, 400], "clm_steps": [100, 200]}
-    assert starts(graph(tmp_path, entry | {"steps": [400], "clm_steps": [100, 400]}, entry | {"steps": [200]})) == {
-        "toy-clm-400": ("new", "", 0, 400),
-        "toy-clm-100-mlm40-400": ("branch", "toy-clm-400", 100, 300),
-        "toy-clm-100-mlm40-200": ("branch", "toy-clm-100-mlm40-400", 180, 20),
-        "toy-clm-200": ("branch", "toy-clm-400", 180, 20),
-    }
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import manifests
 import pytest
 import stage_artifacts
 from corpus_helpers import VOCABULARY, write_whole_corpus
-from stage_artifacts import GRID, STUDY, TWO, make
+from stage_artifacts import GRID, STUDY, TWO, assert_stale, make
 
 from megaenc.data.packing.builder import RunData
-from megaenc.errors import InputError
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages, format_flags
 from megaenc.training.config import parse_config
 from megaenc.training.planning import build_plan
@@ -56,8 +55,7 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     make(stages["pretrain/base"])
     assert finished_stages(stages.values()) == set(stages)
     for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made from another base than")):
-        with pytest.raises(StaleArtifactError, match=expected):
-            stages[id].check()
+        assert_stale(stages[id], expected)
     make(stages["export/base"])
     stages["export/base"].check()
 
@@ -65,21 +63,18 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
 def test_results_of_another_export_are_not_this_models(study):
     stages = nodes(study)
     stage_artifacts.make_export(stages["export/more"], weights="others")
-    with pytest.raises(
-        StaleArtifactError, match=r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
-    ):
-        stages["finetune/more@demo_sc"].check()
+    assert_stale(
+        stages["finetune/more@demo_sc"], r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
+    )
 
 
 def test_an_export_that_does_not_say_of_which_run_it_is(study):
     stages = nodes(study)
     certificate = stages["export/base"].folder / "conversion.json"
     certificate.write_text(json.dumps({"run": "base", "step": 100}))
-    with pytest.raises(StaleArtifactError, match="made from another base"):
-        stages["export/base"].check()
+    assert_stale(stages["export/base"], "made from another base")
     shutil.rmtree(study / STUDY / "runs" / "base")
-    with pytest.raises(StaleArtifactError, match="made from another base"):
-        stages["export/base"].check()
+    assert_stale(stages["export/base"], "made from another base")
 
 
 def test_every_result_is_compared_and_not_the_first_alone(study):
@@ -91,8 +86,7 @@ def test_every_result_is_compared_and_not_the_first_alone(study):
     grid.check()
     first, second = sorted(grid.folder.rglob("results.json"))
     second.write_text(first.read_text().replace('"max_steps": 1000', '"max_steps": 7'))
-    with pytest.raises(StaleArtifactError, match="max_steps is 7 there, 1000 here"):
-        grid.check()
+    assert_stale(grid, "max_steps is 7 there, 1000 here")
 
 
 def test_results_of_other_data_of_the_same_name(tmp_path):
@@ -106,8 +100,7 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
     with (data / "train.jsonl").open("a") as stream:
         stream.write('{"text": "three", "label": 1}\n')
-    with pytest.raises(StaleArtifactError, match="finetune: dataset is "):
-        nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
+    assert_stale(nodes(tmp_path, finetune=local)["finetune/base@mine"], "finetune: dataset is ")
     shutil.rmtree(data)
     nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
 
@@ -124,8 +117,7 @@ def test_a_run_on_a_blend_that_has_changed(tmp_path):
         return nodes(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})["pretrain/base"]
 
     def refused(**flags):
-        with pytest.raises(StaleArtifactError, match="trained with another data than that of"):
-            stage(**flags).check()
+        assert_stale(stage(**flags), "trained with another data than that of")
 
     blend = {"blend_temperature": 0.5, "blend_max_epochs": 2}
     write_corpus("a", 10)
@@ -161,15 +153,13 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
     node.prepare()
     (node.folder / "tokenizer").mkdir()  # and then it was interrupted
     node.check()
-    with pytest.raises(StaleArtifactError, match="corpus: vocab_size is 300 there, 310 here"):
-        corpus(tmp_path, 310).check()
+    assert_stale(corpus(tmp_path, 310), "corpus: vocab_size is 300 there, 310 here")
     make(node)
     # A small text gives fewer ids than were asked for.
     (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
     corpus(tmp_path).check()
     text.write_text('{"text": "the cat sat on the mat, and on others"}\n')
-    with pytest.raises(StaleArtifactError, match=r"corpus: text\.jsonl had 35 bytes, has 50 now"):
-        corpus(tmp_path).check()
+    assert_stale(corpus(tmp_path), r"corpus: text\.jsonl had 35 bytes, has 50 now")
     text.unlink()
     corpus(tmp_path).check()
 
@@ -181,8 +171,7 @@ def test_a_run_on_another_corpus_is_told(study):
     for name in right:
         shutil.rmtree(run.folder)
         stage_artifacts.make_run(run, 100, right | {name: "another"})
-        with pytest.raises(InputError, match=f"runs/base: trained with another {name} than"):
-            run.check()
+        assert_stale(run, f"runs/base: trained with another {name} than")
     shutil.rmtree(run.folder)
     stage_artifacts.make_run(run, 100, right)
     run.check()
