@@ -4,15 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from study_folders import DATASETS, RATES, settings, write_results, write_runs
+from study_folders import DATASETS, RATES, settings
 
-from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
 from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
-from megaenc.study.results.evidence import Evidence, Score, build_evidence
-from megaenc.study.results.pretrain_runs import flops_by_model, read_runs
+from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.pretrain_runs import flops_by_model
 from megaenc.study.results.published import published
 
 MLM = parse_model_name("610m-mlm40-42k")
@@ -35,17 +34,6 @@ def made_of(*keys, family="SC", dataset="sst2", **more) -> Evidence:
     for key in keys:
         scores.append(Score(f"{key}", key, family, dataset, 0.5 + key.clm_steps / 1e6, 0.01, **more))
     return Evidence(scores)
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Evidence:
-    root = write_results(tmp_path_factory.mktemp("results"), settings())
-    return build_evidence(read_result_tree(root), settings().get)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return read_runs(write_runs(tmp_path_factory.mktemp("runs"), settings()))
 
 
 def test_objectives_by_size_and_of_one_size_by_data_set(ours):

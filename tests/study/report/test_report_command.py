@@ -77,7 +77,8 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     assert facts["Hardware"] == "two cores" and facts["Date"] == "2026-11-22" and facts["Commit"] == "1a2b3c"
     assert facts["Models"] == "5 evaluated of 5 planned" and facts["Fine-tuning"] == "60 results, 0 failed runs"
     assert facts["Learning rates"] == "2e-04, 1e-03" and facts["Fine-tuning seeds"] == "0, 1, 2"
-    assert facts["Pretraining"].startswith("5 runs, 1,050 steps") and facts["Software"] == "megaenc 0.1.0"
+    assert facts["Time in pretraining"] == f"{1050 * 2 / 3600:.2f} hours in training steps"
+    assert facts["Pretraining"].startswith("5 runs, 1,050 steps, 1.05M tokens") and facts["Software"] == "megaenc 0.1.0"
     assert facts["Time in fine-tuning"] == "0.1 hours, evaluation included"
     report_command.main([*flags, "--about", "date=2026-11-22"])
     assert content(output) == before

@@ -2,18 +2,12 @@
 
 import pytest
 from run_folders import write_run
-from study_folders import settings, write_runs
+from study_folders import settings
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
-from megaenc.study.report.methods import pretraining_facts
 from megaenc.study.results.pretrain_runs import flops_by_model, published_model_flops, read_runs, resolve_model_keys
 from megaenc.study.results.published import published
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return read_runs(write_runs(tmp_path_factory.mktemp("runs"), settings()))
 
 
 def test_kinds_parents_and_what_each_run_made_itself(runs):
@@ -25,9 +19,6 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
     continued, branch = runs["mini-clm-dec300-mlm40-330"], runs["mini-clm-75-mlm40-300"]
     assert (continued.kind, continued.parent) == ("continued", "mini-clm-300")
     assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
-    made = dict(pretraining_facts({"branch": branch}))
-    assert made["Pretraining"] == f"1 runs, 225 steps, {1000 * 225:,} tokens"
-    assert made["Time in pretraining"] == f"{225 * 2 / 3600:.2f} hours in training steps"
 
 
 def test_operations_include_what_came_before(runs):
