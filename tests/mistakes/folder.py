@@ -135,6 +135,10 @@ def _labelled(name: str, **changes: str | None) -> dict[str, str]:
     return {f"{name}/{file}": content for file, content in files.items() if content is not None}
 
 
+def _alike(name: str, content: str) -> dict[str, str]:
+    return _labelled(name, train=content, valid=content, test=content)
+
+
 _TEXTS = {
     "empty.jsonl": "",
     "blank.jsonl": "\n\n",
@@ -181,17 +185,11 @@ _TEXTS = {
     **_labelled(
         "set-scores", test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n'
     ),
-    **_labelled("set-tags", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O"]}\n')),
-    **_labelled("set-iob", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n')),
+    **_alike("set-tags", '{"tokens": ["a", "b"], "tags": ["O"]}\n'),
+    **_alike("set-iob", '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n'),
     **_labelled("set-parquet", train=None),
     "set-parquet/train.parquet": b"PAR1 words PAR1",
-    **_labelled(
-        "set-answer",
-        **dict.fromkeys(
-            ("train", "valid", "test"),
-            '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n',
-        ),
-    ),
+    **_alike("set-answer", '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n'),
     "pairs.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": "four"}\n',
     "pairs-empty.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n',
     "pairs-same.jsonl": '{"query": "one", "document": "one"}\n',
