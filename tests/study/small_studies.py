@@ -23,7 +23,7 @@ def verdict_on(claim: str, scores: Sequence[Score]) -> Verdict:
 TWO = (("SC", "toy_sc"), ("IR", "toy_ir"))
 
 
-def mini(seeds, pretraining_seeds=(1,), gain=0.05, examples=200, families=TWO):
+def mini(seeds, pretraining_seeds=(1,), examples=200, families=TWO):
     """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
     random = np.random.default_rng(1)
     settings = [
@@ -33,7 +33,7 @@ def mini(seeds, pretraining_seeds=(1,), gain=0.05, examples=200, families=TWO):
     ]
     scores = []
     for family, dataset in families:
-        for setting, gains in zip(settings, (0, 0, gain), strict=True):
+        for setting, gains in zip(settings, (0, 0, 0.05), strict=True):
             for pretraining in pretraining_seeds:
                 ran = 0.01 * random.standard_normal() if len(pretraining_seeds) > 1 else 0
                 blocks = 0.6 + gains + ran + 0.004 * random.standard_normal((seeds, 1)) + 0.1 * random.random((1, examples))

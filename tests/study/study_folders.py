@@ -1,7 +1,7 @@
 """A study's folders without a study: results and runs as the commands write them, with scores that follow a rule."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_
 
 RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
-_METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("exact_match", "f1"), "IR": ("ndcg@10",)}
+_METRICS = {"SC": ("accuracy",), "QA": ("exact_match", "f1")}
 
 
 _MODELS = (
@@ -33,23 +33,17 @@ def ability(setting: ModelKey) -> float:
     return 0.5 + 0.2 * min(1.0, setting.steps / 450) - 0.1 * abs(setting.clm_share - 0.25)
 
 
-def write_results(
-    root: Path,
-    models: Mapping[str, ModelKey],
-    datasets: Mapping[str, str] = DATASETS,
-    rates: Iterable[float] = RATES,
-    score: Callable[[ModelKey], float] = ability,
-) -> Path:
+def write_results(root: Path, models: Mapping[str, ModelKey]) -> Path:
     """The tree of `megaenc finetune grid`: SEEDS runs of each model, set and rate; one of the second rate has collapsed."""
     random = np.random.default_rng(0)
     for name, setting in models.items():
-        for dataset, family in datasets.items():
+        for dataset, family in DATASETS.items():
             ease = random.normal(size=EXAMPLES)
-            for number, rate in enumerate(rates):
+            for number, rate in enumerate(RATES):
                 for seed in range(SEEDS):
                     folder = root / name / family / dataset / f"lr{rate:.0e}_sd{seed}"
                     folder.mkdir(parents=True)
-                    mean = score(setting) - 0.05 * number * (1 + (not setting.clm_steps)) + 0.01 * random.normal()
+                    mean = ability(setting) - 0.05 * number * (1 + (not setting.clm_steps)) + 0.01 * random.normal()
                     right = 1 / (1 + np.exp(-(np.log(mean / (1 - mean)) + ease)))
                     collapsed = "constant prediction 0" if number == 1 and seed == 0 and not setting.clm_steps else None
                     (folder / "results.json").write_text(json.dumps(_result(family, right, collapsed)))
