@@ -44,9 +44,7 @@ def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
         "finetune/toy-clm-400@demo_ir",
     ]
     assert lines[0] == f"corpus: would run: megaenc demo --output {tmp_path / 'study' / 'corpus'}"
-    assert ": would run: megaenc tokenizer " in lines[1] and ": would run: megaenc preprocess " in lines[2]
-    assert ": would run: megaenc pretrain --" in lines[3] and " --seq-length 64 " in lines[3]
-    assert " --objective-schedule clm --train-iters 400 " in lines[3]
+    assert " --seq-length 64 " in lines[3] and " --objective-schedule clm --train-iters 400 " in lines[3]
     assert " --datasets demo_sc --learning-rates " in lines[5] and " --datasets demo_ir --learning-rates " in lines[6]
     corpus = tmp_path / "study" / "corpus"
     assert f" --data-path {corpus}/corpus_text_document --tokenizer {corpus}/tokenizer " in f"{lines[3]} "
