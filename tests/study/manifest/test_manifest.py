@@ -151,6 +151,7 @@ WRONG = {
         "found toy-mlm4-400, did you mean toy-mlm40-400?",
     ),
     "data set": ({"finetune": {"datasets": ["sst"]}}, "found sst; did you mean sst2?"),
+    "data set with no name near": ({"finetune": {"datasets": ["zzzzzzzz"]}}, "found zzzzzzzz; expected one of "),
     "data set twice": ({"finetune": {"datasets": ["sst2", "sst2"]}}, "finetune: field `datasets`: found sst2 twice"),
     "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),
     "size of a throughput": (

@@ -63,3 +63,10 @@ def test_what_cannot_be_named_says_so():
         format_model_name(ModelKey("610M", mlm_steps=42_000))
     with pytest.raises(ValueError, match="not before the end of its run, step 42000"):
         format_model_name(ModelKey("610M", clm_steps=64_000, decayed=False))
+
+
+def test_steps_and_share():
+    model = parse_model_name("610m-clm-10k-mlm40-dec40k-mlm40-64k")
+    assert (model.steps, model.clm_share) == (64_000, 0.25)
+    assert parse_model_name("610m-clm-42k").clm_share == 1
+    assert sorted([parse_model_name("610m-mlm40-42k"), parse_model_name("210m-clm-42k")])[0].size == "210M"

@@ -86,6 +86,16 @@ def test_only_the_sets_of_the_tables_are_read_of_the_study(tmp_path):
     assert len(read_evidence(tmp_path, {}).datasets()) == 4  # with the average of two QA sets
 
 
+def test_models_of_a_manifest_and_others(tmp_path):
+    for model in ("mine", "another"):
+        write_result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
+    key = parse_model_name("tiny-mlm40-40")
+    found = read_evidence(tmp_path, {"mine": key})
+    assert [(score.model, score.model_key) for score in found.scores] == [("another", None), ("mine", key)]
+    assert found.model_keys() == [key]
+    assert found.scores[0].half_width is None  # a single seed
+
+
 def test_other_metrics_and_their_examples(tmp_path):
     for seed in range(2):
         made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
