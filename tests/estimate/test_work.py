@@ -11,6 +11,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.estimate.command import build_workload, parse_estimate_config, resolve_vocab_size
 from megaenc.estimate.length_model import build_length_model
 from megaenc.estimate.work import compute_objective_work
+from megaenc.model.config import visible_pairs
 from megaenc.objectives import Schedule
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "36", "--global-batch-size", "16", "--eval-interval", "0"]
@@ -120,3 +121,14 @@ def test_predictions_are_those_of_short_documents_with_special_tokens(text, spec
     docs = build_length_model(config.pretrain.data, tuple(lengths.tolist()))
     work = compute_objective_work(objective, objective, config.pretrain, docs)
     assert work.predicted == pytest.approx(predicted / packs, rel=0.03)
+
+
+def test_prefixes_share_the_window_of_local_layers():
+    """Prefixes of 20 to 60 % of documents much longer than the window, which is 8 tokens to each side."""
+    vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
+    objective = Schedule.build("prefix_lm(low=0.2,high=0.6)", 1, vocabulary).objective(1)
+    config, _ = demanded("--seq-length", "2000")
+    docs = build_length_model(config.pretrain.data, (2000,), window=8)
+    work = compute_objective_work(objective, objective, config.pretrain, docs)
+    expected = np.mean([visible_pairs(prefix, 8) for prefix in range(400, 1200)])
+    assert work.visible_local_pairs == pytest.approx(expected, rel=0.01)
