@@ -89,8 +89,8 @@ class ParentRun:
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
         run_file = self.path / RUN_FILE
-        if not os.path.isfile(run_file):
-            raise InputError(f"{self.flag}: not a run directory (no file {RUN_FILE}), expected the --save of a run")
+        if not os.path.exists(run_file):
+            raise InputError(f"{self.flag}: not a run directory (no {RUN_FILE}), expected the --save of a run")
         metadata, self.start = read_run_metadata(run_file)
         self.identity = metadata["identity"]
         try:
