@@ -33,7 +33,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
 from megaenc.objectives.parser import FLAG, MIXTURE, SUM, ParsedObjective, ParsedPhase, build_error, parse_schedule
-from megaenc.objectives.registry import find, package_origin
+from megaenc.objectives.registry import OBJECTIVES, find
 
 _MAX_SPELLED_OUT_PHASES = 16
 """Number of phases above which a run's identity holds their digest, so that it fits one line."""
@@ -183,7 +183,7 @@ class Schedule:
         for choice in self._distinct_choices():
             kind = type(choice.start)
             files = {*choice.start.files(), *choice.end.files()}
-            origin = package_origin(kind)
+            origin = OBJECTIVES.package_origin(kind.name, kind)
             texts = {origin} if origin else set()
             needs.setdefault(kind.name, set()).update(texts, (f"{file.name} ({_hash_file(file)})" for file in files))
         return {name: ", ".join(sorted(texts)) for name, texts in needs.items() if texts}
