@@ -132,7 +132,7 @@ class BenchSetup:
         from megaenc.data.packing.builder import RunData
         from megaenc.dist_env import get_world_size
         from megaenc.training.config import PretrainConfig
-        from megaenc.training.lr_schedule import WSDSchedule
+        from megaenc.training.lr_schedule import LearningRateSchedule
         from megaenc.training.plan import Plan
 
         default = PretrainConfig(bf16=self.bf16)
@@ -146,10 +146,10 @@ class BenchSetup:
             kernels=KernelConfig(**self.kernels),
             data=dataclasses.replace(default.data, seq_length=self.seq_length),
             layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
-            optimizer=dataclasses.replace(default.optimizer, lr=self.learning_rate),
+            learning_rate=dataclasses.replace(default.learning_rate, lr=self.learning_rate),
         )
         settings.check(get_world_size())
-        data, rate = RunData((), (), (), packs, None), WSDSchedule(self.learning_rate, 0, 0, MAX_STEPS)
+        data, rate = RunData((), (), (), packs, None), LearningRateSchedule(self.learning_rate, 0, 0, MAX_STEPS)
         return Plan(settings, self.vocabulary, None, data, self.build_schedule(*objectives), rate)
 
 

@@ -56,16 +56,16 @@ def phase_tokens(settings: PretrainConfig, *_: object) -> str:
 
 
 def is_decaying(settings: PretrainConfig) -> bool:
-    return settings.optimizer.lr_decay_style != "constant"
+    return settings.learning_rate.lr_decay_style != "constant"
 
 
 def composer_schedules(settings: PretrainConfig, *_: object) -> set[str]:
     """The names of schedulers that do what the phase does."""
-    optimizer = settings.optimizer
+    rates = settings.learning_rate
     if not is_decaying(settings):
         return {"warmup_stable_decay", "constant_with_warmup"}
-    whole = optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_fraction == 1 and not optimizer.lr_warmup_iters
-    return {"one_minus_sqrt"} if whole and optimizer.lr_wsd_decay_style == "minus_sqrt" else set()
+    whole = rates.lr_decay_style == "WSD" and rates.lr_wsd_decay_fraction == 1 and not rates.lr_warmup_iters
+    return {"one_minus_sqrt"} if whole and rates.lr_wsd_decay_style == "minus_sqrt" else set()
 
 
 def betas(settings: PretrainConfig, *_: object) -> list[float]:
@@ -94,13 +94,13 @@ FLEX_BERT: dict[str, Rule] = {
     "train_loader.batch_size_warmup_tokens": lambda s, *_: tokens(rampup(s, 2) * s.data.seq_length),
     "eval_loader.dataset.mlm_probability": lambda s, r, _: evaluated_mask(s, r),
     "scheduler.name": composer_schedules,
-    "scheduler.t_warmup": lambda s, *_: tokens(s.tokens_after(s.optimizer.lr_warmup_iters)),
-    "scheduler.alpha_f": lambda s, *_: s.optimizer.min_lr / s.optimizer.lr if is_decaying(s) else ANYTHING,
+    "scheduler.t_warmup": lambda s, *_: tokens(s.tokens_after(s.learning_rate.lr_warmup_iters)),
+    "scheduler.alpha_f": lambda s, *_: s.learning_rate.min_lr / s.learning_rate.lr if is_decaying(s) else ANYTHING,
     "scheduler.t_decay": lambda s, *_: phase_tokens(s) if is_decaying(s) else "0 tokens",
     "scheduler.t_max": phase_tokens,
     "optimizer.name": lambda s, *_: f"decoupled_{s.optimizer.optimizer.replace('_', '')}",
     "optimizer.betas": betas,
-    "optimizer.weight_decay": lambda s, r, _: s.optimizer.weight_decay * r.phase_configs[0].settings.optimizer.lr,
+    "optimizer.weight_decay": lambda s, r, _: s.optimizer.weight_decay * r.phase_configs[0].settings.learning_rate.lr,
     "max_duration": phase_tokens,
     "eval_interval": lambda s, r, _: f"{r.output.eval_interval} steps",
     "save_interval": lambda s, r, _: f"{r.output.save_interval} steps",
@@ -130,10 +130,10 @@ NEOBERT: dict[str, Rule] = {
     "model.decoder_init_range": lambda s, *_: 3**0.5 * s.shape.init_method_std,
     "optimizer.name": lambda s, *_: {"adamw": "AdamW"}[s.optimizer.optimizer],
     "optimizer.hparams.betas": betas,
-    "scheduler.warmup_steps": lambda s, *_: s.optimizer.lr_warmup_iters or ANYTHING,
+    "scheduler.warmup_steps": lambda s, *_: s.learning_rate.lr_warmup_iters or ANYTHING,
     "scheduler.decay_steps": lambda s, *_: s.train_iters if is_decaying(s) else 0,
     "scheduler.constant_steps": lambda s, *_: 0 if is_decaying(s) else s.train_iters,
-    "scheduler.decay": lambda s, *_: s.optimizer.lr_decay_style if is_decaying(s) else ANYTHING,
+    "scheduler.decay": lambda s, *_: s.learning_rate.lr_decay_style if is_decaying(s) else ANYTHING,
     "datacollator.mlm_probability": share("mask"),
     "datacollator.mask_all": lambda s, *_: shown_as_mask(s) == 1,
     "trainer.max_steps": lambda s, r, _: s.train_iters if not is_decaying(s) else r.phase_configs[1].last_step,

@@ -57,10 +57,11 @@ def test_a_recipe_has_the_lengths_and_rates_of_its_paper(name):
 def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
     def phases(recipe):
         for phase in recipe.phase_configs:
-            settings, optimizer = phase.settings, phase.settings.optimizer
+            settings = phase.settings
+            rates = settings.learning_rate
             yield settings.objective_schedule, settings.data.blend_temperature, settings.shape.rotary_base
-            yield optimizer.lr_decay_style, optimizer.lr_wsd_decay_style, optimizer.lr_wsd_decay_fraction
-            yield bool(optimizer.lr_warmup_iters), round(optimizer.min_lr / optimizer.lr, 6)
+            yield rates.lr_decay_style, rates.lr_wsd_decay_style, rates.lr_wsd_decay_fraction
+            yield bool(rates.lr_warmup_iters), round(rates.min_lr / rates.lr, 6)
 
     def shape(recipe):
         ignored = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"}

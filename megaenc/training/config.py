@@ -25,6 +25,7 @@ from megaenc.training.config_groups import (
     OutputConfig,
     StartConfig,
 )
+from megaenc.training.lr_schedule import LearningRateConfig
 from megaenc.training.phases import (
     REPLACES,
     BatchSizeSchedule,
@@ -77,6 +78,7 @@ class PretrainConfig:
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     start: StartConfig = field(default_factory=StartConfig, metadata=FREE)
     layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=FREE)

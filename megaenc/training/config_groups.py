@@ -46,28 +46,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Flags of optimizer, learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
+    """Flags of optimizer, weight decay and gradient clipping."""
 
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
-    lr: float = 2e-3
-    """peak learning rate"""
-    lr_warmup_iters: int | None = field(default=None, metadata=FREE)
-    """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = field(default=None, metadata=FREE)
-    """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
-    lr_decay_style: Literal["WSD", "linear", "cosine", "constant"] = field(default="WSD", metadata=FREE)
-    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; linear, cosine: decay from the warm-up
-    on; constant: no decay"""
-    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE)
-    """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE)
-    """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
-    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = field(default="linear", metadata=FREE)
-    """shape of WSD's decay; minus_sqrt: 1 - sqrt(elapsed share)"""
-    min_lr: float = field(default=0.0, metadata=FREE)
-    """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
     no_weight_decay_norm_bias: bool = False

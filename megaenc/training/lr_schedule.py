@@ -1,44 +1,106 @@
 """The learning-rate schedule as a pure function of the step, without state to save."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from megaenc.errors import InputError
+from megaenc.plugins import Registry
+from megaenc.training.config_groups import FREE
 
-if TYPE_CHECKING:
-    from megaenc.training.config_groups import OptimizerConfig
-
-
-WSD_DECAY_STYLE = "linear"
-"""Default of --lr-wsd-decay-style."""
-
-DECAY_COEFFICIENTS: dict[str, Callable[[float], float]] = {
-    "linear": lambda ratio: 1.0 - ratio,
-    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
-    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
-    "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
-}
-"""Remaining share of the peak above --min-lr, by style, of the elapsed share of the decay; as in megatron-core."""
+WSD = "WSD"
+CONSTANT = "constant"
+WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
 
 
 @dataclass(frozen=True)
-class WSDSchedule:
+class LearningRateConfig:
+    """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
+
+    lr: float = 2e-3
+    """peak learning rate"""
+    lr_warmup_iters: int | None = field(default=None, metadata=FREE)
+    """steps of linear warm-up; alternative: --lr-warmup-fraction"""
+    lr_warmup_fraction: float | None = field(default=None, metadata=FREE)
+    """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
+    lr_decay_style: str = field(default="WSD", metadata=FREE)
+    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
+    another style of --lr-wsd-decay-style: a decay from the warm-up on"""
+    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE)
+    """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
+    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE)
+    """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
+    lr_wsd_decay_style: str = field(default="linear", metadata=FREE)
+    """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
+    min_lr: float = field(default=0.0, metadata=FREE)
+    """learning rate at which a decay would end in the step after the run's last"""
+
+
+def linear(elapsed: float) -> float:
+    """Return 1 - r."""
+    return 1.0 - elapsed
+
+
+def cosine(elapsed: float) -> float:
+    """Return (1 + cos(pi r)) / 2."""
+    return 0.5 * (math.cos(math.pi * elapsed) + 1.0)
+
+
+def minus_sqrt(elapsed: float) -> float:
+    """Return 1 - sqrt(r)."""
+    return 1.0 - math.sqrt(elapsed)
+
+
+def exponential(elapsed: float) -> float:
+    """Return 2 * 0.5^r - 1."""
+    return 2.0 * math.pow(0.5, elapsed) - 1.0
+
+
+def _find_defect(name: str, style: Any) -> str:
+    """Return why an object cannot be the decay style `name`, or an empty string if it can."""
+    if not inspect.isfunction(style):
+        return "is no function"
+    if name in (WSD, CONSTANT):
+        return f"is called `{name}`, which is no shape of a decay"
+    known_flags = {option.name for option in fields(LearningRateConfig)}
+    unknown = next((flag for flag in flags_of(style) if flag not in known_flags), None)
+    return f"reads `{unknown}`, which is no flag of the learning rate" if unknown else ""
+
+
+def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
+    """Return the fields of LearningRateConfig that a decay style reads: its keyword-only parameters."""
+    parameters = inspect.signature(style).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+LEARNING_RATE_IDENTITY = (*(option.name for option in fields(LearningRateConfig)), "lr_decay_package", "lr_phases")
+"""Possible entries of a run's identity about its learning rate."""
+DECAY_STYLES: Registry[Callable[..., float]] = Registry("megaenc.lr_decay_styles", "decay style", _find_defect)
+"""Functions of the elapsed fraction r of a decay, 0 to 1, that return the remaining fraction of the peak above --min-lr."""
+for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
+    DECAY_STYLES.register(_style.__name__, _style)
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
     """Callable learning rate of a step: `warmup` steps up to `peak`, constant, fall to `min_lr` over last `decay` of `total`.
 
     For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak - min_lr) * f(r) over the last
-    `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f(r) by `style`: linear 1 - r, cosine (1 + cos(pi r)) / 2,
-    minus_sqrt 1 - sqrt(r), exponential 2 * 0.5^r - 1. The first of them still has the peak, and the rate of no step is zero.
-    megatron-core has the same rates of decay, and its warm-up is one step later, so that the rate of its first step is zero.
+    `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f is the decay style `style`. The first of them still has the
+    peak, and the rate of no step is zero. megatron-core has the same rates of decay, and its warm-up is one step later, so that
+    the rate of its first step is zero.
     """
 
     peak: float
     warmup: int
     decay: int
     total: int
-    style: str = WSD_DECAY_STYLE
+    style: str = LearningRateConfig.lr_wsd_decay_style
     min_lr: float = 0.0
+    options: tuple[tuple[str, Any], ...] = ()
+    """Flags that the style reads, with their values."""
 
     def __post_init__(self) -> None:
         if self.warmup + self.decay > self.total:
@@ -46,6 +108,7 @@ class WSDSchedule:
                 f"warm-up of {self.warmup} and decay of {self.decay} steps do not fit in the {self.total} steps of the run: "
                 "lower --lr-warmup-iters or --lr-wsd-decay-iters (or the fractions)"
             )
+        object.__setattr__(self, "_remaining", DECAY_STYLES.find(self.style))
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of `step` (1, 2, ...)."""
@@ -56,7 +119,7 @@ class WSDSchedule:
         if self.style == "linear" and not self.min_lr:
             return self.peak * (self.total - step + 1) / self.decay  # rounds once less
         elapsed = (step - 1 - (self.total - self.decay)) / self.decay
-        return self.min_lr + (self.peak - self.min_lr) * DECAY_COEFFICIENTS[self.style](elapsed)
+        return self.min_lr + (self.peak - self.min_lr) * self._remaining(elapsed, **dict(self.options))
 
     @property
     def last_peak(self) -> int:
@@ -64,52 +127,53 @@ class WSDSchedule:
         return self.total - max(self.decay, 1) + 1
 
     @classmethod
-    def from_config(cls, optimizer: "OptimizerConfig", total: int) -> Self:
-        """Return the schedule of the flags `optimizer` in a run of `total` steps; InputError if they do not fit together.
-
-        The decay styles linear and cosine are a decay of all steps after the warm-up; constant is none.
-        """
-        style = optimizer.lr_decay_style
-        decay_style = optimizer.lr_wsd_decay_style
-        decay_flags = {name: getattr(optimizer, name) for name in ("lr_wsd_decay_iters", "lr_wsd_decay_fraction")}
-        decay_flags["lr_wsd_decay_style"] = None if decay_style == WSD_DECAY_STYLE else decay_style
-        decay_flags |= {"min_lr": optimizer.min_lr or None} if style == "constant" else {}
-        for name, value in decay_flags.items() if style != "WSD" else ():
-            if value is not None:
-                flag = f"--{name.replace('_', '-')}"
-                expected = "another style" if name == "min_lr" else "WSD"
-                raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")
-        if optimizer.min_lr > optimizer.lr:
-            raise InputError(f"--min-lr: found {optimizer.min_lr:g}, expected at most --lr {optimizer.lr:g}")
-        warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
-        if style == "WSD":
-            decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
-        else:
-            decay, decay_style = (0, WSD_DECAY_STYLE) if style == "constant" else (max(total - warmup, 0), style)
-        return cls(optimizer.lr, warmup, decay, total, decay_style, optimizer.min_lr)
+    def from_config(cls, config: LearningRateConfig, total: int) -> Self:
+        """Return the schedule of the flags `config` in a run of `total` steps; InputError if they do not fit together."""
+        style = config.lr_decay_style
+        shape = {WSD: config.lr_wsd_decay_style, CONSTANT: LearningRateConfig.lr_wsd_decay_style}.get(style, style)
+        try:
+            own_flags = flags_of(DECAY_STYLES.find(shape))
+        except InputError as error:
+            flag = "--lr-wsd-decay-style" if style == WSD else f"--lr-decay-style: expected {WSD}, {CONSTANT} or a decay style"
+            raise InputError(f"{flag}: {error}") from None
+        _check_unread(config, own_flags)
+        if config.min_lr > config.lr:
+            raise InputError(f"--min-lr: found {config.min_lr:g}, expected at most --lr {config.lr:g}")
+        warmup = resolve_steps("lr-warmup", config.lr_warmup_iters, config.lr_warmup_fraction, total)
+        decay = 0
+        if style == WSD:
+            decay = resolve_steps("lr-wsd-decay", config.lr_wsd_decay_iters, config.lr_wsd_decay_fraction, total)
+        elif style != CONSTANT:
+            decay = max(total - warmup, 0)
+        options = tuple((name, getattr(config, name)) for name in own_flags)
+        return cls(config.lr, warmup, decay, total, shape, config.min_lr, options)
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return the entries of a run's identity, without the peak and the number of steps."""
-        return {
+        entries = {
             "lr_warmup_iters": self.warmup,
             "lr_wsd_decay_iters": self.decay,
             "lr_wsd_decay_style": self.style,
             "min_lr": self.min_lr,
         }
+        origin = DECAY_STYLES.package_origin(self.style, self._remaining)
+        return entries | dict(self.options) | ({"lr_decay_package": origin} if origin else {})
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
         """Return the schedule of a run by its `identity`; ValueError if that holds none."""
         rates = [identity.get(name) for name in ("lr", "min_lr")]
         steps = [identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-        style = identity.get("lr_wsd_decay_style")
         if not all(type(rate) in (int, float) for rate in rates) or not all(type(count) is int for count in steps):
             raise ValueError("no learning rate")
-        if str(style) not in DECAY_COEFFICIENTS:
-            raise ValueError(f"unknown decay style {style}")
+        style = str(identity.get("lr_wsd_decay_style"))
+        try:
+            options = tuple((name, identity[name]) for name in flags_of(DECAY_STYLES.find(style)))
+        except (InputError, KeyError) as error:
+            raise ValueError(f"decay style {style}: {error}") from None
         peak, min_lr = rates
-        return cls(peak, *steps, style, min_lr)
+        return cls(peak, *steps, style, min_lr, options)
 
     def describe(self) -> str:
         """Return the schedule as text for the console.
@@ -121,7 +185,7 @@ class WSDSchedule:
             text += ", constant"
         if not self.decay:
             return text
-        style = "" if self.style == WSD_DECAY_STYLE else f" ({self.style})"
+        style = "" if self.style == LearningRateConfig.lr_wsd_decay_style else f" ({self.style})"
         return f"{text}, down over the last {self.decay:,} steps{style} to {self(self.total):.4g} in the last"
 
 
@@ -129,7 +193,7 @@ class WSDSchedule:
 class PhasedSchedule:
     """Callable learning rate of a step in a run whose phases have learning-rate schedules `parts` of their own."""
 
-    parts: tuple[WSDSchedule, ...]
+    parts: tuple[LearningRateSchedule, ...]
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of `step` (1, 2, ...)."""
@@ -149,17 +213,17 @@ class PhasedSchedule:
         return "; then ".join(part.describe() for part in self.parts)
 
 
-LearningRate = WSDSchedule | PhasedSchedule
+LearningRate = LearningRateSchedule | PhasedSchedule
 
 
 def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
     """Return the learning-rate schedule of a run by its `identity`; ValueError if that holds none."""
     if "lr_phases" not in identity:
-        return WSDSchedule.from_identity(identity)
+        return LearningRateSchedule.from_identity(identity)
     rows = identity["lr_phases"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("no learning rate")
-    return PhasedSchedule(tuple(WSDSchedule.from_identity(row) for row in rows))
+    return PhasedSchedule(tuple(LearningRateSchedule.from_identity(row) for row in rows))
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
@@ -177,3 +241,17 @@ def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: i
     if not 0 <= share <= 1:
         raise InputError(f"--{flag}-fraction: found {share}, expected 0 to 1")
     return math.floor(share * total + 0.5)
+
+
+def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> None:
+    """Raise InputError for a flag of decays that neither the decay style, which reads `own_flags`, nor --lr-decay-style has."""
+    style = config.lr_decay_style
+    read = {WSD: (*WSD_FLAGS, "min_lr"), CONSTANT: ()}.get(style, ("min_lr",))
+    always = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style")
+    for option in fields(LearningRateConfig):
+        value = getattr(config, option.name)
+        if option.name in (*always, *read, *own_flags) or value == option.default:
+            continue
+        flag = f"--{option.name.replace('_', '-')}"
+        expected = WSD if option.name in WSD_FLAGS else "another style"
+        raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")

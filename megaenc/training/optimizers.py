@@ -275,7 +275,7 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
     layout = settings.layout
     config = OptimizerConfig(
         optimizer="adam",
-        lr=flags.lr,
+        lr=settings.learning_rate.lr,
         weight_decay=flags.weight_decay,
         adam_beta1=flags.adam_beta1,
         adam_beta2=flags.adam_beta2,

@@ -11,7 +11,7 @@ from megaenc.model.config import TRAINING_OPTIONS, ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
-from megaenc.training.lr_schedule import LearningRate, WSDSchedule, learning_rate_from_identity
+from megaenc.training.lr_schedule import LEARNING_RATE_IDENTITY, LearningRate, LearningRateSchedule, learning_rate_from_identity
 from megaenc.training.phases import parse_phase
 from megaenc.training.plan import PHASE_IDENTITY, Plan
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
@@ -23,12 +23,7 @@ _FREE_IN_BRANCH = {
     "train_iters",
     "objective_schedule",
     "objective_packages",
-    "lr",
-    "lr_warmup_iters",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_style",
-    "min_lr",
-    "lr_phases",
+    *LEARNING_RATE_IDENTITY,
     "eval_iters",
     "start",
     "skip_samples",
@@ -241,14 +236,14 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
         return
-    if isinstance(parents, WSDSchedule) and step > parents.last_peak:
+    if isinstance(parents, LearningRateSchedule) and step > parents.last_peak:
         steps = [step for step in parent.checkpoints.steps() if step <= parents.last_peak]
         raise InputError(
             f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {parents.last_peak}), and a branch "
             f"continues at the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
         )
     expected = parents.describe()
-    if isinstance(parents, WSDSchedule):
+    if isinstance(parents, LearningRateSchedule):
         end = plan_end - at + 1
         expected = f"--lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most {end} steps"
     raise InputError(

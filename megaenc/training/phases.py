@@ -15,13 +15,12 @@ from megaenc.console import truncate_text
 from megaenc.data.packing.blended_dataset import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
-from megaenc.training.lr_schedule import LearningRate, PhasedSchedule, WSDSchedule
+from megaenc.training.lr_schedule import WSD, WSD_FLAGS, LearningRate, LearningRateConfig, LearningRateSchedule, PhasedSchedule
 
 if TYPE_CHECKING:
     from megaenc.training.config import PretrainConfig
 
-_WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
-LEARNING_RATE_FLAGS = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style", "min_lr", *_WSD_FLAGS)
+LEARNING_RATE_FLAGS = tuple(field.name for field in dataclasses.fields(LearningRateConfig))
 """Flags of a phase that give each phase a learning-rate schedule of its own."""
 
 _LENGTHS = ("train_iters", "train_tokens")
@@ -112,11 +111,11 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
     InputError, naming the phase, for flags that do not fit together.
     """
     if not any(set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases):
-        return WSDSchedule.from_config(config.optimizer, config.total_iters)
+        return LearningRateSchedule.from_config(config.learning_rate, config.total_iters)
     parts = []
     for number, phase in enumerate(config.phase_configs, 1):
         try:
-            parts.append(WSDSchedule.from_config(phase.settings.optimizer, phase.settings.own_iters))
+            parts.append(LearningRateSchedule.from_config(phase.settings.learning_rate, phase.settings.own_iters))
         except InputError as error:
             raise InputError(f"phase {number}: {error}") from None
     return PhasedSchedule(tuple(parts))
@@ -132,8 +131,8 @@ def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "Pre
     for given, value in values.items():
         if value is not None:
             replaced.update(REPLACES.get(given, ()))
-    if values.get("lr_decay_style") not in (None, "WSD"):
-        replaced.update(_WSD_FLAGS)
+    if values.get("lr_decay_style") not in (None, WSD):
+        replaced.update(WSD_FLAGS)
     defaults = flags.flatten(type(settings)(bf16=settings.bf16))  # whose default imports torch
     return flags.replace_fields(settings, {name: defaults[name] for name in replaced}, source="")
 

@@ -13,14 +13,15 @@ import yaml
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
-from megaenc.training.config_groups import OptimizerConfig, StartConfig
+from megaenc.training.config_groups import StartConfig
+from megaenc.training.lr_schedule import LearningRateConfig
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
     (tmp_path / "run.yaml").write_text("model: 610m\nnum-layers: 13\nlr: 5e-4\ntrain_iters: 7\n")
     settings = parse_config(["--config", str(tmp_path / "run.yaml"), "--train-iters", "9"], "test")
     assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == ("610m", 13, 1152)
-    assert (settings.optimizer.lr, settings.train_iters) == (5e-4, 9)
+    assert (settings.learning_rate.lr, settings.train_iters) == (5e-4, 9)
     assert parse_config(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
 
 
@@ -40,15 +41,15 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
     for argv in (["--config", str(over)], ["--config", str(base), *words]):
         settings = parse_config(argv, "test")
         assert (settings.train_iters, settings.train_tokens) == (None, 2048)
-        optimizer = settings.optimizer
-        assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
+        rates = settings.learning_rate
+        assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (None, 0.1, 1000)
         assert settings.start == StartConfig(init_from="b")
     phase = "{objective: clm, train_iters: 9, lr_warmup_fraction: 0.2, lr_decay_style: cosine}"
     [phase] = parse_config(["--config", str(base), "--phases", phase], "test").phase_configs
-    optimizer = phase.settings.optimizer
-    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.2, None)
-    linear = parse_config(["--config", str(base), "--lr-decay-style", "linear"], "test").optimizer
-    assert (linear.lr_wsd_decay_iters, linear.lr_wsd_decay_style) == (None, OptimizerConfig.lr_wsd_decay_style)
+    rates = phase.settings.learning_rate
+    assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (None, 0.2, None)
+    linear = parse_config(["--config", str(base), "--lr-decay-style", "linear"], "test").learning_rate
+    assert (linear.lr_wsd_decay_iters, linear.lr_wsd_decay_style) == (None, LearningRateConfig.lr_wsd_decay_style)
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """The learning rate of each step: after the warm-up that of megatron-core."""
 
+import re
+
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.training.config_groups import OptimizerConfig
-from megaenc.training.lr_schedule import DECAY_COEFFICIENTS, WSDSchedule, resolve_steps
+from megaenc.training.lr_schedule import WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
+
+BUILT_IN = ("linear", "cosine", "minus_sqrt", "exponential")
 
 
 def test_parts_that_overlap_are_refused():
     with pytest.raises(InputError, match="warm-up of 8 and decay of 5 steps do not fit in the 12 steps of the run"):
-        WSDSchedule(peak=1.0, warmup=8, decay=5, total=12)
+        LearningRateSchedule(peak=1.0, warmup=8, decay=5, total=12)
 
 
 def test_steps_or_a_fraction_of_the_run():
@@ -22,16 +25,16 @@ def test_steps_or_a_fraction_of_the_run():
         resolve_steps("lr-warmup", None, 1.5, 100)
 
 
-def schedule(total: int, **flags) -> WSDSchedule:
+def schedule(total: int, **flags) -> LearningRateSchedule:
     """The schedule of these flags."""
-    return WSDSchedule.from_config(OptimizerConfig(**flags), total)
+    return LearningRateSchedule.from_config(LearningRateConfig(**flags), total)
 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "flags",
     [
-        *({"lr_wsd_decay_style": style} for style in DECAY_COEFFICIENTS),
+        *({"lr_wsd_decay_style": style} for style in BUILT_IN),
         *({"lr_decay_style": style} for style in ("linear", "cosine", "constant")),
     ],
 )
@@ -39,8 +42,8 @@ def test_after_the_warm_up_rates_are_megatron_cores(flags):
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     minimum = 0.0 if "constant" in flags.values() else 0.01
-    config = OptimizerConfig(lr=0.3, min_lr=minimum, lr_warmup_iters=5, **flags)
-    ours = WSDSchedule.from_config(config, 40)
+    config = LearningRateConfig(lr=0.3, min_lr=minimum, lr_warmup_iters=5, **flags)
+    ours = LearningRateSchedule.from_config(config, 40)
     steps = ours.decay if config.lr_decay_style == "WSD" else None
     weight_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
 
@@ -65,9 +68,53 @@ def test_default_rates():
     assert rate.describe() == "to 0.002 over 5 steps, constant, down over the last 5 steps to 0.0004 in the last"
 
 
-@pytest.mark.parametrize("style", DECAY_COEFFICIENTS)
+@pytest.mark.parametrize("style", BUILT_IN)
 def test_identity_holds_the_schedule(style):
     rate = schedule(100, lr_wsd_decay_style=style, min_lr=1e-4)
-    assert WSDSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
+    assert LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
     with pytest.raises(ValueError, match="no learning rate"):
-        WSDSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
+        LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
+
+
+def polynomial(elapsed: float, *, lr_warmup_fraction: float) -> float:
+    """A style of a package, which reads a flag."""
+    return (1 - elapsed) ** (10 * lr_warmup_fraction)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that offers `polynomial` and three objects that are no styles."""
+    info = tmp_path / "rates-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rates\nVersion: 1.2\n")
+    own = f"{__name__}:polynomial"
+    offers = {"polynomial": own, "number": "math:pi", "constant": own, "other": "rates_of_none:f"}
+    lines = [f"{name} = {place}" for name, place in offers.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[megaenc.lr_decay_styles]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_offers_a_style_that_reads_a_flag_and_is_part_of_the_identity():
+    rate = schedule(100, lr_decay_style="polynomial", lr_warmup_fraction=0.2)
+    assert rate(61) == pytest.approx(2e-3 * 0.5**2)
+    assert rate.identity["lr_warmup_fraction"] == 0.2
+    assert re.fullmatch(r"rates 1\.2 \([0-9a-f]{12}\)", rate.identity["lr_decay_package"])
+    assert LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
+    assert schedule(100, lr_wsd_decay_style="polynomial", lr_warmup_fraction=0.2).decay == 5
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"lr_decay_style": "cosin"}, "unknown decay style `cosin`, expected one of .*; did you mean `cosine`?"),
+        ({"lr_wsd_decay_style": WSD}, "--lr-wsd-decay-style: unknown decay style `WSD`"),
+        ({"lr_decay_style": "number"}, "package `rates` offers math:pi, which is no function"),
+        ({"lr_wsd_decay_style": "constant"}, "which is called `constant`, which is no shape"),
+        ({"lr_decay_style": "other"}, "package `rates` cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+def test_what_is_no_style_is_one_line(flags, words):
+    with pytest.raises(InputError, match=words):
+        schedule(100, **flags)

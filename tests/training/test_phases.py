@@ -229,7 +229,7 @@ def test_a_file_with_phases_replaces_the_length_of_its_base(tmp_path):
     phases = "phases: [{objective: mlm, train_tokens: 2049, global-batch-size: 8}]\n"
     (tmp_path / "run.yaml").write_text(f"config: base.yaml\n{phases}")
     config = parse_config(["--config", str(tmp_path / "run.yaml")], "test")
-    assert (config.total_iters, config.schedule_text, config.optimizer.lr) == (3, "mlm:3", 0.5)
+    assert (config.total_iters, config.schedule_text, config.learning_rate.lr) == (3, "mlm:3", 0.5)
     assert (config.tokens_after(3), config.batch_size_text, config.seq_length_text) == (3 * 8 * 128, "8", "128")
 
 

@@ -258,7 +258,7 @@ def _expand_entry(
             runs[base.size, rate] = build_run_config(flags)
             check_run_config(runs[base.size, rate])
         run = runs[base.size, rate]
-        warmup, decay = warmup_and_decay_steps(run.optimizer, steps)
+        warmup, decay = warmup_and_decay_steps(run.learning_rate, steps)
         differences = [
             f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}" for flag, value in own_flags.items()
         ]

@@ -12,8 +12,7 @@ from megaenc.data.packing.blended_dataset import is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset
-from megaenc.training.config_groups import OptimizerConfig
-from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
+from megaenc.training.lr_schedule import WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
 
 RESERVED_FLAGS = {
     *("config", "objective_schedule", "phases", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
@@ -90,22 +89,22 @@ def _resolve_corpus(word: Any, data_dir: Path) -> Any:
     return path
 
 
-def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int, int]:
+def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, int]:
     """Return (warm-up, decay) steps of a run of `total` steps. InputError if the two exceed it, or decay is below 1.
 
     InputError also for a decay style other than WSD, because models share the steps before their decay.
     """
-    if optimizer.lr_decay_style != "WSD":
+    if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"
-        raise InputError(f"field `lr_decay_style`: found {optimizer.lr_decay_style}, expected WSD: {remedy}")
-    warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
-    decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
+        raise InputError(f"field `lr_decay_style`: found {rates.lr_decay_style}, expected WSD: {remedy}")
+    warmup = resolve_steps("lr-warmup", rates.lr_warmup_iters, rates.lr_warmup_fraction, total)
+    decay = resolve_steps("lr-wsd-decay", rates.lr_wsd_decay_iters, rates.lr_wsd_decay_fraction, total)
     if decay < 1:
         raise InputError(f"a decay of {decay} steps, expected 1 or more (lr_wsd_decay_iters)")
     if warmup + decay > total:
         steps = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
         raise InputError(f"{steps} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
-    WSDSchedule.from_config(optimizer, total)  # checks the other flags
+    LearningRateSchedule.from_config(rates, total)  # checks the other flags
     return warmup, decay
 
 

@@ -1,16 +1,17 @@
 """Drawings of the stage graph: a tree of runs as text, and bars over steps as a figure."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.estimate.work import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
-from megaenc.training.lr_schedule import DECAY_COEFFICIENTS
+from megaenc.training.lr_schedule import LearningRateSchedule
 from megaenc.viz.style import BLUE, GREY, GRID, LEGEND, ORANGE, STYLES, format_count_ticks, without_math_text
 
 _MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
@@ -170,15 +171,14 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     import numpy as np
 
     model = row.run.model
-    optimizer = row.run.model.config.optimizer
-    curve = np.linspace(model.last_undecayed_step, model.steps, 2 if optimizer.lr_wsd_decay_style == "linear" else 12)
+    steps = {"lr_warmup_iters": model.warmup, "lr_wsd_decay_iters": model.decay}
+    steps |= {"lr_warmup_fraction": None, "lr_wsd_decay_fraction": None}
+    rates = LearningRateSchedule.from_config(replace(model.config.learning_rate, **steps), model.steps)
+    curve = np.linspace(model.last_undecayed_step, model.steps, 2 if rates.style == "linear" else 12)
     corners = {first, last, *(step for step in (model.warmup, *curve) if first < step < last)}
     x = np.array(sorted(corners), dtype=np.float64)
-    rising = np.minimum(1.0, x / model.warmup) if model.warmup else np.ones_like(x)
-    elapsed = 1.0 - np.minimum(1.0, (model.steps - x) / model.decay)
-    lowest = optimizer.min_lr / optimizer.lr
-    falling = lowest + (1 - lowest) * np.vectorize(DECAY_COEFFICIENTS[optimizer.lr_wsd_decay_style])(elapsed)
-    return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
+    heights = np.array([rates(math.ceil(step)) / rates.peak if step else 0.0 for step in x])
+    return x + row.offset, 0.36 * np.maximum(0.12, heights)
 
 
 def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:

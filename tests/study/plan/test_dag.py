@@ -89,7 +89,7 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
     """`first_differing_step` is what refuses a branch: up to where a run branches there is none, and mostly one right after."""
     from megaenc.data.tokenizer.vocabulary import Vocabulary
     from megaenc.objectives import Schedule
-    from megaenc.training.lr_schedule import WSDSchedule
+    from megaenc.training.lr_schedule import LearningRateSchedule
     from megaenc.training.parent_run import first_differing_step
 
     vocabulary = Vocabulary(1024, 0, 1, (0, 1), "")
@@ -101,7 +101,7 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
         schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (child, parent)]
         assert first_differing_step(*schedules, run.branch_step) is None
         assert first_differing_step(*schedules, run.branch_step + 1) or run.branch_step == child.last_undecayed_step
-        rates = [WSDSchedule(1.0, model.warmup, model.decay, model.steps) for model in (child, parent)]
+        rates = [LearningRateSchedule(1.0, model.warmup, model.decay, model.steps) for model in (child, parent)]
         for step in (1, run.branch_step // 2 + 1, run.branch_step):
             assert rates[0](step) == rates[1](step)
 
@@ -116,7 +116,7 @@ def test_the_real_settings_take_every_run(file):
         settings = flags.replace_fields(PretrainConfig(shape=shape), flag_values, source="plan")
         settings.check(manifest.hardware.devices)
         assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
-        assert settings.optimizer.lr_warmup_iters == run.model.warmup
+        assert settings.learning_rate.lr_warmup_iters == run.model.warmup
         assert settings.output.save_steps == run.checkpoint_steps and settings.output.save == f"out/runs/{run.name}"
         assert bool(settings.start.branch_from) == (run.start == "branch")
         assert (settings.start.skip_samples == "parent") == (run.start == "weights")
