@@ -127,7 +127,7 @@ def measure_products(config: GemmShapesConfig, watch: Stopwatch, device: torch.d
 def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return megaenc's elementwise kernels by name: a call, and the bytes that it has to read and write."""
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
-    from megaenc.model.kernels.glu import geglu, swiglu
+    from megaenc.model.kernels.glu import glu
     from megaenc.model.kernels.norm import layer_norm, rms_norm
     from megaenc.model.kernels.rotary import rotate
 
@@ -153,9 +153,9 @@ def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict
         calls[f"{name} with residual, forward"] = forward, 4 * 2 * tokens * hidden
         call = partial(backward, forward(), (stream, weight, residual), (summed, summed))
         calls[f"{name} with residual, backward"] = call, 4 * 2 * tokens * hidden
-    for name, glu in (("swiglu", swiglu), ("geglu", geglu), ("geglu, tanh", partial(geglu, approximate="tanh"))):
-        calls[f"{name}, forward"] = partial(glu, gated), 3 * 2 * tokens * ffn
-        calls[f"{name}, backward"] = partial(backward, glu(gated), (gated,), gradient), 5 * 2 * tokens * ffn
+    for name in ("silu", "gelu", "gelu_pytorch_tanh"):
+        calls[f"gated {name}, forward"] = partial(glu, gated, name), 3 * 2 * tokens * ffn
+        calls[f"gated {name}, backward"] = partial(backward, glu(gated, name), (gated,), gradient), 5 * 2 * tokens * ffn
     return calls | {
         "loss, forward": (lambda: softmax_statistics(logits, labels, 0, vocabulary), 2 * logits.numel()),
         "loss, gradient": (

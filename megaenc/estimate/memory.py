@@ -113,7 +113,7 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
         # q, k, v; the input of the output projection
         "projections": (w * (2 * queries + 2 * keys) + shape.qk_layernorm * normalised) / t,
         "attention": attention / t,
-        "mlp": 3 * w * shape.ffn_hidden_size / t,  # gate, up and their product
+        "mlp": w * (shape.mlp_input_size + shape.ffn_hidden_size) / t,  # the activation's input and output
     }
     return {name: case.micro_batch_tokens * value for name, value in parts.items()}
 
@@ -139,7 +139,7 @@ def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool, w
     if "mlp" in modules:
         of_layer -= parts["mlp"]
     elif "activation" in modules:
-        of_layer -= parts["mlp"] / 3
+        of_layer -= case.micro_batch_tokens * case.value_bytes * case.shape.ffn_hidden_size / case.tensor_parallel_size
     total = stage.layers * of_layer
     if work and work.unneeded_tokens and stage.has_head and stage.layers:
         total -= _unneeded_activation_bytes(case, work, host)
@@ -157,7 +157,9 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     modules = case.layout.selected_recompute_modules
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
     norms = (shape.norms_per_layer - 1) * norm + w * shape.hidden_size
-    mlp = w * shape.ffn_hidden_size / t * (0 if "mlp" in modules else 2 if "activation" in modules else 3)
+    mlp = 0.0
+    if "mlp" not in modules:
+        mlp = w / t * (shape.mlp_input_size + shape.ffn_hidden_size * ("activation" not in modules))
     projection = work.unneeded_tokens if host or "core_attn" in modules else -work.predicted
     return case.packs_at_once * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
 
@@ -169,7 +171,7 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     w = case.value_bytes
     parts = layer_activation_bytes(case, host=False)
     # Gradients of one layer.
-    inner = w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor_parallel_size
+    inner = w * (shape.mlp_input_size + 2 * shape.ffn_hidden_size + shape.query_size) / case.tensor_parallel_size
     layer = case.micro_batch_tokens * inner + 2 * case.hidden_bytes
     if layout.recompute_granularity == "full":
         layers_at_once = layout.full_recompute[1] if layout.full_recompute[0] == "uniform" else 1

@@ -129,6 +129,16 @@ class ModelConfig:
         return self.prediction_head * (self.hidden_size**2 + self.norm_size(self.hidden_size))
 
     @property
+    def mlp_matrices(self) -> int:
+        """Return the number of matrices of an MLP: gate and up, which are one product, and down."""
+        return 3
+
+    @property
+    def mlp_input_size(self) -> int:
+        """Return the width of the activation's input: gate and up."""
+        return (self.mlp_matrices - 1) * self.ffn_hidden_size
+
+    @property
     def _qkv_size(self) -> int:
         """Return the total width of queries, keys and values."""
         return self.query_size + 2 * self.num_query_groups * self.head_dim
@@ -136,14 +146,14 @@ class ModelConfig:
     @property
     def _layer_matrices(self) -> int:
         """Return the number of weights in the matrices of one layer."""
-        return self.hidden_size * (self._qkv_size + self.query_size + 3 * self.ffn_hidden_size)
+        return self.hidden_size * (self._qkv_size + self.query_size + self.mlp_matrices * self.ffn_hidden_size)
 
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
         """Return one of `tensor_parallel` ranks' (output, input) widths of a layer's four matrices, by name."""
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
             "linear_proj": (self.hidden_size, self.query_size // tensor_parallel),
-            "linear_fc1": (2 * self.ffn_hidden_size // tensor_parallel, self.hidden_size),
+            "linear_fc1": (self.mlp_input_size // tensor_parallel, self.hidden_size),
             "linear_fc2": (self.hidden_size, self.ffn_hidden_size // tensor_parallel),
         }
 
@@ -202,7 +212,7 @@ class ModelConfig:
 
     def unselected_flops_per_token(self) -> int:
         """Return both passes' FLOPs of the last layer's products after attention for one token: output projection and MLP."""
-        return 6 * self.hidden_size * (self.query_size + 3 * self.ffn_hidden_size)
+        return 6 * self.hidden_size * (self.query_size + self.mlp_matrices * self.ffn_hidden_size)
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""

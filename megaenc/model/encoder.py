@@ -30,10 +30,10 @@ from torch import Tensor
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.counter_rng import normal_rows, truncate_normals
 from megaenc.model.config import ModelConfig, padded_vocab_size
-from megaenc.model.functional import Rotation
+from megaenc.model.functional import ACTIVATIONS, Rotation
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.kernels.selftest import LayerWidths, select_fused_kernels
-from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transformer_config, list_fused_kernels, select_norm
+from megaenc.model.layer_spec import build_block_spec, build_transformer_config, list_fused_kernels, select_norm
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -103,7 +103,7 @@ class Encoder(LanguageModule):
             whole = dataclasses.replace(config, sequence_parallel=False, gradient_accumulation_fusion=False)
             self.prediction_head = None
             if model.prediction_head:
-                self.prediction_head = PredictionHead(whole, ACTIVATIONS[model.activation], norm(config=whole))
+                self.prediction_head = PredictionHead(whole, ACTIVATIONS[model.activation].function, norm(config=whole))
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,

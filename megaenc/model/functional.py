@@ -1,8 +1,9 @@
 """RMSNorm, rotary positions and gated activations with memory-efficient gradients; `fused`: by Triton kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -191,64 +192,64 @@ def _copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: 
     parts[2].copy_(v) if backward else v.copy_(parts[2])
 
 
-class SwiGLU(MegatronModule):
-    """Activation module silu(gate) * up, the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202)."""
+class Activation(NamedTuple):
+    """Activation of the gated MLP and of the prediction head."""
 
-    def __init__(self, config: TransformerConfig | None, fused: bool = False):
+    function: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]
+    """Function of the gradient and the input that writes to `grad_input`."""
+    kernel: str
+    """Field of FusedKernels for its gated form."""
+
+
+_GELU_TANH = {"approximate": "tanh"}
+ACTIVATIONS = {
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input, "swiglu"),
+    "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward.grad_input, "geglu"),
+    "gelu_pytorch_tanh": Activation(
+        partial(F.gelu, **_GELU_TANH), partial(torch.ops.aten.gelu_backward.grad_input, **_GELU_TANH), "geglu"
+    ),
+}
+"""Values of --activation."""
+
+
+class GatedActivation(MegatronModule):
+    """Module activation(gate) * up, the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: TransformerConfig | None, activation: str, fused: bool = False):
         super().__init__(config)
+        self.activation = activation
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return silu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
+        """Return activation(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
         if self.fused:
-            from megaenc.model.kernels.glu import swiglu
+            from megaenc.model.kernels.glu import glu
 
-            return swiglu(x)
-        return _GatedActivation.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
-
-
-class GeGLU(MegatronModule):
-    """Activation module gelu(gate) * up, the halves of the input's last dimension (Shazeer 2020).
-
-    `approximate`: the GELU's formula, "none" (exact) or "tanh".
-    """
-
-    def __init__(self, config: TransformerConfig | None, approximate: str = "none", fused: bool = False):
-        super().__init__(config)
-        self.approximate = approximate
-        self.fused = fused
-        functions = F.gelu, torch.ops.aten.gelu_backward.grad_input
-        self.functions = tuple(partial(function, approximate=approximate) for function in functions)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return gelu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
-        if self.fused:
-            from megaenc.model.kernels.glu import geglu
-
-            return geglu(x, self.approximate)
-        return _GatedActivation.apply(x, *self.functions)
+            return glu(x, self.activation)
+        return _GatedActivation.apply(x, ACTIVATIONS[self.activation])
 
 
 class _GatedActivation(torch.autograd.Function):
     """Gated activation that saves only its input; backward recomputes activation(gate)."""
 
     @staticmethod
-    def forward(ctx, x, activation, activation_backward):
+    def forward(ctx, x, activation):
         ctx.save_for_backward(x)
-        ctx.functions = activation, activation_backward
+        ctx.activation = activation
         gate, up = x.chunk(2, dim=-1)
-        return activation(gate).mul_(up)
+        return activation.function(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        (x,), (activation, activation_backward) = ctx.saved_tensors, ctx.functions
+        (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         to_x = torch.empty_like(x)
         to_gate, to_up = to_x.chunk(2, dim=-1)
-        torch.mul(gradient, activation(gate), out=to_up)
-        activation_backward(gradient * up, gate, grad_input=to_gate)
-        return to_x, None, None
+        torch.mul(gradient, ctx.activation.function(gate), out=to_up)
+        ctx.activation.backward(gradient * up, gate, grad_input=to_gate)
+        return to_x, None
 
 
 _HASH_FACTORS = (0x7FEB352D, 0x846CA68B)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits

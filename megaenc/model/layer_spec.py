@@ -1,6 +1,5 @@
 """Layer specs: megatron-core's parallel layers with our own norms and core attention."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from megaenc.model import transformer_engine
 from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.fp8.tensor import select_float8_recipe
-from megaenc.model.functional import GeGLU, SwiGLU
+from megaenc.model.functional import ACTIVATIONS, GatedActivation
 from megaenc.model.kernels import FusedKernels
 from megaenc.model.layer import EncoderLayer, PackedAttention, PackedSelfAttention
 from megaenc.model.norms import LayerNorm, PostNorm, RMSNorm
@@ -40,7 +39,7 @@ def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) 
 
 def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the Triton kernels, as of FusedKernels, that `model` can use."""
-    names = ["rotary", "swiglu" if model.activation == "silu" else "geglu", "loss", "sum"]
+    names = ["rotary", ACTIVATIONS[model.activation].kernel, "loss", "sum"]
     if model.normalization == "RMSNorm":
         names.insert(0, "norm")
     elif not model.norm_bias:
@@ -48,9 +47,6 @@ def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
     if model.attention_output_dropout:
         names.append("dropout")
     return tuple(names)
-
-
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def build_transformer_config(
@@ -175,11 +171,8 @@ def _build_layer_spec(
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
     attention["selects_rows"] = options["selects_rows"]
     add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
-    activations = {
-        "silu": ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
-        "gelu": ModuleSpec(module=GeGLU, params={"fused": fused.geglu}),
-        "gelu_pytorch_tanh": ModuleSpec(module=GeGLU, params={"approximate": "tanh", "fused": fused.geglu}),
-    }
+    is_fused = getattr(fused, ACTIVATIONS[model.activation].kernel)
+    activation = ModuleSpec(module=GatedActivation, params={"activation": model.activation, "fused": is_fused})
     return ModuleSpec(
         module=EncoderLayer,
         params=options,
@@ -204,7 +197,7 @@ def _build_layer_spec(
                 submodules=MLPSubmodules(
                     linear_fc1=column_parallel,
                     linear_fc2=row_parallel,
-                    activation_func=activations[model.activation],
+                    activation_func=activation,
                 ),
             ),
             mlp_bda=add,

@@ -76,13 +76,13 @@ def test_a_norm_of_bfloat16_is_rounded_once():
 
 
 def test_a_norm_keeps_its_input_and_a_number_a_row_and_swiglu_its_input():
-    from megaenc.model.functional import SwiGLU
+    from megaenc.model.functional import GatedActivation
 
     kept = []
     x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         normed(x, weight)
-        SwiGLU(None)(x)
+        GatedActivation(None, "silu")(x)
     assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM, 5 * DIM]
 
 
@@ -90,16 +90,18 @@ def test_nothing_has_no_norm():
     assert normed(torch.empty(0, 1, DIM), torch.ones(DIM)).shape == (0, 1, DIM)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("SwiGLU", F.silu), ("GeGLU", F.gelu)])
-def test_gated_activations_are_their_formulas_with_their_gradients(name, activation):
-    from megaenc.model import functional
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_gated_activations_are_transformers_with_their_gradients(name):
+    from transformers.activations import ACT2FN
+
+    from megaenc.model.functional import GatedActivation
 
     def gated(x):
         gate, up = x.chunk(2, -1)
-        return activation(gate) * up
+        return ACT2FN[name](gate) * up
 
     x, upstream = torch.randn(5, 2, 6), torch.randn(5, 2, 3)
-    found = outcome(getattr(functional, name)(None), [x], upstream)
+    found = outcome(GatedActivation(None, name), [x], upstream)
     torch.testing.assert_close(found, outcome(gated, [x], upstream))
 
 

@@ -69,20 +69,12 @@ def glu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, ACT
     tl.store(target + width, (above * activated).to(to_x.dtype.element_ty), mask=inside)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] of the halves of x [..., 2 F].
+def glu(x: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up [..., F] of the halves of x [..., 2 F]; `activation`: silu, gelu or gelu_pytorch_tanh.
 
     In the dtype of `x`, computed in float32 by Triton, with gradients.
     """
-    return _TritonGLU.apply(x, "silu")
-
-
-def geglu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Return gelu(gate) * up [..., F] of the halves of x [..., 2 F], as `swiglu` does.
-
-    `approximate`: the GELU's formula, "none" (exact) or "tanh".
-    """
-    return _TritonGLU.apply(x, "gelu_pytorch_tanh" if approximate == "tanh" else "gelu")
+    return _TritonGLU.apply(x, activation)
 
 
 class _TritonGLU(torch.autograd.Function):

@@ -179,22 +179,19 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
 
 
 def _check_glu(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterator[Comparison]:
-    """Yield comparisons of a gated activation's kernels with torch's formula, or formulas; `kernel`: swiglu or geglu."""
-    from megaenc.model.kernels.glu import geglu, swiglu
+    """Yield comparisons of the gated activations of a kernel, swiglu or geglu, with their formulas in torch."""
+    from megaenc.model.functional import ACTIVATIONS
+    from megaenc.model.kernels.glu import glu
 
-    pairs = [(swiglu, F.silu)]
-    if kernel == "geglu":
-        pairs = [
-            (functools.partial(geglu, approximate=name), functools.partial(F.gelu, approximate=name)) for name in ("none", "tanh")
-        ]
-    for function, activation in pairs:
+    def formula(x: Tensor, name: str) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return ACTIVATIONS[name].function(gate) * up
 
-        def formula(x: Tensor, activation: Callable[[Tensor], Tensor] = activation) -> Tensor:
-            gate, up = x.chunk(2, -1)
-            return activation(gate) * up
-
+    for name in (name for name, activation in ACTIVATIONS.items() if activation.kernel == kernel):
+        function = functools.partial(glu, activation=name)
+        expected = functools.partial(formula, name=name)
         for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
-            yield from _compare_with_formula(function, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
+            yield from _compare_with_formula(function, expected, draw, "x", draw(rows, 1, 2 * width, size=size))
 
 
 def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:

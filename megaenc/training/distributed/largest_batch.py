@@ -99,7 +99,7 @@ def discard_batch(engine: Engine) -> None:
 
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
     """Return the most packs whose activations 32-bit kernels can index."""
-    return MAX_TENSOR_SIZE // (seq_length * max(2 * shape.ffn_hidden_size, shape.query_size))
+    return MAX_TENSOR_SIZE // (seq_length * max(shape.mlp_input_size, shape.query_size))
 
 
 def _list_candidates(settings: PretrainConfig, replicas: int) -> range:

@@ -48,7 +48,7 @@ MISTAKES = [
     ("geglu", glu, "0.5 * (1.0 + tl.erf(gate * ROOT_HALF))", "1.0 / (1.0 + tl.exp(-1.702 * gate))", "the output"),
     ("geglu", glu, "-0.5 * gate * gate", "-gate * gate", "the gradient of x"),
     ("geglu", glu, "(3.0 * TANH_CUBIC)", "TANH_CUBIC", "the gradient of x"),
-    ("geglu", glu, '"gelu_pytorch_tanh" if approximate == "tanh" else "gelu"', '"gelu"', "the output"),
+    ("geglu", glu, "_TritonGLU.apply(x, activation)", '_TritonGLU.apply(x, "gelu")', "the output"),
     ("dropout", dropout, "number >> 15", "number >> 14", "the output"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
