@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
@@ -60,7 +61,22 @@ _UNSEEDED_TEST_SETS = ("nq",)  # the study drew the validation and test halves a
 
 
 _ADVICE = "remove the file"
-_Fraction = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]  # up to rounding errors
+_ROUNDING = 1e-6
+_Fraction = Annotated[float, Field(ge=-_ROUNDING, le=1 + _ROUNDING, allow_inf_nan=False)]
+METRIC_BOUNDS = {"matthews_correlation": (-1.0, 1.0)}
+"""Smallest and largest value of metrics; 0 and 1 of those that are not named."""
+
+
+def _check_bounds(metrics: dict[str, float]) -> dict[str, float]:
+    """Return `metrics`; raise an error of pydantic for a value out of its bounds."""
+    for name, value in metrics.items():
+        low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
+        if not low - _ROUNDING <= value <= high + _ROUNDING:
+            raise PydanticCustomError("bounds", "{name} from {low} to {high}", {"name": name, "low": low, "high": high})
+    return metrics
+
+
+_Metrics = Annotated[dict[Text, Number], AfterValidator(_check_bounds)]
 
 
 class _Split(TypedDict):
@@ -68,8 +84,8 @@ class _Split(TypedDict):
 
     __pydantic_config__ = JSON_OBJECT
     score: _Fraction
-    metrics: NotRequired[dict[Text, _Fraction] | None]
-    baseline: NotRequired[dict[Text, _Fraction] | None]
+    metrics: NotRequired[_Metrics | None]
+    baseline: NotRequired[_Metrics | None]
     collapsed: NotRequired[str | None]
 
 

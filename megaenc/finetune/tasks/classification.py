@@ -38,14 +38,30 @@ class Classification(FinetuneTask):
         return np.bincount(data.columns["labels"], minlength=self.output_count)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
-        """Return the Scores of the model on a split: accuracy, and as baseline that of the split's most frequent class."""
+        """Return the Scores of the model on a split: accuracy, Matthews; baseline: the split's most frequent class."""
         gold = data.columns["labels"]
         predicted = np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predict(model, data, np.arange(len(data))):
             predicted[rows] = logits.argmax(1).cpu().numpy()
         right = gold == predicted
         majority = float((gold == np.bincount(gold).argmax()).mean())
-        baseline = {"score": majority, "accuracy": majority}
         return Scores.from_examples(
-            right, {"accuracy": right}, collapsed=self.describe_constant_prediction(predicted, gold), baseline=baseline
+            right,
+            {"accuracy": right},
+            collapsed=self.describe_constant_prediction(predicted, gold),
+            baseline={"score": majority, "accuracy": majority, "matthews_correlation": 0.0},
+            metrics={"accuracy": float(right.mean()), "matthews_correlation": matthews_correlation(gold, predicted)},
         )
+
+
+def matthews_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
+    """Return the Matthews correlation of two arrays of class indices, of any number of classes; 0 if either is constant.
+
+    It is Gorodkin's R_K (Computational Biology and Chemistry 28, 2004): the correlation of the classes as vectors of zeros and a
+    one.
+    """
+    classes = np.arange(max(gold.max(), predicted.max()) + 1)
+    of_gold = (gold[:, None] == classes) - np.bincount(gold, minlength=len(classes)) / len(gold)
+    of_predicted = (predicted[:, None] == classes) - np.bincount(predicted, minlength=len(classes)) / len(gold)
+    norm = np.sqrt((of_gold**2).sum() * (of_predicted**2).sum())
+    return float((of_gold * of_predicted).sum() / norm) if norm else 0.0
