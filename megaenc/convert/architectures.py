@@ -4,7 +4,7 @@ Their layers and fields are in `megaenc.convert.families`, the names of their we
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -65,15 +65,23 @@ class ModelFamily:
             return "biases of queries, keys and values"
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
-        for name, (value, text) in self.layers.FIXED.items():
-            if getattr(model, name) != value:
-                return text
+        for option in fields(ModelConfig):
+            value, text = self.layers.FIXED.get(option.name, (option.default, option.metadata.get("feature")))
+            actual = getattr(model, option.name)
+            if actual != value and option.name not in self._options:
+                return text or f"--{option.name.replace('_', '-')} {actual}"
         return self.layers.find_other_shape(model)
+
+    @property
+    def _options(self) -> set[str]:
+        """Return the fields of ModelConfig that models of this family may have any value of, and those without an effect."""
+        free = {option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"}
+        return {*free, *self.layers.FIELDS.values(), *self.layers.OPTIONS, "add_qkv_bias", "qk_layernorm", "vocab_size"}
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
         """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
-        has_none = self.layers.FIXED.get("output_layer_bias", (True,))[0] is False
-        return replace(model, output_layer_bias=False) if has_none else model
+        has_bias = "output_layer_bias" in {*self.layers.FIXED, *self._options}
+        return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""

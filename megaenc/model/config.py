@@ -1,12 +1,27 @@
 """Model shape, presets, and parameter and FLOP counts."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
+
+# Metadata of a field, about weights that another run trained or another model has.
+TRAINING = {"weights": "any"}
+"""Decides how weights begin, are trained or are stored: they fit any value."""
+POSITIONS = {"weights": "given"}
+"""Training can adapt the weights to another value, as for a longer context, which must be given to be meant."""
+# Metadata of a field of a run's settings.
+PHASE = {"phase": True}
+"""May differ between the phases of a run."""
+
+
+def _feature(default: Any, text: str, metadata: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a field; `text`: what a model with another value than the default has, in messages about families without it."""
+    return field(default=default, metadata={"feature": text, **metadata})
 
 
 @dataclass(frozen=True)
@@ -29,21 +44,21 @@ class ModelConfig:
     """add a bias to queries, keys and values, as Qwen2 does"""
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
-    query_pre_attn_scalar: int | None = None
+    query_pre_attn_scalar: int | None = _feature(None, "scaling of queries")
     """divide attention scores by the square root of this number; of the head width unless given"""
-    rotary_base: float = 10000.0
+    rotary_base: float = _feature(10000.0, "rotary positions of another base period than 10,000", POSITIONS | PHASE)
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = _feature(False, "scaled rotary positions", POSITIONS)
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = field(default=8.0, metadata=POSITIONS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
-    yarn_rotary_scaling_factor: float | None = None
+    yarn_rotary_scaling_factor: float | None = _feature(None, "rotary positions scaled by YaRN", POSITIONS)
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
-    yarn_original_max_position_embeddings: int | None = None
+    yarn_original_max_position_embeddings: int | None = field(default=None, metadata=POSITIONS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
-    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_seq_len_interpolation_factor: float | None = _feature(None, "linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
@@ -51,14 +66,14 @@ class ModelConfig:
     """add a bias in each LayerNorm"""
     norm_epsilon: float = 1e-5
     """epsilon of the norms"""
-    apply_layernorm_1p: bool = False
+    apply_layernorm_1p: bool = _feature(False, "norms by weight + 1")
     """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
-    post_norms: bool = False
+    post_norms: bool = _feature(False, "norms after attention and MLP")
     """normalize the outputs of attention and MLP too, before they are added to the residual stream, as Gemma 3 does"""
     activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
     as in Gemma 3), and of the --prediction-head"""
-    window_size: int | None = None
+    window_size: int | None = _feature(None, "attention windows")
     """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
     without it, and in documents that fit into it"""
     global_attn_every_n_layers: int | None = None
@@ -66,32 +81,32 @@ class ModelConfig:
     unless given"""
     first_global_layer: int = 1
     """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
-    local_rotary_base: float | None = None
+    local_rotary_base: float | None = field(default=None, metadata=POSITIONS)
     """base period of the rotary positions in local layers; --rotary-base unless given"""
-    embedding_norm: bool = False
+    embedding_norm: bool = _feature(False, "norm of the embedding")
     """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
-    scale_embedding: bool = False
+    scale_embedding: bool = _feature(False, "scaling of the embedding")
     """multiply the embedding by the square root of --hidden-size, as Gemma 3 does"""
-    prediction_head: bool = False
+    prediction_head: bool = _feature(False, "prediction head")
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
-    output_layer_bias: bool = False
+    output_layer_bias: bool = _feature(False, "bias of the output layer")
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
-    attention_output_dropout: float = 0.0
+    attention_output_dropout: float = field(default=0.0, metadata=TRAINING)
     """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
     as in ModernBERT (0.1)"""
-    init_method_std: float = 0.02
+    init_method_std: float = field(default=0.02, metadata=TRAINING)
     """standard deviation of the initial weights"""
-    init_method: Literal["normal", "scaled", "full_megatron"] = "normal"
+    init_method: Literal["normal", "scaled", "full_megatron"] = field(default="normal", metadata=TRAINING)
     """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
     --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
     and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
-    init_cutoff: float = 2.0
+    init_cutoff: float = field(default=2.0, metadata=TRAINING)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
-    untie_embeddings_and_output_weights: bool = True
+    untie_embeddings_and_output_weights: bool = _feature(True, "output layer that shares the embedding")
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: int | None = None
     """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = field(default=128, metadata=TRAINING)
     """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit the padding"""
 
     @property
@@ -280,8 +295,6 @@ class ModelConfig:
             raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}")
 
 
-TRAINING_OPTIONS = ("init_method_std", "init_method", "init_cutoff", "attention_output_dropout")
-"""Options that decide how weights begin or are trained, and whose weights fit any other value."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions
 _COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 _COUNTS += ("query_pre_attn_scalar", "window_size", "first_global_layer")

@@ -18,6 +18,7 @@ from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, get_preset
 from megaenc.training.config_groups import (
     FREE,
+    PHASE,
     DataConfig,
     FaultConfig,
     MonitoringConfig,
@@ -58,15 +59,15 @@ class PretrainConfig:
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
     train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
     each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
-    train_iters: int | None = None
+    train_iters: int | None = field(default=None, metadata=FREE | PHASE)
     """number of training steps; 200 without this flag and --train-tokens"""
-    train_tokens: int | None = field(default=None, metadata=FREE)
+    train_tokens: int | None = field(default=None, metadata=FREE | PHASE)
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
-    micro_batch_size: int | Literal["auto"] = field(default=8, metadata=FREE)
+    micro_batch_size: int | Literal["auto"] = field(default=8, metadata=FREE | PHASE)
     """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
-    global_batch_size: int = 16
+    global_batch_size: int = field(default=16, metadata=PHASE)
     """packs of a step, summed over all processes"""
-    rampup_batch_size: tuple[int, ...] | None = None
+    rampup_batch_size: tuple[int, ...] | None = field(default=None, metadata=PHASE)
     """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the first SAMPLES packs, to
     --global-batch-size"""
     seed: int = 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.model.config import PHASE
 
 # Metadata of a field, or of a group of fields, about a run's identity (`Plan.identity`), whose part it is without.
 FREE = {"identity": False}
@@ -16,20 +17,20 @@ FIXED = {"identity": True}
 class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
 
-    data_path: tuple[str, ...] = field(default=(), metadata=FREE)
+    data_path: tuple[str, ...] = field(default=(), metadata=FREE | PHASE)
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
     'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
     and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
-    blend_temperature: float = field(default=1.0, metadata=FREE)
+    blend_temperature: float = field(default=1.0, metadata=FREE | PHASE)
     """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
     shares are proportional to tokens ** T"""
-    blend_max_epochs: int | None = field(default=None, metadata=FREE)
+    blend_max_epochs: int | None = field(default=None, metadata=FREE | PHASE)
     """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
     tokenizer: str = field(default="", metadata=FREE)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
-    seq_length: int = 128
+    seq_length: int = field(default=128, metadata=PHASE)
     """tokens of a pack; a pack holds several documents, and attention never crosses their boundaries"""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
@@ -51,7 +52,7 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
-    weight_decay: float = 0.1
+    weight_decay: float = field(default=0.1, metadata=PHASE)
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
     no_weight_decay_norm_bias: bool = False
     """leave norms and biases, all parameters of one dimension, out of the weight decay"""

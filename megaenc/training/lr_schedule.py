@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from megaenc.errors import InputError
 from megaenc.plugins import Registry
-from megaenc.training.config_groups import FREE
+from megaenc.training.config_groups import FREE, PHASE
 
 WSD = "WSD"
 CONSTANT = "constant"
@@ -19,22 +19,22 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 class LearningRateConfig:
     """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
 
-    lr: float = 2e-3
+    lr: float = field(default=2e-3, metadata=FREE | PHASE)
     """peak learning rate"""
-    lr_warmup_iters: int | None = field(default=None, metadata=FREE)
+    lr_warmup_iters: int | None = field(default=None, metadata=FREE | PHASE)
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = field(default=None, metadata=FREE)
+    lr_warmup_fraction: float | None = field(default=None, metadata=FREE | PHASE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
-    lr_decay_style: str = field(default="WSD", metadata=FREE)
+    lr_decay_style: str = field(default="WSD", metadata=FREE | PHASE)
     """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
     another style of --lr-wsd-decay-style: a decay from the warm-up on"""
-    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE)
+    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE | PHASE)
     """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE)
+    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE | PHASE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
-    lr_wsd_decay_style: str = field(default="linear", metadata=FREE)
+    lr_wsd_decay_style: str = field(default="linear", metadata=FREE | PHASE)
     """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
-    min_lr: float = field(default=0.0, metadata=FREE)
+    min_lr: float = field(default=0.0, metadata=FREE | PHASE)
     """learning rate at which a decay would end in the step after the run's last"""
 
 
@@ -150,8 +150,9 @@ class LearningRateSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entries of a run's identity, without the peak and the number of steps."""
+        """Return the entries of a run's identity, without the number of steps."""
         entries = {
+            "lr": self.peak,
             "lr_warmup_iters": self.warmup,
             "lr_wsd_decay_iters": self.decay,
             "lr_wsd_decay_style": self.style,
@@ -206,7 +207,7 @@ class PhasedSchedule:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the entry `lr_phases` of a run's identity: flags and steps of each part."""
-        return {"lr_phases": [{"train_iters": part.total, "lr": part.peak, **part.identity} for part in self.parts]}
+        return {"lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts], "lr": self.parts[-1].peak}
 
     def describe(self) -> str:
         """Return the texts of the parts, such as `to 0.002 over 10 steps, constant`, joined by `then`."""

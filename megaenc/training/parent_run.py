@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.model.config import TRAINING_OPTIONS, ModelConfig
+from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
 from megaenc.training.lr_schedule import LEARNING_RATE_IDENTITY, LearningRate, LearningRateSchedule, learning_rate_from_identity
 from megaenc.training.phases import parse_phase
-from megaenc.training.plan import PHASE_IDENTITY, Plan
+from megaenc.training.plan import Plan, phase_identity
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
 from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest, read_run_metadata
 from megaenc.training.skip_ranges import SkippedPacks
@@ -28,20 +28,14 @@ _FREE_IN_BRANCH = {
     "start",
     "skip_samples",
     "phases",
-    *PHASE_IDENTITY,
 }
-# Fields that the weights depend on, and fields that the numbering of samples depends on.
-_FREE_IN_WEIGHTS = {*TRAINING_OPTIONS, "make_vocab_size_divisible_by"}
-WEIGHT_FIELDS = (*(field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_IN_WEIGHTS), "tokenizer")
-# Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
-_ROTARY_FIELDS = (
-    "rotary_base",
-    "local_rotary_base",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
+WEIGHT_FIELDS = (
+    *(field.name for field in dataclasses.fields(ModelConfig) if field.metadata.get("weights") != "any"),
+    "tokenizer",
 )
+"""Entries of a run's identity that its weights depend on."""
+_POSITION_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.metadata.get("weights") == "given"]
+# Entries that the numbering of samples depends on.
 _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed", "phases")
 
 
@@ -162,7 +156,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     at = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
     if at >= settings.total_iters:
         raise InputError(f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}")
-    shared_fields = [name for name in dict.fromkeys((*plan.identity, *parent.identity)) if name not in _FREE_IN_BRANCH]
+    free = {*_FREE_IN_BRANCH, *phase_identity(settings)}
+    shared_fields = [name for name in dict.fromkeys((*plan.identity, *parent.identity)) if name not in free]
     parent.check_same_fields(plan, shared_fields, "a branch must have the value of its parent; --init-from takes only weights")
     skip = settings.start.skip_samples
     if isinstance(skip, int) and skip != parent.start.skip_samples:
@@ -192,7 +187,7 @@ def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
     ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in identity.get("phases", ())}
     for step in sorted({1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}):
         parents, current = (
-            {name: identity_at(identity, step).get(name) for name in PHASE_IDENTITY}
+            {name: identity_at(identity, step).get(name) for name in phase_identity(plan.settings)}
             for identity in (parent.identity, plan.identity)
         )
         if mismatch := describe_difference(parents, current):
@@ -286,11 +281,11 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, 
         raise InputError(f"{parent.flag}: has no checkpoint yet, expected a run with a checkpoint")
     newest = recorded.at if recorded else steps[-1]
     at = parent.check_has_checkpoint("--init-at", newest if config.init_at is None else config.init_at)
-    fixed_fields = [name for name in WEIGHT_FIELDS if name not in _ROTARY_FIELDS]
+    fixed_fields = [name for name in WEIGHT_FIELDS if name not in _POSITION_FIELDS]
     parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", at)
     if given is not None and "phases" in given:
         given = {*given, *parse_phase(plan.settings.phases[0], "phases")} if plan.settings.phases else given
-    for name in _ROTARY_FIELDS if given is not None else ():
+    for name in _POSITION_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
             flag = name.replace("_", "-")
             value = identity_at(parent.identity, at).get(name)

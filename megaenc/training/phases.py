@@ -24,10 +24,6 @@ LEARNING_RATE_FLAGS = tuple(field.name for field in dataclasses.fields(LearningR
 """Flags of a phase that give each phase a learning-rate schedule of its own."""
 
 _LENGTHS = ("train_iters", "train_tokens")
-_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "rotary_base", "weight_decay")
-_BLEND_FLAGS = ("data_path", "blend_temperature", "blend_max_epochs")
-PHASE_FLAGS = (*_LENGTHS, *_BLEND_FLAGS, *_FLAGS, *LEARNING_RATE_FLAGS)
-"""Flags that a phase may have besides its `objective`."""
 
 REPLACES = {
     "train_iters": ("train_tokens",),
@@ -166,13 +162,26 @@ def parse_phase(text: str, source: str) -> dict[str, Any]:
     return flags.normalize_names(values, source)
 
 
+def phase_flags(settings: Any) -> list[str]:
+    """Return the fields of `settings` and their groups that may differ by phase, as their metadata says."""
+    names = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            names += phase_flags(value)
+        elif "phase" in field.metadata:
+            names.append(field.name)
+    return names
+
+
 def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "PretrainConfig":
     """Return the settings of the phase `text`, its objective and flags over those of `config`."""
     values = parse_phase(text, source)
+    known = ("objective", *phase_flags(config))
     for name in values:
-        if name not in ("objective", *PHASE_FLAGS):
-            near = closest_match(name, ("objective", *PHASE_FLAGS))
-            hint = f"did you mean `{near}`?" if near else f"expected one of objective, {', '.join(PHASE_FLAGS)}"
+        if name not in known:
+            near = closest_match(name, known)
+            hint = f"did you mean `{near}`?" if near else f"expected one of {', '.join(known)}"
             raise InputError(f"{source}: field `{name}` cannot change by phase; {hint}")
     objective = values.pop("objective", None)
     if not isinstance(objective, str):

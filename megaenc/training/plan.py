@@ -20,11 +20,9 @@ from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, O
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
+from megaenc.training.phases import phase_flags
 from megaenc.training.run_init import NEW_WEIGHTS, RUN_FORMAT, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
-
-PHASE_IDENTITY = ("data", "seq_length", "global_batch_size", "rampup_batch_size", "rotary_base", "weight_decay")
-"""Entries of a run's identity that may change by phase; its `phases` has them if they do, else only the identity itself."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,8 @@ class Plan:
         for number, phase in enumerate(self.settings.phase_configs):
             values = flags.flatten(phase.settings)
             data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
-            row = {name: values[name] for name in PHASE_IDENTITY if name != "data"} | {"data": data.fingerprint}
+            row = {name: values[name] for name in phase_identity(phase.settings) if name != "data"}
+            row["data"] = data.fingerprint
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
             if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
                 rows.pop()
@@ -245,6 +244,12 @@ class Plan:
             "rewinds": list(self.rewinds),
             "identity": self.identity,
         }
+
+
+def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
+    """Return the entries of a run's identity that may change by phase; its `phases` has them if they do."""
+    entries = _identity_fields(settings)
+    return ("data", *(name for name in phase_flags(settings) if name in entries))
 
 
 def _identity_fields(settings: Any, is_part: bool = True) -> dict[str, Any]:

@@ -408,7 +408,7 @@ def test_what_cannot_be_computed_is_named(name, change, words):
         ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
         ("modernbert", "bidirectional", replace(MODERNBERT, **EXTENDED), "has no rotary positions scaled by YaRN"),
         ("neobert", "bidirectional", SMALL, "has no output layer without bias; expected --as eurobert or llama or mistral"),
-        ("neobert", "bidirectional", replace(NEOBERT, rotary_base=5e5), "has no base period of the rotary positions"),
+        ("neobert", "bidirectional", replace(NEOBERT, rotary_base=5e5), "has no rotary positions of another base period"),
         ("neobert", "bidirectional", replace(NEOBERT, ffn_hidden_size=50), "has no --ffn-hidden-size that is no"),
         ("neobert", "bidirectional", replace(NEOBERT, num_query_groups=2), "has no queries that share keys"),
         ("eurobert", "bidirectional", replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),

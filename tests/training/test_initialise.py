@@ -13,7 +13,6 @@ from whole_models import load_weights
 
 from megaenc.convert.run_checkpoint import open_run_checkpoint
 from megaenc.training.command import main
-from megaenc.training.plan import PHASE_IDENTITY
 
 pytestmark = pytest.mark.multiprocess
 
@@ -230,8 +229,8 @@ def test_other_rotary_positions_must_be_given(given, words, continued, changed_p
 
 def test_rotary_bases_of_phases(small_corpus, continued, parent, changed_parent, refusal):
     """The first phase may give another one; a parent whose phases have changed it has another one than its config.yaml."""
-    phase = {name: facts_of(parent)["identity"].get(name) for name in PHASE_IDENTITY} | {"last_step": 4}
-    run = changed_parent(phases=[phase, phase | {"rotary_base": 500.0, "last_step": 6}], rotary_base=500.0)
+    phase = {"rotary_base": 10000.0, "last_step": 4}
+    run = changed_parent(phases=[phase, {"rotary_base": 500.0, "last_step": 6}], rotary_base=500.0)
     kept = [*continued, "--init-from", str(run), "--config", str(run / "config.yaml"), "--dry-run"]
     assert "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0" in refusal(main, kept)
     main([*kept, "--init-at", "4"])

@@ -208,7 +208,7 @@ def test_a_branch_changes_phases_after_its_step(small_corpus, tmp_path, refusal)
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole", after=3)
     runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 5)
     line = refusal(main, [*flags, "--phases", "{objective: mlm, train_iters: 2}", longer, *start])
-    assert "seq_length is 64 there, 128 here at step 3" in line and "the first of `phases`" in line
+    assert "rotary_base is 10000.0 there, 50000.0 here at step 3" in line and "the first of `phases`" in line
 
 
 def test_a_learning_rate_flag_gives_each_phase_a_schedule():

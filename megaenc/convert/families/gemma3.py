@@ -5,8 +5,10 @@ from typing import Any
 from megaenc.convert.families import llama
 from megaenc.convert.families.modernbert import (
     FULL,
+    LAYER_TYPE_OPTIONS,
     LOCAL,
     check_activation,
+    find_other_activation,
     layer_type_fields,
     read_layer_types,
     read_rotary_base,
@@ -21,25 +23,25 @@ MODEL_TYPE = "gemma3_text"
 
 FIELDS = llama.FIELDS | {"hidden_activation": "activation"}
 """Fields of config.json with another name in ModelConfig."""
+OPTIONS = (
+    "kv_channels",
+    "query_pre_attn_scalar",
+    "rotary_seq_len_interpolation_factor",
+    "untie_embeddings_and_output_weights",
+    *LAYER_TYPE_OPTIONS,
+)
 FIXED = {
-    "normalization": ("RMSNorm", "LayerNorm"),
     "apply_layernorm_1p": (True, "norms by weight without + 1"),
     "post_norms": (True, "layers without norms after attention and MLP"),
     "scale_embedding": (True, "embedding without scaling"),
-    "use_rope_scaling": (False, "Llama 3's scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
-    "embedding_norm": (False, "norm of the embedding"),
-    "prediction_head": (False, "prediction head"),
-    "output_layer_bias": (False, "bias of the output layer"),
 }
-"""Each option that has one value in this family, and the text of any other for errors."""
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all."""
     if model.hidden_size % model.num_attention_heads:  # transformers refuses it, whatever the width of a head
         return "heads whose number does not divide the hidden size"
-    return None
+    return find_other_activation(model)
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:

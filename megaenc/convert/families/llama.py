@@ -26,24 +26,18 @@ FIELDS = {
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Options of YaRN whose only supported value is transformers' default.
 _YARN = {"beta_fast": (None, 32), "beta_slow": (None, 1), "mscale_all_dim": (None, 0), "truncate": (True,)}
-ABSENT_OPTIONS = {
-    "rotary_seq_len_interpolation_factor": (None, "linearly scaled rotary positions"),
-    "query_pre_attn_scalar": (None, "scaling of queries"),
-    "apply_layernorm_1p": (False, "norms by weight + 1"),
-    "post_norms": (False, "norms after attention and MLP"),
-    "scale_embedding": (False, "scaling of the embedding"),
-}
-"""Options of Gemma 3, with the value of a model that has none of them and the text of any other for errors."""
-FIXED = {
-    "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": ("silu", "GELU"),
-    "window_size": (None, "attention windows"),
-    "embedding_norm": (False, "norm of the embedding"),
-    "prediction_head": (False, "prediction head"),
-    "output_layer_bias": (False, "bias of the output layer"),
-    **ABSENT_OPTIONS,
-}
-"""Each option that has one value in these families, and the text of any other for errors."""
+OPTIONS = (
+    "kv_channels",
+    "untie_embeddings_and_output_weights",
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+)
+"""Other fields of ModelConfig that these families have, which `read_fields` returns. All others have their default."""
+FIXED: dict[str, tuple[Any, str]] = {}
+"""Fields of ModelConfig with another value than the default in all models, and the text of the default for errors."""
 
 
 def find_other_shape(model: ModelConfig) -> str | None:

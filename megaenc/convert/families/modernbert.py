@@ -7,7 +7,6 @@ config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT
 from collections.abc import Callable
 from typing import Any
 
-from megaenc.convert.families import llama
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.hf.model import FULL, LOCAL
@@ -31,15 +30,19 @@ FIELDS = {
 }
 """Fields of config.json with another name in ModelConfig."""
 ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
+LAYER_TYPE_OPTIONS = (
+    "rotary_base",
+    "window_size",
+    "global_attn_every_n_layers",
+    "first_global_layer",
+    "local_rotary_base",
+)
+OPTIONS = ("num_query_groups", "kv_channels", "untie_embeddings_and_output_weights", *LAYER_TYPE_OPTIONS)
 FIXED = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "embedding_norm": (True, "embedding without norm"),
     "prediction_head": (True, "output without prediction head"),
-    "use_rope_scaling": (False, "scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
-    **llama.ABSENT_OPTIONS,
 }
-"""Each option that has one value in this family, and the text of any other for errors."""
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
@@ -48,7 +51,12 @@ def find_other_shape(model: ModelConfig) -> str | None:
         return "queries that share keys and values"
     if model.query_size != model.hidden_size:
         return "heads of another width than --hidden-size / --num-attention-heads"
-    return None
+    return find_other_activation(model)
+
+
+def find_other_activation(model: ModelConfig) -> str | None:
+    """Return, as text, the activation of `model` if transformers has another one or none of its name, else None."""
+    return None if model.activation in ACTIVATIONS else f"--activation {model.activation}"
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megaenc.convert.families import llama, modernbert
+from megaenc.convert.families import modernbert
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.model.config import ModelConfig
@@ -36,15 +36,8 @@ _VARIANTS = {
     "rope_theta": _ROTARY_BASE,
     "tie_word_embeddings": False,
 }
-FIXED = {
-    **llama.FIXED,
-    "output_layer_bias": (True, "output layer without bias"),
-    "untie_embeddings_and_output_weights": (True, "output layer that shares the embedding"),
-    "use_rope_scaling": (False, "scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
-    "rotary_base": (_ROTARY_BASE, "base period of the rotary positions other than 10,000"),
-}
-"""Each option that has one value in this family, and the text of any other for errors."""
+OPTIONS = ("num_query_groups", "kv_channels", "ffn_hidden_size")
+FIXED = {"output_layer_bias": (True, "output layer without bias")}
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
