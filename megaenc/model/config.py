@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from megaenc.console import truncate_text
@@ -19,9 +18,15 @@ PHASE = {"phase": True}
 """May differ between the phases of a run."""
 
 
-def _feature(default: Any, text: str, metadata: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return a field; `text`: what a model with another value than the default has, in messages about families without it."""
-    return field(default=default, metadata={"feature": text, **metadata})
+def option(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
+    """Return a dataclass field with `facts` such as PHASE as metadata.
+
+    `feature`: what a model with another value than the default has, in messages about families that lack it.
+    """
+    metadata: dict[str, Any] = {"feature": feature}
+    for fact in facts:
+        metadata.update(fact)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -44,21 +49,21 @@ class ModelConfig:
     """add a bias to queries, keys and values, as Qwen2 does"""
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
-    query_pre_attn_scalar: int | None = _feature(None, "scaling of queries")
+    query_pre_attn_scalar: int | None = option(None, feature="scaling of queries")
     """divide attention scores by the square root of this number; of the head width unless given"""
-    rotary_base: float = _feature(10000.0, "rotary positions of another base period than 10,000", POSITIONS | PHASE)
+    rotary_base: float = option(10000.0, POSITIONS, PHASE, feature="rotary positions of another base period than 10,000")
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
-    use_rope_scaling: bool = _feature(False, "scaled rotary positions", POSITIONS)
+    use_rope_scaling: bool = option(False, POSITIONS, feature="scaled rotary positions")
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
-    rope_scaling_factor: float = field(default=8.0, metadata=POSITIONS)
+    rope_scaling_factor: float = option(8.0, POSITIONS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
-    yarn_rotary_scaling_factor: float | None = _feature(None, "rotary positions scaled by YaRN", POSITIONS)
+    yarn_rotary_scaling_factor: float | None = option(None, POSITIONS, feature="rotary positions scaled by YaRN")
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
-    yarn_original_max_position_embeddings: int | None = field(default=None, metadata=POSITIONS)
+    yarn_original_max_position_embeddings: int | None = option(None, POSITIONS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
-    rotary_seq_len_interpolation_factor: float | None = _feature(None, "linearly scaled rotary positions")
+    rotary_seq_len_interpolation_factor: float | None = option(None, feature="linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
@@ -66,14 +71,14 @@ class ModelConfig:
     """add a bias in each LayerNorm"""
     norm_epsilon: float = 1e-5
     """epsilon of the norms"""
-    apply_layernorm_1p: bool = _feature(False, "norms by weight + 1")
+    apply_layernorm_1p: bool = option(False, feature="norms by weight + 1")
     """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
-    post_norms: bool = _feature(False, "norms after attention and MLP")
+    post_norms: bool = option(False, feature="norms after attention and MLP")
     """normalize the outputs of attention and MLP too, before they are added to the residual stream, as Gemma 3 does"""
     activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
     as in Gemma 3), and of the --prediction-head"""
-    window_size: int | None = _feature(None, "attention windows")
+    window_size: int | None = option(None, feature="attention windows")
     """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
     without it, and in documents that fit into it"""
     global_attn_every_n_layers: int | None = None
@@ -81,32 +86,32 @@ class ModelConfig:
     unless given"""
     first_global_layer: int = 1
     """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
-    local_rotary_base: float | None = field(default=None, metadata=POSITIONS)
+    local_rotary_base: float | None = option(None, POSITIONS)
     """base period of the rotary positions in local layers; --rotary-base unless given"""
-    embedding_norm: bool = _feature(False, "norm of the embedding")
+    embedding_norm: bool = option(False, feature="norm of the embedding")
     """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
-    scale_embedding: bool = _feature(False, "scaling of the embedding")
+    scale_embedding: bool = option(False, feature="scaling of the embedding")
     """multiply the embedding by the square root of --hidden-size, as Gemma 3 does"""
-    prediction_head: bool = _feature(False, "prediction head")
+    prediction_head: bool = option(False, feature="prediction head")
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
-    output_layer_bias: bool = _feature(False, "bias of the output layer")
+    output_layer_bias: bool = option(False, feature="bias of the output layer")
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
-    attention_output_dropout: float = field(default=0.0, metadata=TRAINING)
+    attention_output_dropout: float = option(0.0, TRAINING)
     """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
     as in ModernBERT (0.1)"""
-    init_method_std: float = field(default=0.02, metadata=TRAINING)
+    init_method_std: float = option(0.02, TRAINING)
     """standard deviation of the initial weights"""
-    init_method: Literal["normal", "scaled", "full_megatron"] = field(default="normal", metadata=TRAINING)
+    init_method: Literal["normal", "scaled", "full_megatron"] = option("normal", TRAINING)
     """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
     --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
     and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
-    init_cutoff: float = field(default=2.0, metadata=TRAINING)
+    init_cutoff: float = option(2.0, TRAINING)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
-    untie_embeddings_and_output_weights: bool = _feature(True, "output layer that shares the embedding")
+    untie_embeddings_and_output_weights: bool = option(True, feature="output layer that shares the embedding")
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: int | None = None
     """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
-    make_vocab_size_divisible_by: int = field(default=128, metadata=TRAINING)
+    make_vocab_size_divisible_by: int = option(128, TRAINING)
     """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit the padding"""
 
     @property

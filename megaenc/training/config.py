@@ -15,10 +15,9 @@ from megaenc.data.packing.blended_dataset import has_group, parse_data_path
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
-from megaenc.model.config import ModelConfig, get_preset
+from megaenc.model.config import PHASE, ModelConfig, get_preset, option
 from megaenc.training.config_groups import (
     FREE,
-    PHASE,
     DataConfig,
     FaultConfig,
     MonitoringConfig,
@@ -50,31 +49,31 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run (also keys of --config): schedule, length, batch sizes, groups such as data, optimizer."""
 
-    config: str = field(default="", metadata=FREE)
+    config: str = option("", FREE)
     """YAML file of flags; flags on the command line override it"""
-    objective_schedule: str = field(default="clm:0.25,mlm:0.75", metadata=FREE)
+    objective_schedule: str = option("clm:0.25,mlm:0.75", FREE)
     """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
     5x(clm:0.05,mlm:0.15)"""
-    phases: tuple[flags.YamlMapping, ...] = field(default=(), metadata=FREE)
+    phases: tuple[flags.YamlMapping, ...] = option((), FREE)
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
     train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
     each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
-    train_iters: int | None = field(default=None, metadata=FREE | PHASE)
+    train_iters: int | None = option(None, FREE, PHASE)
     """number of training steps; 200 without this flag and --train-tokens"""
-    train_tokens: int | None = field(default=None, metadata=FREE | PHASE)
+    train_tokens: int | None = option(None, FREE, PHASE)
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
-    micro_batch_size: int | Literal["auto"] = field(default=8, metadata=FREE | PHASE)
+    micro_batch_size: int | Literal["auto"] = option(8, FREE, PHASE)
     """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
-    global_batch_size: int = field(default=16, metadata=PHASE)
+    global_batch_size: int = option(16, PHASE)
     """packs of a step, summed over all processes"""
-    rampup_batch_size: tuple[int, ...] | None = field(default=None, metadata=PHASE)
+    rampup_batch_size: tuple[int, ...] | None = option(None, PHASE)
     """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the first SAMPLES packs, to
     --global-batch-size"""
     seed: int = 1
     """random seed of initial weights, data order and masks"""
     bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
-    model: str = field(default="tiny", metadata=FREE)
+    model: str = option("tiny", FREE)
     """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))

@@ -3,12 +3,13 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from megaenc.errors import InputError
+from megaenc.model.config import PHASE, option
 from megaenc.plugins import Registry
-from megaenc.training.config_groups import FREE, PHASE
+from megaenc.training.config_groups import FREE
 
 WSD = "WSD"
 CONSTANT = "constant"
@@ -19,22 +20,22 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 class LearningRateConfig:
     """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
 
-    lr: float = field(default=2e-3, metadata=FREE | PHASE)
+    lr: float = option(2e-3, FREE, PHASE)
     """peak learning rate"""
-    lr_warmup_iters: int | None = field(default=None, metadata=FREE | PHASE)
+    lr_warmup_iters: int | None = option(None, FREE, PHASE)
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = field(default=None, metadata=FREE | PHASE)
+    lr_warmup_fraction: float | None = option(None, FREE, PHASE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
-    lr_decay_style: str = field(default="WSD", metadata=FREE | PHASE)
+    lr_decay_style: str = option("WSD", FREE, PHASE)
     """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
     another style of --lr-wsd-decay-style: a decay from the warm-up on"""
-    lr_wsd_decay_iters: int | None = field(default=None, metadata=FREE | PHASE)
+    lr_wsd_decay_iters: int | None = option(None, FREE, PHASE)
     """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = field(default=None, metadata=FREE | PHASE)
+    lr_wsd_decay_fraction: float | None = option(None, FREE, PHASE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
-    lr_wsd_decay_style: str = field(default="linear", metadata=FREE | PHASE)
+    lr_wsd_decay_style: str = option("linear", FREE, PHASE)
     """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
-    min_lr: float = field(default=0.0, metadata=FREE | PHASE)
+    min_lr: float = option(0.0, FREE, PHASE)
     """learning rate at which a decay would end in the step after the run's last"""
 
 
@@ -64,7 +65,7 @@ def _find_defect(name: str, style: Any) -> str:
         return "is no function"
     if name in (WSD, CONSTANT):
         return f"is called `{name}`, which is no shape of a decay"
-    known_flags = {option.name for option in fields(LearningRateConfig)}
+    known_flags = {field.name for field in fields(LearningRateConfig)}
     unknown = next((flag for flag in flags_of(style) if flag not in known_flags), None)
     return f"reads `{unknown}`, which is no flag of the learning rate" if unknown else ""
 
@@ -75,7 +76,7 @@ def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
-LEARNING_RATE_IDENTITY = (*(option.name for option in fields(LearningRateConfig)), "lr_decay_package", "lr_phases")
+LEARNING_RATE_IDENTITY = (*(field.name for field in fields(LearningRateConfig)), "lr_decay_package", "lr_phases")
 """Possible entries of a run's identity about its learning rate."""
 DECAY_STYLES: Registry[Callable[..., float]] = Registry("megaenc.lr_decay_styles", "decay style", _find_defect)
 """Functions of the elapsed fraction r of a decay, 0 to 1, that return the remaining fraction of the peak above --min-lr."""
@@ -249,10 +250,10 @@ def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> Non
     style = config.lr_decay_style
     read = {WSD: (*WSD_FLAGS, "min_lr"), CONSTANT: ()}.get(style, ("min_lr",))
     always = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style")
-    for option in fields(LearningRateConfig):
-        value = getattr(config, option.name)
-        if option.name in (*always, *read, *own_flags) or value == option.default:
+    for field in fields(LearningRateConfig):
+        value = getattr(config, field.name)
+        if field.name in (*always, *read, *own_flags) or value == field.default:
             continue
-        flag = f"--{option.name.replace('_', '-')}"
-        expected = WSD if option.name in WSD_FLAGS else "another style"
+        flag = f"--{field.name.replace('_', '-')}"
+        expected = WSD if field.name in WSD_FLAGS else "another style"
         raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")
