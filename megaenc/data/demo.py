@@ -19,14 +19,13 @@ from typing import Any
 
 import megaenc
 from megaenc import flags
-from megaenc.atomic_io import atomic_files
+from megaenc.atomic_io import atomic_files, wait_for_lock
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.data.worker_pool import start_pool
 from megaenc.dist_env import get_local_rank
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.json_files import read_json_object
-from megaenc.locks import wait_for_lock
 from megaenc.machine import usable_core_count
 from megaenc.output_paths import create_parent_dir
 from megaenc.processes import exit_on_sigterm

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megaenc import __version__
-from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
+from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path, try_lock
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0
@@ -27,7 +27,6 @@ from megaenc.errors import InputError
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 from megaenc.finetune.train import make_deterministic
 from megaenc.json_files import read_json_object
-from megaenc.locks import try_lock
 
 if TYPE_CHECKING:
     from megaenc.embed.train_command import EmbedTrainConfig

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megaenc import __version__
-from megaenc.atomic_io import atomic_dir, remove_path
+from megaenc.atomic_io import atomic_dir, remove_path, wait_for_lock
 from megaenc.console import print_rank_0
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, write_tokenizer
@@ -38,7 +38,6 @@ from megaenc.finetune.results.files import DatasetResult, SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts, choose_special_tokens
 from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
-from megaenc.locks import wait_for_lock
 from megaenc.output_paths import create_parent_with_rollback
 
 _MAX_CHECKED_TOKENS = 2048

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path
+from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path, try_lock
 from megaenc.data.tokenizer.fast_encode import load_backend, replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, resolve_special_tokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import encode_documents, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
-from megaenc.locks import try_lock
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

@@ -5,9 +5,9 @@ import os
 import time
 from pathlib import Path
 
+from megaenc.atomic_io import FileLock
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
-from megaenc.locks import FileLock
 
 LOCK_FILE = ".lock"
 _MESSAGE_AFTER = 5.0  # seconds

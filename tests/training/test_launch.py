@@ -8,8 +8,8 @@ import pytest
 import runs
 
 from megaenc import dist_env, machine
+from megaenc.atomic_io import FileLock
 from megaenc.errors import InputError
-from megaenc.locks import FileLock
 from megaenc.training.command import main
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_dir, atomic_write
+from megaenc.atomic_io import atomic_dir, atomic_write, wait_for_lock
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.data import demo as corpus_demo
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.examples import SplitName
-from megaenc.locks import wait_for_lock
 from megaenc.output_paths import create_parent_dir
 from megaenc.processes import exit_on_sigterm
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from megaenc.atomic_io import try_lock
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.datasets.local import DatasetConfig
@@ -18,7 +19,6 @@ from megaenc.finetune.model.fingerprint import (
     compute_tokenizer_fingerprint,
 )
 from megaenc.finetune.results import files as result_files
-from megaenc.locks import try_lock
 
 TOKENIZED_CACHE = ".tokenised"
 """Name of the cache folder of tokenized data in the results folder."""

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
+from megaenc.atomic_io import try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
 from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
-from megaenc.locks import try_lock
 from megaenc.machine import accelerator_names, check_process_count, select_visible_devices, usable_core_count
 from megaenc.output_paths import create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm, python_command

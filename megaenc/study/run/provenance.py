@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 
 import megaenc
-from megaenc.atomic_io import atomic_write
+from megaenc.atomic_io import atomic_write, wait_for_lock
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object, read_json_or_empty
-from megaenc.locks import wait_for_lock
 from megaenc.machine import accelerator_names, read_processor_name, usable_core_count
 
 PROVENANCE_FILE = "study.json"

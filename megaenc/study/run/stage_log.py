@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megaenc import locks
+from megaenc import atomic_io as locks
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular_file
