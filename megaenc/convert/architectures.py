@@ -68,19 +68,19 @@ class ModelFamily:
         for option in fields(ModelConfig):
             value, text = self.layers.FIXED.get(option.name, (option.default, option.metadata.get("feature")))
             actual = getattr(model, option.name)
-            if actual != value and option.name not in self._options:
+            if actual != value and option.name not in self.options:
                 return text or f"--{option.name.replace('_', '-')} {actual}"
         return self.layers.find_other_shape(model)
 
     @property
-    def _options(self) -> set[str]:
+    def options(self) -> set[str]:
         """Return the fields of ModelConfig that models of this family may have any value of, and those without an effect."""
         free = {option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"}
         return {*free, *self.layers.FIELDS.values(), *self.layers.OPTIONS, "add_qkv_bias", "qk_layernorm", "vocab_size"}
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
         """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
-        has_bias = "output_layer_bias" in {*self.layers.FIXED, *self._options}
+        has_bias = "output_layer_bias" in {*self.layers.FIXED, *self.options}
         return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -431,13 +431,15 @@ def test_a_family_that_cannot_say_what_a_model_is_names_one_that_can(name, atten
     assert words in str(error.value)
 
 
-OPTIONS_OF_OTHERS = dict(normalization="LayerNorm", activation="gelu", window_size=8, embedding_norm=True, prediction_head=True)
-OPTIONS_OF_OTHERS |= dict(apply_layernorm_1p=True, post_norms=True, scale_embedding=True, query_pre_attn_scalar=7)
-
-
-@pytest.mark.parametrize("option", [*OPTIONS_OF_OTHERS.items(), ("rotary_seq_len_interpolation_factor", 8.0)])
-def test_llamas_layers_have_no_option_of_another_family(option):
-    for name, model in (("llama", SMALL), ("neobert", NEOBERT)):
-        lacks = FAMILIES[name].unsupported_feature
-        assert lacks(model, Attention.BIDIRECTIONAL) is None
-        assert lacks(replace(model, **dict([option])), Attention.BIDIRECTIONAL) is not None
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_a_family_does_not_list_is_refused_with_another_value(name):
+    """And what its config.json is read to is listed, so that a new field of ModelConfig is never ignored."""
+    family = FAMILIES[name]
+    model = MODELS[name][0]
+    config = parse_hf_config(written(name, model), "config.json")
+    assert family.layers.read_fields(config, "config.json").keys() <= set(family.layers.OPTIONS)
+    assert family.unsupported_feature(model, family.attentions[0]) is None
+    others = [field.name for field in fields(ModelConfig) if field.name not in family.options]
+    assert {"post_norms", "scale_embedding", "normalization"} <= {*others}
+    for other in others:
+        assert family.unsupported_feature(replace(model, **{other: "another"}), family.attentions[0]), other

@@ -3,9 +3,10 @@
 import re
 
 import pytest
+import runs
 
 from megaenc.errors import InputError
-from megaenc.training.lr_schedule import WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
+from megaenc.training.lr_schedule import DECAY_STYLES, WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
 
 BUILT_IN = ("linear", "cosine", "minus_sqrt", "exponential")
 
@@ -74,6 +75,12 @@ def test_identity_holds_the_schedule(style):
     assert LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
     with pytest.raises(ValueError, match="no learning rate"):
         LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
+
+
+@pytest.mark.parametrize("page", ["flags.md", "starting-runs.md"])
+def test_every_style_is_in_the_documents(page):
+    text = (runs.ROOT / "docs" / page).read_text()
+    assert [style for style in DECAY_STYLES.names() if style not in text] == []
 
 
 def polynomial(elapsed: float, *, lr_warmup_fraction: float) -> float:
