@@ -12,15 +12,9 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import DataUnavailable, TaskFamily
-from megaenc.finetune.grid.jobs import (
-    TOKENIZED_CACHE,
-    RunProgress,
-    build_jobs,
-    check_learning_rate,
-    select_remaining_work,
-    try_lock_run,
-)
+from megaenc.finetune.grid.jobs import build_jobs, check_learning_rate, select_remaining_work, try_lock_run
 from megaenc.finetune.grid.progress import estimate_completion
+from megaenc.finetune.job import TOKENIZED_CACHE, RunProgress
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.flags import check_minimums

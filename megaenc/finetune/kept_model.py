@@ -22,7 +22,7 @@ from megaenc.data.tokenizer.special_tokens import set_special_tokens, set_templa
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.examples import DOCUMENT, QUERY, Question, TaskFamily
-from megaenc.finetune.grid.jobs import FinetuneJob
+from megaenc.finetune.job import FinetuneJob
 from megaenc.finetune.model.backbone import Backbone, PackedTexts, pack_texts
 from megaenc.finetune.model.load import load_backbone, load_with_native_head
 from megaenc.finetune.model.task_class import (

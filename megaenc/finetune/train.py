@@ -21,7 +21,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, TaskFamily, hash_examples
-from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, FinetuneJob, RunProgress
+from megaenc.finetune.job import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
 from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint

@@ -17,7 +17,7 @@ from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import Dataset, TaskFamily
-from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress
+from megaenc.finetune.job import FinetuneJob, RunProgress
 from megaenc.finetune.results import files as result_files
 
 FAMILIES = {"sc": TaskFamily.SC, "tc": TaskFamily.TC, "qa": TaskFamily.QA, "ir": TaskFamily.IR}

@@ -21,7 +21,8 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.grid.command import GridConfig, plan_grid
-from megaenc.finetune.grid.jobs import RunProgress, build_jobs
+from megaenc.finetune.grid.jobs import build_jobs
+from megaenc.finetune.job import RunProgress
 from megaenc.finetune.optimizer import count_training_steps
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification

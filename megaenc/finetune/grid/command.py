@@ -14,9 +14,10 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.executor import FailedJob, LocalExecution, execute_jobs
-from megaenc.finetune.grid.jobs import DatasetFinder, FinetuneJob, build_jobs, check_learning_rate, select_remaining_work
+from megaenc.finetune.grid.jobs import DatasetFinder, build_jobs, check_learning_rate, select_remaining_work
 from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
 from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
+from megaenc.finetune.job import FinetuneJob
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.flags import check_minimums

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaenc.console import print_rank_0
-from megaenc.finetune.grid.jobs import FinetuneJob, is_run_locked
+from megaenc.finetune.grid.jobs import is_run_locked
 from megaenc.finetune.grid.progress import GridProgress
 from megaenc.finetune.grid.worker import ForkedRun, JobOutcome, build_slots, log_path, start_fork_server, wait_for_messages
+from megaenc.finetune.job import FinetuneJob
 
 _MAX_ATTEMPTS = 2
 _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs

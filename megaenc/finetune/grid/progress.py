@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 
 from megaenc.console import ProgressLine, ProgressRow, format_duration, format_number
-from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress
+from megaenc.finetune.job import FinetuneJob, RunProgress
 
 # Start and length of each stage as fractions of a run: a rule of thumb for the time left.
 _STAGES = {"loading": (0.0, 0.05), "training": (0.05, 0.65), "validation": (0.7, 0.15), "test": (0.85, 0.15)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaenc.console import print_rank_0
 from megaenc.finetune.grid.executor import LocalExecution, execute_jobs
-from megaenc.finetune.grid.jobs import FinetuneJob
+from megaenc.finetune.job import FinetuneJob
 from megaenc.flags import check_minimums
 from megaenc.slurm import ClusterConfig, submit_tasks
 

@@ -17,7 +17,8 @@ from typing import Literal
 
 from megaenc.console import capture_messages
 from megaenc.errors import InputError
-from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress, select_remaining_work, try_lock_run
+from megaenc.finetune.grid.jobs import select_remaining_work, try_lock_run
+from megaenc.finetune.job import FinetuneJob, RunProgress
 from megaenc.finetune.model.fingerprint import compute_model_stamp
 from megaenc.finetune.results import files as result_files
 from megaenc.machine import accelerator_names, select_visible_devices, usable_core_count

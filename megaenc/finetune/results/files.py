@@ -23,12 +23,12 @@ from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.job import FinetuneJob
 from megaenc.json_checks import JSON_OBJECT, Count, Number, Text, check_json
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.output_paths import create_parent_dir
 
 if TYPE_CHECKING:
-    from megaenc.finetune.grid.jobs import FinetuneJob
     from megaenc.finetune.tasks.base import Scores
 
 Evaluations = Sequence[tuple[int, float]]
@@ -158,7 +158,7 @@ class Result:
         return not (self.scores_only and self.dataset in _UNSEEDED_TEST_SETS)
 
 
-def job_folder(job: "FinetuneJob", dataset: str) -> Path:
+def job_folder(job: FinetuneJob, dataset: str) -> Path:
     """Return the folder of the results of `job` on `dataset`: OUTPUT/MODEL/FAMILY/DATASET/RUN, RUN like lr2e-05_sd0."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
@@ -188,7 +188,7 @@ class DatasetResult:
     """Step of the best of `evaluations`."""
 
 
-def write_result(job: "FinetuneJob", result: DatasetResult) -> None:
+def write_result(job: FinetuneJob, result: DatasetResult) -> None:
     """Write results.json and timing.json of `job` on a data set; drop failed.json."""
     place = job_folder(job, result.dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in result.seconds.items()})
@@ -201,14 +201,14 @@ def write_result(job: "FinetuneJob", result: DatasetResult) -> None:
     (place / FAILED).unlink(missing_ok=True)
 
 
-def write_failure(job: "FinetuneJob", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
+def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: FinetuneConfig) -> None:
     """Write failed.json, with `reason` and `step`, into the folder of `job` for each of its evaluation data sets."""
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write_json(job_folder(job, dataset.name) / FAILED, values)
 
 
-def _build_identity(job: "FinetuneJob", dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
+def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
     """Return the fields of a result file that identify its run."""
     return {
         "model": job.model.name,
@@ -241,14 +241,14 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def remove_partial_files(job: "FinetuneJob") -> None:
+def remove_partial_files(job: FinetuneJob) -> None:
     """Delete temporary files of killed runs from the job's result folders; call only with the run's lock."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
         for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL):
             remove_path(file)
 
 
-def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
+def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "failed", "missing"]:
     """Return "finished" (results.json), "failed" (failed.json) or "missing"; InputError if protocol or inputs differ."""
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name

@@ -13,7 +13,8 @@ from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.grid.jobs import FinetuneJob, Fingerprints, NamedSource, parse_model
+from megaenc.finetune.grid.jobs import parse_model
+from megaenc.finetune.job import FinetuneJob, Fingerprints, NamedSource
 from megaenc.finetune.results import files as result_files
 
 FINGERPRINTS = Fingerprints("m" * 64, "t" * 64, "p" * 64, {"nq": "n" * 64, "sst2": "s" * 64}, "stamp")

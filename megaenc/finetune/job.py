@@ -1,0 +1,82 @@
+"""A fine-tuning job, what it was made of, and the progress of its run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megaenc.finetune.config import FinetuneConfig, format_learning_rate
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.examples import TaskFamily
+
+TOKENIZED_CACHE = ".tokenised"
+"""Name of the cache folder of tokenized data in the results folder."""
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """Model or data set of a job: its name in results, and its location (a folder, or an argument of `find_dataset`)."""
+
+    name: str
+    location: str
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Hexadecimal SHA-256 of a job's model, tokenizer, training set and evaluation sets, and a stamp of its model files."""
+
+    model: str
+    tokenizer: str
+    train_on: str
+    datasets: Mapping[str, str] = field(hash=False)
+    """Fingerprint of each evaluation data set, by name."""
+    model_stamp: str
+    """Digest of the model files' sizes and times, to detect changes during a grid; not recorded."""
+
+    def for_dataset(self, dataset: str) -> dict[str, str]:
+        """Return the SHA-256s recorded in results on `dataset`, by role: model, tokenizer, train_on (training set), dataset."""
+        of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
+        return of_training | {"dataset": self.datasets[dataset]}
+
+
+@dataclass(frozen=True)
+class FinetuneJob:
+    """Planned training: model, training set, learning rate, seed, protocol, and the data sets to evaluate the model on."""
+
+    model: NamedSource
+    family: TaskFamily
+    train_on: str
+    evaluate_on: tuple[NamedSource, ...]
+    """Several in retrieval, else the training set."""
+    learning_rate: float
+    seed: int
+    output: str
+    """Root folder of the results."""
+    protocol: FinetuneConfig
+    data: DatasetConfig
+    fingerprints: Fingerprints
+    keep: Literal["none", "best", "all"] = "none"
+    """Rule for writing the model to its results: never, if its validation score is the best of its data set, or always."""
+    save_model: str = ""
+    """Folder to write the model to, or ""."""
+
+    @property
+    def keeps_model(self) -> bool:
+        """Return whether the trained model is written to a folder, if its score is good enough."""
+        return bool(self.save_model) or self.keep != "none"
+
+    @property
+    def name(self) -> str:
+        """Return the job's model, training set, learning rate and seed for display, such as `toy sst2 2e-05 sd0`."""
+        return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Progress of a run: its stage, the work `done` of `total` (0 if unknown) in that stage, and fields to display."""
+
+    stage: Literal["loading", "training", "validation", "test"]
+    """Stages in order; retrieval repeats the last two for each evaluation set."""
+    done: float = 0
+    total: float = 0
+    fields: Mapping[str, float | str] = field(default_factory=dict)
+    """Further values to display: loss, data set."""
