@@ -1,4 +1,4 @@
-"""Registries of objects by name: megaenc's own, and those that installed packages offer by entry points."""
+"""Registries of objects by name, also of those that installed packages offer."""
 
 import hashlib
 import inspect
@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes or functions by name, with those of packages from the entry points `group`: a name for `module:object`.
+    """Classes or functions by name, registered or offered by packages.
+
+    A package offers one by an entry point in `group`: its name for `module:object`.
 
     Args:
         group: Group of entry points.
@@ -30,7 +32,9 @@ class Registry(Generic[T]):
         self._own: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Register `value` under `name` in this process; ValueError for a used name or an invalid value."""
+        """Register `value` in this process; ValueError for a used name or an invalid value."""
+        if defect := self._find_defect(name, value):
+            raise ValueError(f"{value!r} {defect}")
         if name in self._own:
             raise ValueError(f"{self.kind} `{name}` is registered twice: {self._own[name]} and {value}")
         self._own[name] = value
@@ -40,7 +44,11 @@ class Registry(Generic[T]):
         return sorted({*self._own, *_find_entry_points(self.group, tuple(sys.path)).names})
 
     def find(self, name: str) -> T:
-        """Return the object called `name`, importing its package; InputError if unknown, offered twice or invalid."""
+        """Return the object called `name`, importing its package.
+
+        Raises:
+            InputError: It is unknown, offered twice, or invalid.
+        """
         own = self._own.get(name)
         offers = [
             offer
@@ -69,7 +77,10 @@ class Registry(Generic[T]):
         return value
 
     def package_origin(self, name: str, value: T) -> str | None:
-        """Return `PACKAGE VERSION (HASH of the source file)` of an object that an installed package offers, else None."""
+        """Return `PACKAGE VERSION (HASH of the source file)` of what a package offers.
+
+        None for an object that no installed package offers.
+        """
         for offer in _find_entry_points(self.group, tuple(sys.path)).select(name=name):
             if offer.value == _import_path(value):
                 package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections import deque
@@ -53,6 +54,9 @@ class WorkerProcess(ChildProcess):
     def kill(self) -> None:
         """Kill the worker process and everything that it has started; its futures end with WorkerProcessDied or are cancelled."""
         super().kill()
+        # Wakes the thread even if the process cannot be killed, as in a call of a driver that hangs.
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
         self._thread.shutdown(cancel_futures=True)
         self._connection.close()
 

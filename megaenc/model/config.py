@@ -65,7 +65,7 @@ class ModelConfig:
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
     rotary_seq_len_interpolation_factor: float | None = option(None, feature="linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", feature="LayerNorm")
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
     """add a bias in each LayerNorm"""

@@ -16,21 +16,14 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
     """Register an objective class under its `name`, return it (decorator); ValueError for a used name or invalid class."""
-    if defect := _find_own_defect(objective):
-        raise ValueError(f"{objective!r} {defect}")
-    OBJECTIVES.register(objective.name, objective)
+    OBJECTIVES.register(getattr(objective, "name", ""), objective)
     return objective
 
 
 def check_class(objective: type, source: str) -> None:
     """Raise InputError, naming `source`, if a class cannot be an objective."""
-    if defect := _find_own_defect(objective):
+    if defect := _find_defect(getattr(objective, "name", ""), objective):
         raise InputError(f"{source}: {defect}")
-
-
-def _find_own_defect(objective: Any) -> str:
-    """Return why a class cannot be an objective under its own name, or an empty string if it can."""
-    return _find_defect(getattr(objective, "name", ""), objective)
 
 
 def _find_defect(name: str, objective: Any) -> str:

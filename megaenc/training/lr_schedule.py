@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 from megaenc.errors import InputError
@@ -39,6 +40,9 @@ class LearningRateConfig:
     """learning rate at which a decay would end in the step after the run's last"""
 
 
+_RESOLVED = ("lr_warmup_iters", "lr_wsd_decay_iters", "lr_wsd_decay_style")  # a run's identity has other values
+
+
 def linear(elapsed: float) -> float:
     """Return 1 - r."""
     return 1.0 - elapsed
@@ -65,9 +69,9 @@ def _find_defect(name: str, style: Any) -> str:
         return "is no function"
     if name in (WSD, CONSTANT):
         return f"is called `{name}`, which is no shape of a decay"
-    known_flags = {field.name for field in fields(LearningRateConfig)}
+    known_flags = {field.name for field in fields(LearningRateConfig)} - {*_RESOLVED}
     unknown = next((flag for flag in flags_of(style) if flag not in known_flags), None)
-    return f"reads `{unknown}`, which is no flag of the learning rate" if unknown else ""
+    return f"reads `{unknown}`, which is no flag that a decay style can read" if unknown else ""
 
 
 def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
@@ -120,6 +124,10 @@ class LearningRateSchedule:
         if self.style == "linear" and not self.min_lr:
             return self.peak * (self.total - step + 1) / self.decay  # rounds once less
         elapsed = (step - 1 - (self.total - self.decay)) / self.decay
+        return self.decayed(elapsed)
+
+    def decayed(self, elapsed: float) -> float:
+        """Return the learning rate after the fraction `elapsed` of the decay."""
         return self.min_lr + (self.peak - self.min_lr) * self._remaining(elapsed, **dict(self.options))
 
     @property
@@ -132,12 +140,16 @@ class LearningRateSchedule:
         """Return the schedule of the flags `config` in a run of `total` steps; InputError if they do not fit together."""
         style = config.lr_decay_style
         shape = {WSD: config.lr_wsd_decay_style, CONSTANT: LearningRateConfig.lr_wsd_decay_style}.get(style, style)
+        flag = "--lr-wsd-decay-style" if style == WSD else "--lr-decay-style"
         try:
-            own_flags = flags_of(DECAY_STYLES.find(shape))
+            remaining = DECAY_STYLES.find(shape)
         except InputError as error:
-            flag = "--lr-wsd-decay-style" if style == WSD else f"--lr-decay-style: expected {WSD}, {CONSTANT} or a decay style"
-            raise InputError(f"{flag}: {error}") from None
+            expected = "" if style == WSD else f" expected {WSD}, {CONSTANT} or a decay style:"
+            raise InputError(f"{flag}:{expected} {error}") from None
+        own_flags = flags_of(remaining)
         _check_unread(config, own_flags)
+        options = {name: getattr(config, name) for name in own_flags}
+        _try_style(flag, shape, partial(remaining, **options))
         if config.min_lr > config.lr:
             raise InputError(f"--min-lr: found {config.min_lr:g}, expected at most --lr {config.lr:g}")
         warmup = resolve_steps("lr-warmup", config.lr_warmup_iters, config.lr_warmup_fraction, total)
@@ -146,8 +158,7 @@ class LearningRateSchedule:
             decay = resolve_steps("lr-wsd-decay", config.lr_wsd_decay_iters, config.lr_wsd_decay_fraction, total)
         elif style != CONSTANT:
             decay = max(total - warmup, 0)
-        options = tuple((name, getattr(config, name)) for name in own_flags)
-        return cls(config.lr, warmup, decay, total, shape, config.min_lr, options)
+        return cls(config.lr, warmup, decay, total, shape, config.min_lr, tuple(options.items()))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -164,16 +175,13 @@ class LearningRateSchedule:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
-        """Return the schedule of a run by its `identity`; ValueError if that holds none."""
+        """Return the schedule of a run by its `identity`; ValueError if that holds none, InputError without its style."""
         rates = [identity.get(name) for name in ("lr", "min_lr")]
         steps = [identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
         if not all(type(rate) in (int, float) for rate in rates) or not all(type(count) is int for count in steps):
             raise ValueError("no learning rate")
         style = str(identity.get("lr_wsd_decay_style"))
-        try:
-            options = tuple((name, identity[name]) for name in flags_of(DECAY_STYLES.find(style)))
-        except (InputError, KeyError) as error:
-            raise ValueError(f"decay style {style}: {error}") from None
+        options = tuple((name, identity.get(name)) for name in flags_of(DECAY_STYLES.find(style)))
         peak, min_lr = rates
         return cls(peak, *steps, style, min_lr, options)
 
@@ -243,6 +251,18 @@ def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: i
     if not 0 <= share <= 1:
         raise InputError(f"--{flag}-fraction: found {share}, expected 0 to 1")
     return math.floor(share * total + 0.5)
+
+
+def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> None:
+    """Raise InputError, naming `flag`, unless a decay style gives numbers, as a run would need them at its end only."""
+    for elapsed in (0.0, 0.999):
+        try:
+            value = remaining(elapsed)
+            is_finite = math.isfinite(value)
+        except Exception as error:  # a package's function may raise anything
+            raise InputError(f"{flag}: decay style `{name}` cannot be computed: {type(error).__name__}: {error}") from error
+        if not is_finite:
+            raise InputError(f"{flag}: decay style `{name}` is {value} after {elapsed:g} of the decay, expected a number")
 
 
 def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> None:

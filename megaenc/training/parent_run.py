@@ -1,7 +1,6 @@
 """Resolution of the parent run that a run branches from or takes its weights from, before anything is loaded."""
 
 import dataclasses
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,11 @@ class ParentRun:
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
         run_file = self.path / RUN_FILE
-        if not os.path.exists(run_file):
-            raise InputError(f"{self.flag}: not a run directory (no {RUN_FILE}), expected the --save of a run")
+        try:
+            run_file.stat()
+        except OSError as error:
+            reason = f"{RUN_FILE}: {error.strerror}"
+            raise InputError(f"{self.flag}: not a run directory ({reason}), expected the --save of a run") from None
         metadata, self.start = read_run_metadata(run_file)
         self.identity = metadata["identity"]
         try:
@@ -228,6 +230,12 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
     except ValueError as error:
         reason = f"found {error} in `identity`; expected a file written by a run"
         raise InputError(f"{parent.path / RUN_FILE}: {reason}") from None
+    except InputError as error:
+        raise InputError(f"{parent.flag}: its learning rate cannot be computed here ({error})") from None
+    installed = parents.identity
+    recorded = {name: parent.identity.get(name) for name in installed}
+    if mismatch := describe_difference(recorded, installed):
+        raise InputError(f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent was trained with")
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
         return

@@ -107,8 +107,11 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
     identity = metadata.get("identity")
     if not identity or not isinstance(identity, dict):
         raise InputError(f"{file}: field `identity`: found no settings of a run; {expected}")
+    values = metadata.get("start", {})
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: field `start`: found no object; {expected}")
     try:
-        values = dict(metadata.get("start", {}))
+        values = dict(values)
         before = tuple(Ancestor(**stage) for stage in values.pop("before", ()))
         skip_packs = tuple(values.pop("skip_packs", ()))
         start = RunInit(**values, skip_packs=skip_packs, before=before)

@@ -9,7 +9,9 @@ import pytest
 import runs
 from waiting import wait_until_ended
 
+from megaenc.data import worker_pool
 from megaenc.data.worker_pool import WorkerProcessDied, start_pool
+from megaenc.processes import ChildProcess, python_environment
 
 # A process imports what it runs by name, so these tests use functions of the standard library.
 kinds = pytest.mark.parametrize("threads", [False, True], ids=["processes", "threads"])
@@ -111,3 +113,16 @@ def test_a_script_needs_no_guard_and_its_workers_end_with_it_when_it_is_killed(t
     assert lines == ["this script", "None None"]
     assert len(numbers.split()) == 2
     wait_until_ended([int(number) for number in numbers.split()])
+
+
+def test_a_worker_that_cannot_be_killed_keeps_nobody_waiting(monkeypatch):
+    """As in a call of a driver that hangs."""
+    monkeypatch.setattr(worker_pool, "KILL_TIMEOUT", 0.1)
+    worker = worker_pool.WorkerProcess(time.sleep, python_environment())
+    future = worker.submit(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChildProcess, "kill", lambda process: None)
+        worker.kill()
+    with pytest.raises(WorkerProcessDied, match="closed its connection"):
+        future.result(0)
+    ChildProcess.kill(worker)

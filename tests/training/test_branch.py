@@ -105,5 +105,5 @@ def test_a_decayed_checkpoint_is_refused_with_those_that_serve(small_corpus, par
 
 def test_what_cannot_be_branched_is_one_line(small_corpus, parent, tmp_path, refusal):
     line = refusal(main, branch_flags(small_corpus, tmp_path, TWO_STAGES, tmp_path / "run"))
-    assert "not a run directory (no run.json)" in line
+    assert "not a run directory (run.json: No such file" in line
     assert "is also --save" in refusal(main, branch_flags(small_corpus, parent, TWO_STAGES, parent))

@@ -88,6 +88,21 @@ def polynomial(elapsed: float, *, lr_warmup_fraction: float) -> float:
     return (1 - elapsed) ** (10 * lr_warmup_fraction)
 
 
+def two_numbers(elapsed: float, other: float) -> float:
+    """A function that needs more than a style gets."""
+    return elapsed * other
+
+
+def endless(elapsed: float) -> float:
+    """A style without a number at the start."""
+    return 1 / elapsed if elapsed else float("inf")
+
+
+def resolved(elapsed: float, *, lr_warmup_iters: int) -> float:
+    """A style that reads what a run computes."""
+    return elapsed * lr_warmup_iters
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An installed package that offers `polynomial` and three objects that are no styles."""
@@ -95,7 +110,13 @@ def package(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rates\nVersion: 1.2\n")
     own = f"{__name__}:polynomial"
-    offers = {"polynomial": own, "number": "math:pi", "constant": own, "other": "rates_of_none:f"}
+    offers = {
+        "polynomial": own,
+        "number": "math:pi",
+        "constant": own,
+        **{name: f"{__name__}:{name}" for name in ("two_numbers", "endless", "resolved")},
+        "other": "rates_of_none:f",
+    }
     lines = [f"{name} = {place}" for name, place in offers.items()]
     (info / "entry_points.txt").write_text("\n".join(["[megaenc.lr_decay_styles]", *lines]))
     monkeypatch.syspath_prepend(tmp_path)
@@ -119,6 +140,9 @@ def test_a_package_offers_a_style_that_reads_a_flag_and_is_part_of_the_identity(
         ({"lr_wsd_decay_style": WSD}, "--lr-wsd-decay-style: unknown decay style `WSD`"),
         ({"lr_decay_style": "number"}, "package `rates` offers math:pi, which is no function"),
         ({"lr_wsd_decay_style": "constant"}, "which is called `constant`, which is no shape"),
+        ({"lr_decay_style": "two_numbers"}, "`two_numbers` cannot be computed: TypeError"),
+        ({"lr_decay_style": "endless"}, "decay style `endless` is inf after 0 of the decay"),
+        ({"lr_decay_style": "resolved"}, "reads `lr_warmup_iters`, which is no flag that a decay style can read"),
         ({"lr_decay_style": "other"}, "package `rates` cannot be loaded: ModuleNotFoundError"),
     ],
 )

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, Field, TypeAdapter
-from pydantic_core import PydanticCustomError
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
@@ -67,25 +66,13 @@ METRIC_BOUNDS = {"matthews_correlation": (-1.0, 1.0)}
 """Smallest and largest value of metrics; 0 and 1 of those that are not named."""
 
 
-def _check_bounds(metrics: dict[str, float]) -> dict[str, float]:
-    """Return `metrics`; raise an error of pydantic for a value out of its bounds."""
-    for name, value in metrics.items():
-        low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
-        if not low - _ROUNDING <= value <= high + _ROUNDING:
-            raise PydanticCustomError("bounds", "{name} from {low} to {high}", {"name": name, "low": low, "high": high})
-    return metrics
-
-
-_Metrics = Annotated[dict[Text, Number], AfterValidator(_check_bounds)]
-
-
 class _Split(TypedDict):
     """Field `validation` or `test` of a result file."""
 
     __pydantic_config__ = JSON_OBJECT
     score: _Fraction
-    metrics: NotRequired[_Metrics | None]
-    baseline: NotRequired[_Metrics | None]
+    metrics: NotRequired[dict[Text, Number] | None]
+    baseline: NotRequired[dict[Text, Number] | None]
     collapsed: NotRequired[str | None]
 
 
@@ -361,6 +348,9 @@ def read_result(path: Path) -> Result | None:
     values = read_fields(file)
     if values is not None:
         checked = check_json(_RESULT_FILE, values, file, _ADVICE)
+        for split in ("validation", "test"):
+            for field in ("metrics", "baseline"):
+                _check_bounds(checked[split].get(field) or {}, f"{file}: field `{split}.{field}.")
         evaluations = [(one["step"], one["score"]) for one in checked.get("evaluations", ())]
         return Result(
             *run,
@@ -436,6 +426,14 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
+
+
+def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
+    """Raise InputError for a metric out of its bounds; `place` is the text before its name."""
+    for name, value in metrics.items():
+        low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
+        if not low - _ROUNDING <= value <= high + _ROUNDING:
+            raise InputError(f"{place}{name}`: found {value}, expected a number from {low:g} to {high:g}; {_ADVICE}")
 
 
 def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:

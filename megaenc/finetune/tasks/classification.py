@@ -55,13 +55,14 @@ class Classification(FinetuneTask):
 
 
 def matthews_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the Matthews correlation of two arrays of class indices, of any number of classes; 0 if either is constant.
+    """Return the Matthews correlation of class indices; 0 if either is constant.
 
-    It is Gorodkin's R_K (Computational Biology and Chemistry 28, 2004): the correlation of the classes as vectors of zeros and a
-    one.
+    For any number of classes it is Gorodkin's R_K (Computational Biology and Chemistry 28, 2004): the correlation of the classes
+    as vectors of zeros and a one.
     """
-    classes = np.arange(max(gold.max(), predicted.max()) + 1)
-    of_gold = (gold[:, None] == classes) - np.bincount(gold, minlength=len(classes)) / len(gold)
-    of_predicted = (predicted[:, None] == classes) - np.bincount(predicted, minlength=len(classes)) / len(gold)
-    norm = np.sqrt((of_gold**2).sum() * (of_predicted**2).sum())
-    return float((of_gold * of_predicted).sum() / norm) if norm else 0.0
+    classes = int(max(gold.max(), predicted.max())) + 1
+    of_gold = np.bincount(gold, minlength=classes) / len(gold)
+    of_predicted = np.bincount(predicted, minlength=classes) / len(gold)
+    covariance = (gold == predicted).mean() - of_gold @ of_predicted
+    variances = (1 - of_gold @ of_gold) * (1 - of_predicted @ of_predicted)
+    return float(covariance / np.sqrt(variances)) if variances > 0 else 0.0

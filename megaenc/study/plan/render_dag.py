@@ -1,6 +1,5 @@
 """Drawings of the stage graph: a tree of runs as text, and bars over steps as a figure."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -177,8 +176,10 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     curve = np.linspace(model.last_undecayed_step, model.steps, 2 if rates.style == "linear" else 12)
     corners = {first, last, *(step for step in (model.warmup, *curve) if first < step < last)}
     x = np.array(sorted(corners), dtype=np.float64)
-    heights = np.array([rates(math.ceil(step)) / rates.peak if step else 0.0 for step in x])
-    return x + row.offset, 0.36 * np.maximum(0.12, heights)
+    rising = np.minimum(1.0, x / model.warmup) if model.warmup else np.ones_like(x)
+    elapsed = 1.0 - np.minimum(1.0, (model.steps - x) / model.decay)
+    falling = np.array([rates.decayed(fraction) / rates.peak for fraction in elapsed])
+    return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
 
 
 def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megaenc import atomic_io as locks
+from megaenc.atomic_io import is_locked, try_lock
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular_file
@@ -52,12 +52,12 @@ def log_path(study: Path, stage: str) -> Path:
 
 def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
     """Return a context manager that tries to lock a stage without waiting and yields whether the lock is held."""
-    return locks.try_lock(study / ".locks" / stage)
+    return try_lock(study / ".locks" / stage)
 
 
-def is_locked(study: Path, stage: str) -> bool:
+def is_stage_locked(study: Path, stage: str) -> bool:
     """Return whether a process holds the lock of the stage with the id `stage`, as while it runs the stage."""
-    return locks.is_locked(study / ".locks" / stage)
+    return is_locked(study / ".locks" / stage)
 
 
 def log_start(log: Path, command: Sequence[str]) -> None:

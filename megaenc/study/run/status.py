@@ -79,7 +79,7 @@ def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[
         elif stage.is_done() and not needs:
             state, share = "done", 1.0
             reason = stage.describe_failed_runs() if isinstance(stage, FinetuneStage) else ""
-        elif stage_log.is_locked(study, stage.id):
+        elif stage_log.is_stage_locked(study, stage.id):
             state, reason = "running", ""
             if attempts and attempts[-1].end_time is None:
                 seconds += time.time() - attempts[-1].start_time

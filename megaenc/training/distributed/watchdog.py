@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -136,8 +135,9 @@ class Watchdog:
             parsed = parse_json(self._store.get(f"{_KEY}/examples")[:_MAX_REPORT_BYTES])
             examples = parsed if isinstance(parsed, list) else examples
         if get_rank() in examples:
-            # In one write, as the other examples print at the same time and `faulthandler` writes word by word.
-            with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+            # In one write, as the other examples print at the same time and `faulthandler` writes word by word. Every disk may be
+            # full.
+            with open(os.memfd_create("megaenc-stacks"), "w+", encoding="utf-8", errors="replace") as file:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 print(f"{head}\n{file.read()}", file=sys.__stderr__, end="", flush=True)

@@ -53,12 +53,12 @@ def test_a_table_of_every_state(tmp_path):
 
 def test_to_look_at_a_lock_changes_nothing(tmp_path):
     lock = tmp_path / ".locks" / "pretrain" / "a"
-    assert not stage_log.is_locked(tmp_path, "pretrain/a") and not lock.parent.exists()
+    assert not stage_log.is_stage_locked(tmp_path, "pretrain/a") and not lock.parent.exists()
     lock.parent.mkdir(parents=True)
     lock.touch()  # of a process that was killed
-    assert not stage_log.is_locked(tmp_path, "pretrain/a") and lock.exists()
+    assert not stage_log.is_stage_locked(tmp_path, "pretrain/a") and lock.exists()
     with stage_log.lock_stage(tmp_path, "pretrain/a") as mine:
-        assert mine and stage_log.is_locked(tmp_path, "pretrain/a")
+        assert mine and stage_log.is_stage_locked(tmp_path, "pretrain/a")
 
 
 def test_the_line_that_says_why():

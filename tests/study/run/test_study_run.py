@@ -192,7 +192,7 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
     process.kill()
     process.wait()
     wait_until(lambda: not is_alive(int(pid.read_text())))
-    assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_locked(tmp_path, "pretrain/b")
+    assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_stage_locked(tmp_path, "pretrain/b")
     assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == ""
     again = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path, ("pretrain/a",))]
     assert execute_stages(again, tmp_path, [""]) == {}
