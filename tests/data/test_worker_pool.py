@@ -120,6 +120,8 @@ def test_a_worker_that_cannot_be_killed_keeps_nobody_waiting(monkeypatch):
     monkeypatch.setattr(worker_pool, "KILL_TIMEOUT", 0.1)
     worker = worker_pool.WorkerProcess(time.sleep, python_environment())
     future = worker.submit(60)
+    while not future.running():
+        time.sleep(0.01)
     with monkeypatch.context() as patch:
         patch.setattr(ChildProcess, "kill", lambda process: None)
         worker.kill()
