@@ -67,8 +67,8 @@ class SyntheticDocuments:
 
     @property
     def seq_length(self) -> int:
-        """Return the maximum document length in tokens, which is the maximum length of a pack."""
-        return self.longest
+        """Return the minimum length of a pack, to which the engine fills rows of shorter ones: none is filled."""
+        return self.shortest
 
     def __getitem__(self, sample: int) -> Pack:
         number = sample % self.count if self.order is None else self.order[sample % self.count]
