@@ -193,7 +193,8 @@ class FileLock:
     """Exclusive flock on the file `path`, from `acquire` to `release` or process end; `created`: the file was missing."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.created = path, False
+        self.path = path
+        self.created = False
 
     def acquire(self) -> bool:
         """Create the file if missing and try to lock it without waiting; return whether this process now holds the lock.

@@ -65,10 +65,11 @@ class ModelFamily:
             return "biases of queries, keys and values"
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
+        options = self.options
         for option in fields(ModelConfig):
             value, text = self.layers.FIXED.get(option.name, (option.default, option.metadata.get("feature")))
             actual = getattr(model, option.name)
-            if actual != value and option.name not in self.options:
+            if actual != value and option.name not in options:
                 return text or f"--{option.name.replace('_', '-')} {actual}"
         return self.layers.find_other_shape(model)
 
