@@ -294,7 +294,7 @@ def compute_gradients(engine: "Engine", setup: BenchSetup, text: str) -> LossAnd
         parameters = synthetic.unwrap_encoder(engine).named_parameters()
         gradients = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
     spec = MicroBatchSpec(engine.plan.packs, tuple(range(PACKS)), objective, engine.plan.settings.seed)
-    return loss / spec.build(torch.device("cpu")).labels.numel(), gradients
+    return loss / spec.build(torch.device("cpu")).predictions.labels.numel(), gradients
 
 
 def iter_gradients(setups: Sequence[BenchSetup], scratch: str) -> Iterator[tuple[Path, BenchSetup, str, LossAndGradients]]:

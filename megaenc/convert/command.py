@@ -28,7 +28,7 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Flags of `megaenc convert to-hf`: run, output, step or all, family, dtype, shards, sentence encoder, license."""
+    """Flags of `megaenc convert to-hf`: run, output, step or all, family, dtype, shards, kind of encoder, license."""
 
     load: str = ""
     """run folder (the --save of a pretraining run)"""
@@ -56,6 +56,8 @@ class ToHFConfig:
     sentence_transformers: bool = False
     """also write the files of sentence-transformers: an embedding is the mean of the tokens' hidden states, in float32 unless
     model_kwargs says otherwise"""
+    encoder_only: bool = False
+    """leave out the output layer, as after an objective that predicts classes of its own instead of tokens"""
     license: str = "unknown"
     """license of the weights for the model card, as an identifier of the Hub (apache-2.0)"""
 

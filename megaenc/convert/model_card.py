@@ -36,6 +36,7 @@ class ExportProvenance:
     license: str = "unknown"
     sentences: bool = False  # whether the export has the files of sentence-transformers
     architecture: str = ""  # transformers' class that loads the export; empty if there is none
+    encoder_only: bool = False  # whether the export has no output layer
     transformers: str = ""  # its lowest version that gives the same numbers; empty if unknown
     dtype: str = "float32"  # of the weights
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
@@ -54,8 +55,11 @@ class ExportProvenance:
         return self.step > 0 or self.merge is not None
 
     def select_objective(self, attention: Attention) -> Objective:
-        """Return the most frequent of `last_objectives` with this `attention`, or of all if none has it."""
-        last = self.last_objectives
+        """Return the most frequent of `last_objectives` with this `attention`, or of all if none has it.
+
+        Objectives with classes of their own are chosen only if no other predicts tokens.
+        """
+        last = sorted(self.last_objectives, key=lambda objective: objective.classes > 0)
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
@@ -83,11 +87,12 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
     last = [(inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
-    rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
-    loader = "megaenc's own NeoBERT" if provenance.architecture == "NeoBERTLMHead" else "transformers"
+    rows = "\n".join(f"| {name} | {one.attention} | {_format_label(one)} |" for name, one in last)
+    loader = "megaenc's own NeoBERT" if provenance.architecture.startswith("NeoBERT") else "transformers"
     trained = "made for" if provenance.converted else "last trained" if provenance.is_trained else "trained first"
     # transformers' fill-mask pipeline supports only masked-LM classes.
-    tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
+    has_features = provenance.encoder_only or (_is_decoder(provenance) and not causal)
+    tag = "feature-extraction" if has_features else "text-generation" if causal else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
     return f"""---
 library_name: {library}
@@ -114,6 +119,13 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 `conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {loader} loads it, are
 from those of megatron-core's model.
 """
+
+
+def _format_label(objective: Objective) -> str:
+    """Return the cell that names what `objective` predicts at position i."""
+    if objective.classes:
+        return f"one of {objective.classes} classes"
+    return f"token i + {objective.shift}" if objective.shift else "token i"
 
 
 def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
@@ -223,14 +235,17 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     """Return the card's sentence about the class that loads the export."""
     if not provenance.architecture:
         return ""
-    if provenance.architecture == "NeoBERTLMHead":
+    if provenance.architecture.startswith("NeoBERT"):
+        loader = "AutoModel" if provenance.encoder_only else "AutoModelForMaskedLM"
         return (
-            f" It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
+            f" It loads with `{loader}` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
             "written for transformers 4: under 5 it computes other outputs, without an error. `megaenc finetune`, "
             "`megaenc embed` and `megaenc fill-mask` run none."
         )
     version = f" {provenance.transformers} or later" if provenance.transformers else ""
     text = f" It loads with `{provenance.architecture}` of transformers{version}"
+    if provenance.encoder_only:
+        text += " and has no output layer"
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
         text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
     if provenance.sentences:
@@ -247,6 +262,8 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
 
 def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
     """Return the card's paragraph about the positions of predictions and a changed attention."""
+    if provenance.encoder_only:
+        return "The output layer is left out: this export gives hidden states."
     shift = objective.shift
     name = inline_code(objective.describe())
     parts = []

@@ -31,14 +31,16 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tok
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
-from megaenc.hf.model import find_lowest_version, save_hf_config
-from megaenc.objectives import Attention
+from megaenc.hf.model import find_base_class, find_lowest_version, save_hf_config
+from megaenc.objectives import Attention, Objective
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import TOKENIZER_DIR
 from megaenc.training.run_init import identity_digest
 
 CERTIFICATE = "conversion.json"
+_BASE_PREFIX = "model."
+"""Prefix of the base model's weights in a model with an output layer, of all families."""
 _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
@@ -107,15 +109,18 @@ class Exporter:
         dtype: str = "run",
         max_shard_size: str = "5GB",
         sentence_transformers: bool = False,
+        encoder_only: bool = False,
         license: str = "unknown",
     ) -> None:
         """Check the options and build tokenizer and config, before any weight is read. Raises InputError for wrong options.
 
-        `dtype`: of the weights; `sentence_transformers`: also write its files, with mean pooling in float32.
+        `dtype`: of the weights; `sentence_transformers`: also write its files, with mean pooling in float32; `encoder_only`:
+        without the output layer.
         """
         self.run = run
         self.license = license
         self.sentences = sentence_transformers
+        self.encoder_only = encoder_only
         self.max_shard_bytes = parse_size(max_shard_size, "--max-shard-size")
         check_license(license)
         self.dtype = parse_dtype(dtype, "run", run.dtype)
@@ -137,6 +142,8 @@ class Exporter:
             tokenizer=self.tokenizer,
             dtype=self.dtype,
         )
+        if encoder_only:
+            self.config.architectures = [find_base_class(self.config).__name__]
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
         self.special_tokens = self._choose_special_tokens()
         if self.special_tokens is not None:
@@ -163,7 +170,7 @@ class Exporter:
         tokens = self._write_tokenizer(folder)
         with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
             provenance = self._provenance(step)
-            self.config.prediction_shift = provenance.select_objective(self.attention).shift
+            self.config.prediction_shift = self._select_objective(provenance).shift
             save_hf_config(self.config, folder)
             if self.attention == Attention.CAUSAL and run.generation:
                 write_json(folder / GENERATION, run.generation)
@@ -174,7 +181,7 @@ class Exporter:
             empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
             digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes)
-            expected = compute_core_outputs(encoder, probe, self.attention)
+            expected = compute_core_outputs(encoder, probe, self.attention, self.encoder_only)
             del encoder, parameters  # before verification loads another model
         (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
         if self.sentences:
@@ -193,6 +200,16 @@ class Exporter:
         }
         write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
+
+    def _select_objective(self, provenance: ExportProvenance) -> Objective:
+        """Return the objective of the output layer. Raises InputError if that predicts no tokens and is not left out."""
+        objective = provenance.select_objective(self.attention)
+        if objective.classes and not self.encoder_only:
+            raise InputError(
+                f"step {provenance.step} of {self.run.folder}: trained last on {objective.describe()}, whose output layer "
+                f"predicts {objective.classes} classes and no tokens; expected --encoder-only, which leaves it out"
+            )
+        return objective
 
     def report_changed_fields(self) -> None:
         """Print a line for each field of the original model's config.json that changed."""
@@ -245,6 +262,7 @@ class Exporter:
             license=self.license,
             sentences=self.sentences,
             architecture=self.config.architectures[0],
+            encoder_only=self.encoder_only,
             transformers=find_lowest_version(self.config),
             dtype=str(self.dtype).removeprefix("torch."),
             converted=run.converted and not run.merge,
@@ -254,10 +272,14 @@ class Exporter:
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each weight of the export."""
+        """Yield name and tensor of each weight of the export, of an encoder only by its name in the base model."""
         run = self.run
         like = next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
         model = self.family.without_output_bias(run.model)
         tensors = iter_hf_tensors(parameters, model, run.vocab_size, self.family.model_type)
-        return itertools.chain(tensors, biases)
+        for name, tensor in itertools.chain(tensors, biases):
+            if not self.encoder_only:
+                yield name, tensor
+            elif name.startswith(_BASE_PREFIX):
+                yield name.removeprefix(_BASE_PREFIX), tensor

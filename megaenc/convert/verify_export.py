@@ -56,14 +56,15 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """A model's float32 logits for `documents` and `variants` of a ProbeBatch."""
+    """A model's float32 logits, or hidden states, for `documents` and `variants` of a ProbeBatch."""
 
-    documents: list[Tensor]  # [length, V] each
-    variants: Tensor  # [1 + n, n, V]
+    documents: list[Tensor]  # [length, V or H] each
+    variants: Tensor  # [1 + n, n, V or H]
 
 
-def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention) -> ProbeOutputs:
-    """Return megatron-core's logits for `probe`, in one pack and float32."""
+def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False) -> ProbeOutputs:
+    """Return megatron-core's logits, or hidden states if `encoder_only`, for `probe`, in one pack and float32."""
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
@@ -73,7 +74,9 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention) 
     with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer):
         tokens = torch.cat(parts)[None].to(device)
         position_ids = torch.cat(positions).to(encoder.angles.device)
-        rows = encoder(tokens, position_ids, packing, None)[:, : encoder.vocab_size].cpu()
+        encoder.post_process = not encoder_only
+        outputs = encoder(tokens, position_ids, packing, Predictions(None)).cpu()
+    rows = outputs.squeeze(1) if encoder_only else outputs[:, : encoder.vocab_size]
     *documents, variants = rows.split([*map(len, probe.documents), probe.variants.numel()])
     return ProbeOutputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
 
@@ -109,7 +112,7 @@ def verify_export(
         "torch": torch.__version__,
         "class": architecture,
         "attention": str(attention),
-        "compared": "logits",
+        "compared": "hidden states" if model.get_output_embeddings() is None else "logits",
         "computed_in": "float32",
         "documents": [len(document) for document in probe.documents],
         "largest": largest,
@@ -188,17 +191,18 @@ def _compare_outputs(
     _check_mask(_measure_influence(variants, label), attention, label)
     for case, difference in largest.items():
         if not difference <= tolerance:  # also fails for NaN
-            raise _VerificationError(f"{label}, {case}: logits differ by {difference:.2e}, expected at most {tolerance:.1e}")
+            raise _VerificationError(f"{label}, {case}: outputs differ by {difference:.2e}, expected at most {tolerance:.1e}")
     return largest
 
 
 def _compute_hf_outputs(model: Any, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Compute transformers' logits, float32[rows, tokens, V] on the CPU."""
+    """Compute transformers' logits, or hidden states without an output layer, float32[rows, tokens, V or H] on the CPU."""
     device = model.device
     with torch.inference_mode(), _computing_in_float32(model, model.get_output_embeddings()):
         mask = None if attention_mask is None else attention_mask.to(device)
         output = model(input_ids=tokens.to(device), attention_mask=mask, use_cache=False)
-    return output.logits.float().cpu()
+    states = output.logits if "logits" in output else output.last_hidden_state
+    return states.float().cpu()
 
 
 def _measure_influence(variants: Tensor, label: str) -> Tensor:
@@ -223,7 +227,7 @@ def _check_mask(influence: Tensor, attention: Attention, label: str) -> None:
 def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
     """Make a bfloat16 model compute in float32 within the block, casting each module's weights only while it runs.
 
-    The weights of the output layer `head` are cast in chunks.
+    The weights of the output layer `head`, if there is one, are cast in chunks.
     """
     dtype = next(model.parameters()).dtype
     if dtype == torch.float32:
@@ -238,13 +242,15 @@ def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
             continue
         handles.append(module.register_forward_pre_hook(lambda module, inputs: _cast_parameters(module, torch.float32)))
         handles.append(module.register_forward_hook(lambda module, inputs, output: _cast_parameters(module, dtype)))
-    head.forward = partial(_project_in_chunks, head)
+    if head is not None:
+        head.forward = partial(_project_in_chunks, head)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        del head.forward
+        if head is not None:
+            del head.forward
 
 
 def _cast_parameters(module: Any, dtype: torch.dtype) -> None:

@@ -29,6 +29,8 @@ class ObjectiveWork:
     """those in bidirectional parts"""
     selects_rows: bool = True
     """whether the last layer computes only the predicted positions after its attention"""
+    classes: int = 0
+    """classes of an objective with logits of its own; 0 if it predicts tokens"""
 
     def body_flops(self, shape: ModelConfig) -> float:
         """Return the FLOPs of the layers' matrix products in a pack, forward and backward, with all positions in all layers."""
@@ -51,7 +53,7 @@ class ObjectiveWork:
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return the FLOPs of the output layer and prediction head at a pack's predicted positions, both passes."""
-        return float(shape.head_flops(vocab_size, self.predicted))
+        return float(shape.head_flops(self.classes or vocab_size, self.predicted))
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
@@ -122,7 +124,8 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
-    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, config.layout.selects_rows)
+    selects_rows = config.layout.selects_rows
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows, start.classes)
 
 
 def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:

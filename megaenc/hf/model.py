@@ -82,11 +82,18 @@ def find_model_class(architecture: str) -> Any:
     """Return the model class that config.json calls `architecture`: transformers' or, for NeoBERT, our own; None if unknown."""
     import transformers
 
-    if architecture == "NeoBERTLMHead":
-        from megaenc.hf.neobert_model import NeoBERTLMHead
+    if architecture.startswith("NeoBERT"):
+        from megaenc.hf import neobert_model
 
-        return NeoBERTLMHead
+        return getattr(neobert_model, architecture, None)
     return getattr(transformers, architecture, None)
+
+
+def find_base_class(config: Any) -> Any:
+    """Return the class of a model of `config` without output layer."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    return MODEL_MAPPING[type(config)]
 
 
 def is_causal_decoder(config: Any) -> bool:

@@ -209,15 +209,16 @@ class ModelConfig:
         pairs += local * (visible_pairs(length, window) + visible_pairs(prefix, window))
         return 6 * self.query_size * pairs
 
-    def head_flops(self, vocab_size: int, predicted: float) -> float:
-        """Return both passes' FLOPs of the output layer, and of the prediction head, at `predicted` positions."""
-        return 6 * self.hidden_size * (vocab_size + self.prediction_head * self.hidden_size) * predicted
+    def head_flops(self, outputs: int, predicted: float) -> float:
+        """Return both passes' FLOPs of `outputs` logits, and of the prediction head, at `predicted` positions."""
+        return 6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
 
     def training_flops(
-        self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]], *, selects_rows: bool = True
+        self, outputs: int, predicted: int, spans: Iterable[tuple[int, int, int]], *, selects_rows: bool = True
     ) -> int:
-        """Return both passes' FLOPs of documents `spans` (start, prefix end, stop), with output at `predicted` positions.
+        """Return both passes' FLOPs of documents `spans` (start, prefix end, stop).
 
+        `outputs` logits are computed at each of `predicted` positions: the vocabulary, or an objective's classes.
         `selects_rows`: after its attention the last layer computes only the predicted positions. Recomputation and vocabulary
         padding are not counted.
         """
@@ -228,7 +229,7 @@ class ModelConfig:
         )
         tokens = sum(stop - start for start, _, stop in spans)
         unneeded = self.unselected_flops_per_token() * (tokens - predicted) if selects_rows and predicted else 0
-        return self.head_flops(vocab_size, predicted) + documents - unneeded
+        return self.head_flops(outputs, predicted) + documents - unneeded
 
     def unselected_flops_per_token(self) -> int:
         """Return both passes' FLOPs of the last layer's products after attention for one token: output projection and MLP."""

@@ -34,7 +34,7 @@ from megaenc.model.functional import ACTIVATIONS, Rotation
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.kernels.selftest import LayerWidths, select_fused_kernels
 from megaenc.model.layer_spec import build_block_spec, build_transformer_config, list_fused_kernels, select_norm
-from megaenc.model.linear_cross_entropy import linear_cross_entropy
+from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
 _OUTPUT_PROJECTIONS = (".linear_proj.weight", ".linear_fc2.weight")  # of attention and MLP
@@ -136,17 +136,20 @@ class Encoder(LanguageModule):
         tokens: Tensor,
         positions: Tensor,
         packing: PackedSequences,
-        predict_at: Tensor | None,
-        labels: Tensor | None = None,
-        per_token: bool = False,
-        weights: Tensor | None = None,
-        soft_labels: tuple[Tensor, Tensor] | None = None,
+        predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number of correct predictions), without `labels` logits; before the last stage hidden states.
+        """Return (summed loss, number of correct predictions), without labels logits.
 
-        logits [N, V], -inf in padding columns; hidden states [S, 1, H]; tokens [1, S]; positions [S] in their documents;
-        predict_at [N], or None for all positions; labels [N]; `per_token`: losses [N] instead of their sum; weights [N]:
-        factors of the losses; soft_labels: ids and probabilities [N, K] of label distributions. See `linear_cross_entropy`.
+        Stages before the last return hidden states.
+
+        Args:
+            tokens: int64[1, S], token ids of a row.
+            positions: int64[S], positions in their documents.
+            packing: Documents of the row.
+            predictions: Positions whose outputs are scored, and their labels.
+
+        Returns:
+            (loss, correct), see `linear_cross_entropy`; logits [N, V], -inf in padding columns; or hidden states [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -159,32 +162,25 @@ class Encoder(LanguageModule):
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         if self.config.sequence_parallel and packing.dropout_keys is not None:
             packing = dataclasses.replace(packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys))
-        if self.selects_rows and predict_at is not None and predict_at.numel():  # accelerators' products of no rows are untested
-            packing = dataclasses.replace(packing, output_rows=predict_at)
-            predict_at = None
+        rows = predictions.positions
+        if self.selects_rows and rows is not None and rows.numel():  # accelerators' products of no rows are untested
+            packing = dataclasses.replace(packing, output_rows=rows)
+            predictions = dataclasses.replace(predictions, positions=None)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
-        return self.head(hidden, predict_at, labels, per_token, weights, soft_labels) if self.post_process else hidden
+        return self.head(hidden, predictions) if self.post_process else hidden
 
-    def head(
-        self,
-        hidden_S1H: Tensor,
-        predict_at: Tensor | None,
-        labels: Tensor | None,
-        per_token: bool = False,
-        weights: Tensor | None = None,
-        soft_labels: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
+    def head(self, hidden_S1H: Tensor, predictions: Predictions) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (loss, number correct), or without labels logits [N, V], at the positions of `predictions`."""
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
         hidden_NH = hidden_S1H.squeeze(1)
-        if predict_at is not None:
-            hidden_NH = hidden_NH.index_select(0, predict_at)
+        if predictions.positions is not None:
+            hidden_NH = hidden_NH.index_select(0, predictions.positions)
         if self.prediction_head is not None:
             hidden_NH = self.prediction_head(hidden_NH)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_NH, tied, labels, per_token, weights, soft_labels)
+        return self.output_layer(hidden_NH, tied, predictions)
 
 
 def _scale_by_root_of_width(module: torch.nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
@@ -250,27 +246,21 @@ class OutputLayer(ColumnParallelLinear):
         self,
         hidden_NH: Tensor,
         weight: Tensor | None,
-        labels: Tensor | None,
-        per_token: bool = False,
-        loss_weights: Tensor | None = None,
-        soft_labels: tuple[Tensor, Tensor] | None = None,
+        predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
-        if labels is not None:
+        """Return (loss, number correct), or without labels logits [N, V]; `weight`: the embedding's if tied."""
+        if predictions.labels is not None:
             # A tied weight also gets the embedding's gradient, which must not be mixed with an empty one.
             is_own = self.gradient_accumulation_fusion and weight is None
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
                 hidden_NH,
                 weight,
-                labels,
+                predictions,
                 self.vocab_columns,
                 self.tp_group,
                 self.fused,
                 bias_V=self.bias,
-                per_token=per_token,
-                weights_N=loss_weights,
-                soft_labels=soft_labels,
                 main_grad_VH=weight.main_grad if is_own else None,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,42 +29,67 @@ _CACHE_ELEMENTS = 2**20
 """Logits that the CPU casts to float32 at a time for the softmax."""
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """Positions of a row whose outputs are scored, and their labels; N may be 0."""
+
+    positions: Tensor | None
+    """int64[N], increasing; None for all positions"""
+    labels: Tensor | None = None
+    """int64[N], global token ids, or classes below `classes`; None for logits in place of losses"""
+    weights: Tensor | None = None
+    """float32[N], factors of the losses; None for 1"""
+    soft_labels: tuple[Tensor, Tensor] | None = None
+    """ids int64[N, K] and probabilities float32[N, K] of label distributions, whose losses replace those of `labels`"""
+    classes: int = 0
+    """number of classes that the labels are of: the first rows of the output layer are theirs; 0 if they are token ids"""
+    per_token: bool = False
+    """whether the losses are returned one by one, float32[N], instead of as their sum; without gradients only"""
+
+
 def linear_cross_entropy(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    labels_N: Tensor,
+    predictions: Predictions,
     columns: int,
     group: dist.ProcessGroup,
     fused: FusedKernels = NO_FUSED_KERNELS,
     chunk_size: int | None = None,
     bias_V: Tensor | None = None,
-    per_token: bool = False,
-    weights_N: Tensor | None = None,
-    soft_labels: tuple[Tensor, Tensor] | None = None,
     main_grad_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
+    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias).
 
-    `weight_VH` and `bias_V` are this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global
-    token ids; N may be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their
-    bytes with `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums
-    those of `hidden_NH` over `group`. `weights_N`: float32 factors of the cross-entropies (None: 1). `per_token`: return each
-    token's cross-entropy, float32[N], instead of the sum; not under autograd. `soft_labels`: (global ids int64[N, K],
-    probabilities float32[N, K]) of label distributions q, whose cross-entropies logsumexp(z) - sum_k q_k z[id_k] replace those of
-    `labels_N`; the fused kernel is then not used, as it reads one label. `main_grad_VH`: float32 buffer to which forward adds the
-    weight's gradient of the summed loss, so that backward, which then accepts no scale but 1, returns an empty one.
+    The prediction is the likeliest token, the lowest id on a tie. Exact gradients are computed in forward, so that one softmax
+    suffices; backward scales them and sums those of `hidden_NH` over `group`.
+
+    With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither with these nor with classes is
+    the fused kernel used, which reads one label and is made for wide rows.
+
+    Args:
+        hidden_NH: Outputs at the positions of `predictions`.
+        weight_VH: This rank's share of the vocabulary's rows.
+        predictions: Labels, weights and label distributions; `positions` is not read.
+        columns: Rows of `weight_VH` without padding, which follows them.
+        group: Ranks that share the vocabulary.
+        fused: Kernels to use.
+        chunk_size: Logits per chunk, or their bytes with `fused.loss`.
+        bias_V: This rank's share of the biases.
+        main_grad_VH: float32 buffer to which forward adds the weight's gradient of the summed loss, so that backward, which then
+            accepts no scale but 1, returns an empty one.
     """
-    if soft_labels is not None:
+    count = len(predictions.labels)
+    if predictions.soft_labels is not None or predictions.classes:
         fused = dataclasses.replace(fused, loss=False)
     if fused.loss:
         row_size = weight_VH.size(0) * hidden_NH.element_size()
-        rows = rows_per_chunk(len(labels_N), row_size, chunk_size or FUSED_CHUNK_BYTES)
+        rows = rows_per_chunk(count, row_size, chunk_size or FUSED_CHUNK_BYTES)
     else:
-        rows = rows_per_chunk(len(labels_N), weight_VH.size(0), chunk_size or CHUNK_LOGITS)
+        rows = rows_per_chunk(count, weight_VH.size(0), chunk_size or CHUNK_LOGITS)
     train = torch.is_grad_enabled()
-    if per_token and train:
+    if predictions.per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
-    options = _LossOptions(labels_N, weights_N, soft_labels, main_grad_VH, columns, group, fused, rows, train, per_token)
+    options = _LossOptions(predictions, main_grad_VH, columns, group, fused, rows, train)
     return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, options)
 
 
@@ -81,9 +107,7 @@ def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
 class _LossOptions:
     """Arguments of `linear_cross_entropy` without a gradient."""
 
-    labels_N: Tensor
-    weights_N: Tensor | None
-    soft_labels: tuple[Tensor, Tensor] | None
+    predictions: Predictions
     main_grad_VH: Tensor | None
     columns: int
     group: dist.ProcessGroup
@@ -92,7 +116,6 @@ class _LossOptions:
     """Predictions per chunk."""
     train: bool
     """True if gradients are enabled, which they never are inside an autograd function."""
-    per_token: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,47 +128,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             softmax_statistics = _softmax_statistics
             logits_to_gradient_ = _logits_to_gradient_
-        labels_N = options.labels_N
+        predictions = options.predictions
+        labels_N = predictions.labels
+        weights_N = predictions.weights
         columns = options.columns
         first = weight_VH.size(0) * options.group.rank()
+        used = weight_VH.size(0)
+        if predictions.classes:
+            columns = min(max(predictions.classes - first, 0), columns)
+            used = max(columns, 1)  # a rank without a class has a row of padding
+        weight_UH = weight_VH[:used]
+        bias_U = None if bias_V is None else bias_V[:used]
         losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
         train = options.train and any(ctx.needs_input_grad[:3])
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
-        to_weight_VH = options.main_grad_VH  # float32: in bfloat16 the sum would be rounded after each chunk
+        # float32: in bfloat16 the sum would be rounded after each chunk
+        to_weight_UH = None if options.main_grad_VH is None else options.main_grad_VH[:used]
         to_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, len(labels_N), options.rows):
             part = slice(start, start + options.rows)
             hidden_nH = hidden_NH[part]
             labels_n = labels_N[part]
             # Label distributions are further arguments of the torch functions.
-            soft_labels = [tensor_NK[part] for tensor_NK in options.soft_labels or ()]
-            product = (hidden_nH, weight_VH.t())
-            logits_nV = torch.mm(*product) if bias_V is None else torch.addmm(bias_V, *product)
-            own_4n = softmax_statistics(logits_nV, labels_n, first, columns, *soft_labels)
+            soft_labels = [tensor_NK[part] for tensor_NK in predictions.soft_labels or ()]
+            product = (hidden_nH, weight_UH.t())
+            logits_nU = torch.mm(*product) if bias_U is None else torch.addmm(bias_U, *product)
+            own_4n = softmax_statistics(logits_nU, labels_n, first, columns, *soft_labels)
             top_n, sum_n, target_n, token_n = _gather_statistics(own_4n, options.group)
             losses_N[part] = sum_n.log() + top_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
-                error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns, *soft_labels)
-                if options.weights_N is not None:
-                    error_nV *= options.weights_N[part, None]
-                torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
-                to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=options.fused.sum)
+                error_nU = logits_to_gradient_(logits_nU, labels_n, top_n, sum_n, first, columns, *soft_labels)
+                if weights_N is not None:
+                    error_nU *= weights_N[part, None]
+                torch.mm(error_nU, weight_UH, out=to_hidden_NH[part])
+                to_weight_UH = accumulate_matmul(to_weight_UH, error_nU.t(), hidden_nH, in_float32=options.fused.sum)
                 if bias_V is not None:
-                    to_bias_V += error_nV.sum(dim=0, dtype=torch.float32)
-        if train and to_weight_VH is None:
-            to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+                    to_bias_V[:used] += error_nU.sum(dim=0, dtype=torch.float32)
+        to_weight_VH = None
         if train and options.main_grad_VH is not None:
             weight_VH.grad_added_to_main_grad = True  # read by megatron-core, which then ignores the empty gradient
-            to_weight_VH = None
+        elif train:
+            if to_weight_UH is None:
+                to_weight_UH = torch.zeros_like(weight_UH, dtype=torch.float32)
+            unused = weight_VH.size(0) - used
+            to_weight_VH = F.pad(to_weight_UH, (0, 0, 0, unused)) if unused else to_weight_UH
         ctx.gradients = (to_hidden_NH, to_weight_VH, to_bias_V)
         ctx.group = options.group
         ctx.weight = (weight_VH.shape, weight_VH.dtype)
         ctx.mark_non_differentiable(correct)
-        if options.weights_N is not None:
-            losses_N *= options.weights_N
-        return losses_N if options.per_token else losses_N.sum(), correct
+        if weights_N is not None:
+            losses_N *= weights_N
+        return losses_N if predictions.per_token else losses_N.sum(), correct
 
     @staticmethod
     @once_differentiable

@@ -42,8 +42,9 @@ class Targets(NamedTuple):
     """Model input ids for one pack, the positions whose output is scored, their label ids, and prefix lengths or None.
 
     For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T], token ids that the model reads;
-    predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict; prefixes: int64[D],
-    only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to its length.
+    predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict, or classes;
+    prefixes: int64[D], only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0
+    to its length.
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more; None: 1 each), divided by the sum
     of the packs' `count` (None: N). So a `count` other than N makes it a mean over other tokens than the predicted ones.
@@ -104,6 +105,8 @@ class Objective(ABC):
     attention: ClassVar[Attention]
     shift: ClassVar[int] = 0
     """Distance from a prediction to its token: the labels are the pack's tokens at predict_at + shift."""
+    classes: ClassVar[int] = 0
+    """Number of classes that the labels are of, from 0; 0: they are tokens. The first rows of the output layer are theirs."""
 
     vocabulary: Vocabulary
 
@@ -116,9 +119,13 @@ class Objective(ABC):
         return ()
 
     def __post_init__(self) -> None:
-        """Check all options. Raises OptionError."""
+        """Check all options, and that the output layer has rows for the classes. Raises OptionError or InputError."""
         for field in self.options():
             self._check_option(field, getattr(self, field.name))
+        if self.classes > self.vocabulary.size:
+            raise InputError(
+                f"{self.name}: found {self.classes} classes, expected at most {self.vocabulary.size}, the vocabulary"
+            )
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field, ...]:

@@ -38,6 +38,10 @@ def _find_defect(name: str, objective: Any) -> str:
         return f"is called `{objective.name}`, which is a {kind} in a schedule"
     if type(objective.shift) is not int or objective.shift < 0:
         return f"has shift {objective.shift!r}, expected the distance from a prediction to its token, 0 or more"
+    if type(objective.classes) is not int or objective.classes == 1 or objective.classes < 0:
+        return f"has {objective.classes!r} classes, expected 2 or more, or 0 for tokens"
+    if objective.classes and objective.shift:
+        return f"has classes and shift {objective.shift}, expected 0: a class is predicted where it is"
     if "__dataclass_fields__" not in vars(objective):
         return "is no dataclass, expected @dataclass(frozen=True) above it"
     for field in objective.options():

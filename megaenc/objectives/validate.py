@@ -42,6 +42,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     if len(inputs) != length:
         return f"`inputs` holds {len(inputs)} tokens, expected {length}, as many as the pack"
     size = objective.vocabulary.size
+    outputs = objective.classes or size
     if inputs.min() < 0 or inputs.max() >= size:
         return f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, expected 0 to {size - 1}"
     if len(predict_at) != len(labels):
@@ -54,8 +55,11 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     wrong = beyond | (document[predict_at] != document[np.where(beyond, 0, predicted)])
     if wrong.any():
         return f"position {predict_at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
-    wrong = pack.tokens[predicted] != labels
+    wrong = (labels < 0) | (labels >= outputs)
     if wrong.any():
+        return f"`labels` holds {labels[wrong][0]}, expected 0 to {outputs - 1}"
+    wrong = pack.tokens[predicted] != labels
+    if wrong.any() and not objective.classes:
         position = predict_at[wrong][0]
         label = labels[wrong][0]
         token = pack.tokens[predicted][wrong][0]
@@ -69,7 +73,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         wrong = ~(np.isfinite(weights) & (weights >= 0))
         if wrong.any():
             return f"`weights` holds {weights[wrong][0]}, expected finite numbers of 0 or more"
-    if soft_labels is not None and (complaint := _find_soft_label_violation(soft_labels, len(labels), size)):
+    if soft_labels is not None and (complaint := _find_soft_label_violation(soft_labels, len(labels), outputs)):
         return complaint
     if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
         return f"`count` is {count!r}, expected a whole number above 0, or 0 without predictions"
@@ -88,7 +92,7 @@ def _describe_kind(value: object) -> str:
 
 
 def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -> str:
-    """Return a description of the first error in label distributions of `count` predictions over `size` ids, or ""."""
+    """Return a description of the first error in label distributions of `count` predictions over `size` outputs, or ""."""
     for name, array, dtype in zip(SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True):
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 2 or len(array) != count:
             return (

@@ -414,23 +414,17 @@ class Engine:
         It is a `forward_step_func` of megatron-core's schedules, which collect the third result of the loss function.
         """
         batch = next(iterator)
-        inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
-        if batch.weights is not None:
-            inputs["weights"] = batch.weights
-        if batch.soft_labels is not None:
-            inputs["soft_labels"] = batch.soft_labels
-        if batch.groups is not None:
-            inputs["per_token"] = True
-        output = model(batch.tokens, batch.positions, **inputs)
+        predictions = batch.predictions
+        output = model(batch.tokens, batch.positions, batch.packing, predictions)
 
         def compute_loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, BatchSums]:
             loss, correct = output
-            predicted = batch.labels.numel()
-            flops = self.plan.settings.shape.training_flops(
-                self.plan.vocab_size, predicted, batch.spans(), selects_rows=self._encoders[-1].selects_rows
-            )
+            predicted = predictions.labels.numel()
+            outputs = predictions.classes or self.plan.vocab_size
+            selects_rows = self._encoders[-1].selects_rows
+            flops = self.plan.settings.shape.training_flops(outputs, predicted, batch.spans(), selects_rows=selects_rows)
             group_sums = 0.0
-            if batch.groups is not None:  # the losses of single tokens
+            if predictions.per_token:
                 group_sums = sum_by_group(batch, loss.detach())
                 loss = loss.sum()
             loss_sum = loss.detach().double()
@@ -450,7 +444,8 @@ def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     sum has a fixed order, unlike those of index_add_.
     """
     losses_N = losses_N.double()
-    sizes_N = torch.ones_like(losses_N) if batch.weights is None else batch.weights.double()
+    weights_N = batch.predictions.weights
+    sizes_N = torch.ones_like(losses_N) if weights_N is None else weights_N.double()
     tokens_2N = torch.stack([losses_N, sizes_N])
     sums_2G = tokens_2N.new_zeros(2, len(batch.groups))
     sums_2G[:, : len(batch.groups.starts)] = torch.where(batch.in_range, tokens_2N[:, :, None], 0.0).sum(1)

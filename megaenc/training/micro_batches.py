@@ -14,6 +14,7 @@ from torch import Tensor
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
+from megaenc.model.linear_cross_entropy import Predictions
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Attention, Objective
 
@@ -71,20 +72,16 @@ class TokenGroups:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packs in one row as tensors: input tokens, positions, document edges (`packing`), predicted positions, their labels.
+    """Packs in one row as tensors: input tokens, positions, document edges (`packing`), and predictions.
 
-    The row has S tokens, those of the packs and of documents that only fill it; N of its positions are
-    predicted (N may be 0).
+    The row has S tokens, those of the packs and of documents that only fill it; N of its positions are predicted.
     """
 
     tokens: Tensor  # int64[1, S]
     positions: Tensor  # int64[S], from 0 in each document
     packing: PackedSequences
-    predict_at: Tensor  # int64[N]
-    labels: Tensor  # int64[N]
+    predictions: Predictions
     loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
-    weights: Tensor | None = None  # float32[N], factors of the losses
-    soft_labels: tuple[Tensor, Tensor] | None = None  # int64[N, K] ids, float32[N, K] probabilities of label distributions
     groups: TokenGroups | None = None  # groups whose losses are also reported
     in_range: Tensor | None = None  # bool[N, R], whether each predicted token is in each range of positions of `groups`
     corpus_spans: tuple[tuple[int, int], ...] = ()  # of each pack: its corpus's group, and its number of predicted tokens
@@ -166,11 +163,15 @@ def build_micro_batch(
         tokens=_join([*(target.inputs for target in targets), fill], device)[None],
         positions=_join([position_ids(np.array(edges))], device),
         packing=packing,
-        predict_at=_join(predict_at, device),
-        labels=_join([_NOTHING, *(target.labels for target in targets)], device),
+        predictions=Predictions(
+            _join(predict_at, device),
+            _join([_NOTHING, *(target.labels for target in targets)], device),
+            _join(weights, device),
+            tuple(_join(part, device) for part in zip(*soft_labels, strict=True)) or None,
+            classes=objective.classes,
+            per_token=groups is not None,
+        ),
         loss_count=sum(weight * target.loss_count for target in targets),
-        weights=_join(weights, device),
-        soft_labels=tuple(_join(part, device) for part in zip(*soft_labels, strict=True)) or None,
         groups=groups,
         in_range=_join(in_range, device),
         corpus_spans=tuple(corpus_spans),

@@ -102,6 +102,21 @@ def test_what_a_run_in_parts_saves_is_what_came_in(name, cores, begun):
     assert_same(hf_models.weights(hf_models.to_hf(begun[name], "hf", *way_back(name))), hf_models.weights(hf))
 
 
+@pytest.mark.parametrize("name", ["mistral", "neobert", "modernbert", "gemma3"])
+def test_an_encoder_only_has_all_weights_but_the_output_layers(name, cores):
+    from transformers import AutoModel
+
+    core = cores(name)[1]
+    complete = hf_models.weights(hf_models.to_hf(core, "complete"))
+    written = hf_models.to_hf(core, "encoder", "--encoder-only")
+    assert_same(hf_models.weights(written), {key[6:]: tensor for key, tensor in complete.items() if key.startswith("model.")})
+    proof = read_json(written / "conversion.json")
+    assert proof["compared"] == "hidden states"
+    model, report = AutoModel.from_pretrained(written, output_loading_info=True)
+    assert [type(model).__name__] == config(written)["architectures"] == [proof["class"]]
+    assert not any(report.values())
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores):
     """EuroBERT has a bias of attention's output with those of queries, keys and values: zeros."""

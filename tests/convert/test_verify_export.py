@@ -105,7 +105,7 @@ def damage(monkeypatch):
 
 
 WRONG = {
-    "epsilon": ("llama", [], change_config(rms_norm_eps=1e-3), "eager attention, without padding: logits differ by"),
+    "epsilon": ("llama", [], change_config(rms_norm_eps=1e-3), "eager attention, without padding: outputs differ by"),
     "gate and up projection": ("llama", [], change_weights("fc1", lambda gate, up: (up, gate), GatedMLPMapping), "differ by"),
     "a head of query at another place": (
         "llama",
@@ -147,7 +147,7 @@ WRONG = {
         "modernbert",
         [],
         change_config(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), ROPE)),
-        "logits differ by",
+        "outputs differ by",
     ),
     "a causal window of one more token": (
         "modernbert-decoder",
@@ -159,13 +159,13 @@ WRONG = {
         "neobert",
         [],
         lambda monkeypatch: monkeypatch.setattr(HeadQKVMapping, "to_hf", ParamMapping.to_hf),
-        "logits differ by",
+        "outputs differ by",
     ),
     "queries and keys of ModernBERT": (
         "modernbert",
         [],
         change_weights("linear_qkv", turn, ParamMapping, QKVMapping),
-        "logits differ by",
+        "outputs differ by",
     ),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
     "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),

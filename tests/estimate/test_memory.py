@@ -129,6 +129,7 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
     What they share with others or with the weights is not counted.
     """
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
@@ -151,7 +152,7 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
         layer.register_forward_hook(lambda *_: results.append(sum(saved.values())))
     packing = PackedSequences.from_edges([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
+        encoder(torch.arange(rows)[None], torch.arange(rows), packing, Predictions(torch.arange(9)))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
     stage = one.build_stage(0)
     a_layer = stage_activation_bytes(one, stage, host=True) / 3

@@ -32,9 +32,11 @@ def packing(attention, prefixes):
 
 
 def forward(encoder, tokens, attention, predict_at=None, labels=None):
+    from megaenc.model.linear_cross_entropy import Predictions
+
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
-    return encoder(tokens[None], positions, packing(attention, prefixes), predict_at, labels)
+    return encoder(tokens[None], positions, packing(attention, prefixes), Predictions(predict_at, labels))
 
 
 def sees(attention, at, other):

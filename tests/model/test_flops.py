@@ -19,9 +19,10 @@ VOCABULARY = 128  # what a rank's share is padded to
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b[1]}  # torch's counter leaves it out
 
 
-def executed(attention, predict_at, shape=SHAPE):
+def executed(attention, predict_at, shape=SHAPE, classes=0):
     """torch's count, forward and backward, and the row's documents."""
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
 
     encoder = build_encoder(shape, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
@@ -30,7 +31,9 @@ def executed(attention, predict_at, shape=SHAPE):
     packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         labels = torch.zeros(len(predict_at), dtype=torch.long)
-        loss, _ = encoder(torch.arange(32)[None], positions, packing, torch.tensor(predict_at), labels)
+        loss, _ = encoder(
+            torch.arange(32)[None], positions, packing, Predictions(torch.tensor(predict_at), labels, classes=classes)
+        )
         loss.backward()
     return counter.get_total_flops(), packing.spans()
 
@@ -45,6 +48,8 @@ def test_flops_are_those_of_the_executed_products(attention, predict_at):
     assert (hidden_half == 0) == (attention == Attention.BIDIRECTIONAL)
     told = SHAPE.training_flops(VOCABULARY, len(predict_at), spans)
     assert counted == told + 6 * SHAPE.num_layers * SHAPE.hidden_size * hidden_half
+    of_classes, _ = executed(attention, predict_at, classes=2)
+    assert told - SHAPE.training_flops(2, len(predict_at), spans) == counted - of_classes
 
 
 @pytest.mark.usefixtures("one_process")

@@ -1,5 +1,7 @@
 """The output layer with its loss, in parts and over ranks, against torch's cross-entropy on all logits at once."""
 
+import dataclasses
+
 import pytest
 import runs
 import torch
@@ -21,11 +23,17 @@ def work(one_process):
 
 
 def loss_of(hidden, weight, labels, **others):
+    """The loss; what `Predictions` has of `others` is given by it."""
     from megatron.core import parallel_state
 
-    from megaenc.model.linear_cross_entropy import linear_cross_entropy
+    from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 
-    return linear_cross_entropy(hidden, weight, labels, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **others)
+    names = {field.name for field in dataclasses.fields(Predictions)}
+    predictions = Predictions(None, labels, **{name: value for name, value in others.items() if name in names})
+    options = {name: value for name, value in others.items() if name not in names}
+    return linear_cross_entropy(
+        hidden, weight, predictions, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **options
+    )
 
 
 def soft_labels_of(labels, columns=5):
@@ -42,7 +50,7 @@ def dense(ids, probabilities):
     return torch.zeros(len(ids), VOCABULARY).scatter_add_(1, ids, probabilities)
 
 
-@pytest.mark.parametrize("given", [(), ("weights_N",), ("bias_V",), ("soft_labels",), ("weights_N", "bias_V", "soft_labels")])
+@pytest.mark.parametrize("given", [(), ("weights",), ("bias_V",), ("soft_labels",), ("weights", "bias_V", "soft_labels")])
 @pytest.mark.parametrize(("at_once", "widened"), [(1, 3), (7, 3), (ROWS, ROWS)], ids=["a row", "seven rows", "everything"])
 def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, monkeypatch):
     """With its gradients and the number of right guesses; a kernel that reads one label is not used with soft labels."""
@@ -56,13 +64,13 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, mo
     weights = torch.rand(ROWS) * 5
     weights[3] = 0
     soft_labels = soft_labels_of(labels)
-    others = {"weights_N": weights, "bias_V": here[2], "soft_labels": soft_labels}
+    others = {"weights": weights, "bias_V": here[2], "soft_labels": soft_labels}
     options = {name: others[name] for name in given} | {"chunk_size": PADDED * at_once}
     options |= {"fused": FusedKernels(loss=True)} if "soft_labels" in given else {}
     loss, correct = loss_of(*here[:2], labels, **options)
     logits = there[0] @ there[1][:VOCABULARY].T + there[2][:VOCABULARY]
     losses = F.cross_entropy(logits, dense(*soft_labels) if "soft_labels" in given else labels, reduction="none")
-    losses = losses * weights if "weights_N" in given else losses
+    losses = losses * weights if "weights" in given else losses
     (loss * 0.5).backward()  # as the schedules scale it
     (losses.sum() * 0.5).backward()
     torch.testing.assert_close(loss, losses.sum(), rtol=1e-6, atol=0)
@@ -74,6 +82,31 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, mo
         single, also_correct = loss_of(*here[:2], labels, per_token=True, **options)
     torch.testing.assert_close(single, losses)
     assert also_correct == correct
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("rows", [7, ROWS])
+def test_classes_have_the_first_rows(work, rows, buffered):
+    """All others, also those of tokens, take no part: neither in the loss nor by a gradient."""
+    from megaenc.model.kernels import FusedKernels
+
+    hidden, weight, _ = work
+    labels = torch.arange(ROWS) % 3
+    bias = torch.randn(PADDED)
+    here = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    there = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    buffer = torch.zeros(PADDED, HIDDEN) if buffered else None
+    options = {"bias_V": here[2], "classes": 3, "chunk_size": PADDED * rows, "fused": FusedKernels(loss=True)}
+    loss, correct = loss_of(*here[:2], labels, main_grad_VH=buffer, **options)
+    logits = there[0] @ there[1][:3].T + there[2][:3]
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert int(correct) == int((logits.argmax(1) == labels).sum())
+    gradients = [here[0].grad, buffer if buffered else here[1].grad, here[2].grad]
+    for actual, reference in zip(gradients, there, strict=True):
+        torch.testing.assert_close(actual, reference.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_losses_of_single_tokens_have_no_gradients(work):

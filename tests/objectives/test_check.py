@@ -173,6 +173,13 @@ def test_what_a_plug_in_does_wrong_is_refused(case, folder, refusal):
 
 def test_the_example_and_a_right_plug_in_pass(folder, capsys):
     shutil.copy(runs.ROOT / "examples/objective_plugin/word_order.py", folder)
+    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", folder)
+    main(["replaced_tokens:ReplacedTokenDetection", "--options", "share=0.25"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "leaks not tested: labels are classes" in output
+    # Of 997 tokens one is drawn for its own place.
+    row = re.search(r"predicted tokens: 0\.0 % mask, ([\d.]+) % another token, [\d.]+ % unchanged; others: 0\.0 %", output)
+    assert float(row[1]) == pytest.approx(25, abs=0.2)
     for options, share in ((["share=0.5", "length=4"], 25), (["share=0.05"], 33)):
         main(["word_order:WordOrder", "--options", *options])
         output = " ".join(capsys.readouterr().out.split())
@@ -259,8 +266,8 @@ def test_runs_are_compared_and_their_failures_named(train, results, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
-    shutil.copy(runs.ROOT / "examples/objective_plugin/word_order.py", folder)
-    main(["word_order:WordOrder", "--options", "share=0.5", "--train"])
+    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", folder)
+    main(["replaced_tokens:ReplacedTokenDetection", "--options", "share=0.5", "--train"])
     output = " ".join(capfd.readouterr().out.split())
     assert "layouts passed 6 steps in 1 process and in 4 (tensor 2 x pipeline 2)" in output and "resume passed" in output
     # In one process there is no rank to see.

@@ -14,7 +14,7 @@ VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), finger
 PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
 
 
-def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL):
+def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL, classes=0):
     """An objective that answers with `targets(pack)`, or with these parts of targets that else predict nothing."""
 
     @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL):
                 return targets(pack)
             return Targets(**({"inputs": pack.tokens, "predict_at": at(), "labels": at()} | targets))
 
-    Made.shift, Made.attention = shift, attention
+    Made.shift, Made.attention, Made.classes = shift, attention, classes
     return Made(VOCABULARY)
 
 
@@ -66,6 +66,8 @@ RANDOM = np.random.default_rng()
         ({"predict_at": at(12), "labels": at(2)}, {}, "`predict_at` is not increasing from 0 or more to less than 12"),
         ({"inputs": PACK.tokens + 60}, {}, "`inputs` holds the id 73, expected 0 to 63"),
         ({"predict_at": at(1, 2), "labels": at(3)}, {}, "`predict_at` holds 2 positions and `labels` 1"),
+        ({"predict_at": at(1, 2), "labels": at(2, 3)}, {"classes": 3}, "`labels` holds 3, expected 0 to 2"),
+        (softly(at(3)[None]) | {"labels": at(1)}, {"classes": 3}, "`soft_labels.ids` holds 3, expected 0 to 2"),
         ({"prefixes": at(0, 0)}, {}, "under bidirectional attention `prefixes` is given"),
         ({}, {"attention": Attention.PREFIX}, "under prefix attention `prefixes` is missing"),
         ({"prefixes": at(6, 0)}, {"attention": Attention.PREFIX}, "0 to its length"),

@@ -2,10 +2,12 @@
 
 import shutil
 
+import pytest
 import runs
 from safetensors.torch import load_file, save_file
 
 from megaenc.convert.command import main as convert
+from megaenc.objectives.registry import OBJECTIVES
 from megaenc.training.command import main
 
 FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
@@ -57,6 +59,30 @@ def test_two_steps_with_the_objective_of_another_package(short_run, plugin, tmp_
     assert "unknown objective `word_order`" in line and "install the package of the objective" in line
     runs.script(runs.ROOT / "tools" / "convert_checkpoint.py", export, packages=plugin)
     assert "`word_order(share=0.9)`" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(small_corpus, tmp_path, monkeypatch, refusal):
+    monkeypatch.syspath_prepend(runs.ROOT / "examples" / "objective_plugin")
+    from replaced_tokens import ReplacedTokenDetection
+
+    monkeypatch.setitem(OBJECTIVES._own, "replaced_tokens", ReplacedTokenDetection)
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
+    flags += ["--objective-schedule", "mlm:1,sum(mlm:1,replaced_tokens:1):1,replaced_tokens:2", "--save-interval", "1"]
+    main([*flags, "--no-bf16", "--eval-interval", "4", "--save", str(tmp_path / "run")])
+    scores = runs.validations(tmp_path / "run")[-1]["objectives"]
+    assert scores["replaced_tokens"]["loss"] < 1 < scores["mlm"]["loss"]
+    assert scores["replaced_tokens"]["most_frequent"] == pytest.approx(0.85, abs=0.03)
+
+    export = ["to-hf", "--load", str(tmp_path / "run"), "--output"]
+    line = refusal(convert, [*export, str(tmp_path / "hf")])
+    assert "step 4" in line and "predicts 2 classes and no tokens; expected --encoder-only" in line
+    assert not (tmp_path / "hf").exists()
+    convert([*export, str(tmp_path / "both"), "--ckpt-step", "2"])
+    assert "fill-mask" in (tmp_path / "both/README.md").read_text()
+    convert([*export, str(tmp_path / "hf"), "--encoder-only"])
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "pipeline_tag: feature-extraction" in card and "| one of 2 classes |" in card
+    assert "lm_head.weight" not in load_file(tmp_path / "hf/model.safetensors")
 
 
 def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(distilled, teacher, tmp_path, refusal):

@@ -173,7 +173,7 @@ def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, s
     with Copies() as copies:
         batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(torch.device("meta"))
     rows = batch.packing.prefix_rows
-    parts = [batch.tokens, batch.positions, batch.predict_at, batch.labels, batch.packing.cu_seqlens_q]
+    parts = [batch.tokens, batch.positions, batch.predictions.positions, batch.predictions.labels, batch.packing.cu_seqlens_q]
     parts += [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []
     assert {part.device.type for part in parts} == {"meta"}
     assert copies.found == [(tensor.data_ptr(), True) for tensor in pinned]

@@ -44,6 +44,7 @@ def test_fewer_activations_are_kept(way, one_process):
     from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
     from megaenc.training.config import parse_config
@@ -58,7 +59,7 @@ def test_fewer_activations_are_kept(way, one_process):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             packing = PackedSequences.from_edges([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
-            logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, torch.arange(4))
+            logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, Predictions(torch.arange(4)))
         del logits
         return sum(sizes.values()) - sum(parameter.nbytes for parameter in encoder.parameters())
 

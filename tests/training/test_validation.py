@@ -14,6 +14,7 @@ from objectives.objective_helpers import VOCABULARY
 from training_helpers import plan_of
 
 from megaenc.counter_rng import SampleRandomness
+from megaenc.model.linear_cross_entropy import Predictions
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention, Schedule
 from megaenc.training import micro_batches
@@ -77,10 +78,12 @@ def by_single_tokens(encoder, packs, samples, objective):
         pack = packs[sample]
         batch = build_micro_batch(packs, [sample], objective, 0, torch.device("cpu"))
         with torch.no_grad():
-            logits = encoder(batch.tokens, batch.positions, batch.packing, batch.predict_at)[:, : objective.vocabulary.size]
-        losses = F.cross_entropy(logits, batch.labels, reduction="none").tolist()
+            predictions = Predictions(batch.predictions.positions)
+            logits = encoder(batch.tokens, batch.positions, batch.packing, predictions)
+        logits = logits[:, : objective.vocabulary.size]
+        losses = F.cross_entropy(logits, batch.predictions.labels, reduction="none").tolist()
         predict_at = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).predict_at
-        for loss, at, label in zip(losses, predict_at.tolist(), batch.labels, strict=True):
+        for loss, at, label in zip(losses, predict_at.tolist(), batch.predictions.labels, strict=True):
             token = at + objective.shift
             assert pack.tokens[token] == label
             position = token - max(edge for edge in pack.edges.tolist() if edge <= token)
@@ -145,7 +148,7 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
                 hidden = document.clone()
                 hidden[at] = vocabulary.mask_id
                 with torch.no_grad():
-                    logits = encoder(hidden[None], torch.arange(len(document)), packing, torch.tensor([at - shift]))
+                    logits = encoder(hidden[None], torch.arange(len(document)), packing, Predictions(torch.tensor([at - shift])))
                 total -= logits[0, : vocabulary.size].log_softmax(-1)[token].item()
     return total / len(tokens), tokens
 

@@ -4,6 +4,7 @@
 environment the process is killed once a rewind has written down what it leaves out.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -25,16 +26,18 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
-        batch.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
+        batch.predictions.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
         return batch
 
-    def spoiled(hidden_NH, weight_VH, labels, *others, **options):
+    def spoiled(hidden_NH, weight_VH, predictions, *others, **options):
+        labels = predictions.labels
         how = labels.spoiled if torch.is_grad_enabled() else 1  # held-out packs have the same numbers
         if how == "gradient":
             hidden_NH.register_hook(lambda gradient: gradient * float("inf"))
         elif how != 1:
-            options["weights_N"] = torch.full(labels.shape, float("nan" if how == "loss" else how))
-        return loss_of(hidden_NH, weight_VH, labels, *others, **options)
+            factors = torch.full(labels.shape, float("nan" if how == "loss" else how))
+            predictions = dataclasses.replace(predictions, weights=factors)
+        return loss_of(hidden_NH, weight_VH, predictions, *others, **options)
 
     put(micro_batches, "build_micro_batch", marked)
     put(encoder, "linear_cross_entropy", spoiled)

@@ -13,6 +13,7 @@ def main() -> None:
     backend.init_distributed(layout, 0)
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
@@ -23,7 +24,7 @@ def main() -> None:
         shape = ModelConfig(2, 48, 80, 4, 2, **options)
         encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
         packing = PackedSequences.from_edges([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
-        loss, correct = encoder(tokens[None], torch.arange(32), packing, torch.arange(0, 32, 3), labels)
+        loss, correct = encoder(tokens[None], torch.arange(32), packing, Predictions(torch.arange(0, 32, 3), labels))
         loss.backward()
         return encoder.fused.loss, [loss.detach(), correct, *(weight.grad for weight in encoder.parameters())]
 

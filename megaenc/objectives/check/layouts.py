@@ -87,24 +87,31 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
     """Return the name of the first value in which `row` differs from `parts` joined, or an empty string."""
     import torch
 
-    def get_weights(batch: "MicroBatch") -> torch.Tensor:
-        return torch.ones(0) if batch.weights is None else batch.weights
+    def get_factors(batch: "MicroBatch") -> tuple[torch.Tensor, ...]:
+        """Return the weights, and the ids and probabilities of label distributions, empty without any."""
+        weights = batch.predictions.weights
+        empty = torch.ones(0)
+        return (empty if weights is None else weights, *(batch.predictions.soft_labels or (empty, empty)))
 
-    predictions = [part.predict_at + index * _LENGTH for index, part in enumerate(parts)]
+    factors = zip(get_factors(row), *map(get_factors, parts), strict=True)
+    weights, ids, probabilities = ((values[0], torch.cat(values[1:])) for values in factors)
+    positions = [part.predictions.positions + index * _LENGTH for index, part in enumerate(parts)]
     prefixes = [length for part in parts for length in part.packing.prefixes]
     values = {
         "inputs": (row.tokens[0], torch.cat([part.tokens[0] for part in parts])),
         "positions": (row.positions, torch.cat([part.positions for part in parts])),
-        "predictions": (row.predict_at, torch.cat(predictions)),
-        "labels": (row.labels, torch.cat([part.labels for part in parts])),
+        "predictions": (row.predictions.positions, torch.cat(positions)),
+        "labels": (row.predictions.labels, torch.cat([part.predictions.labels for part in parts])),
         "divisor of the loss": (torch.tensor(row.loss_count), torch.tensor(sum(part.loss_count for part in parts))),
         "prefixes": (torch.tensor(row.packing.prefixes), torch.tensor(prefixes)),
-        "weights": (get_weights(row), torch.cat([get_weights(part) for part in parts])),
+        "weights": weights,
+        "ids of label distributions": ids,
+        "probabilities of label distributions": probabilities,
     }
     for name, (actual, expected) in values.items():
         if not torch.equal(actual, expected):
             return name
-    if row.weights is not None and len(row.weights) != len(row.labels):
+    if row.predictions.weights is not None and len(row.predictions.weights) != len(row.predictions.labels):
         return "weights, which some packs have and others lack"
     return ""
 

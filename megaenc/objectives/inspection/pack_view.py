@@ -74,11 +74,14 @@ def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrai
     if vocabulary.mask_id is not None:
         marks[(marks == REPLACED) & (targets.inputs == vocabulary.mask_id)] = HIDDEN
     predicts: list[str | None] = [None] * len(pack.tokens)
-    if objective.shift == 0:
+    if objective.shift == 0 and not objective.classes:
         marks[targets.predict_at[marks[targets.predict_at] == AS_IS]] = KEPT
     else:
         for at, label in zip(targets.predict_at, targets.labels, strict=True):
-            predicts[at] = "" if objective.shift == 1 else text_of(label)
+            if objective.classes:
+                predicts[at] = str(label)
+            else:
+                predicts[at] = "" if objective.shift == 1 else text_of(label)
     special = np.isin(pack.tokens, vocabulary.special_ids)
     pieces = []
     for start, end in pairwise(pack.edges.tolist()):
@@ -158,6 +161,7 @@ def _build_legend(decoded: DecodedPack) -> Any:
     several = [span for span in spans if len(span.marks) > 1]
     marks = {mark for span in spans for mark in span.marks}
     labels = {label for span in spans for label in span.predicts if label is not None}
+    label, noun = ("1", "class ") if decoded.objective.classes else ("dog", "")
     suffix = "in place of `word`" if labels else "and predicts `word` here"
     cut = any(set(span.marks) != {AS_IS} for span in several)
     special = next((span.text for span in spans if span.special), "")
@@ -168,7 +172,7 @@ def _build_legend(decoded: DecodedPack) -> Any:
         (KEPT in marks, "[word=]", _STYLES[KEPT], "unchanged: the model reads `word` and predicts it here"),
         (cut, "[é:.#]", _STYLES[HIDDEN], f"{prefix} . unchanged, # hidden, > replaced, = unchanged and predicted"),
         ("" in labels, f"word{PREDICTS}", _PREDICTS_STYLE, "predicts the next token"),
-        (any(labels), f"word{PREDICTS}“dog”", _PREDICTS_STYLE, "predicts `dog`"),
+        (any(labels), f"word{PREDICTS}“{label}”", _PREDICTS_STYLE, f"predicts {noun}`{label}`"),
         (
             labels and several,
             f"é{PREDICTS}{NO_PREDICTION}",

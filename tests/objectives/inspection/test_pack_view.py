@@ -114,6 +114,20 @@ def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
     assert "replaced: the model reads `dog`" in output and "unchanged: the model" in output and "hidden" not in output
 
 
+def test_classes_are_shown_next_to_their_tokens(tokenizer, vocabulary):
+    pack = pack_of(tokenizer, "The dog fox dog")
+
+    class Classified(Fixed):
+        classes = 3
+
+        def targets(self, pack, randomness):
+            return Targets(pack.tokens, np.array([1, 2]), np.array([0, 2]))
+
+    output = render(decode_pack(pack, Classified(vocabulary, [1, 2]), 0, tokenizer))
+    assert "The dog›“0” fox›“2” dog<|eos|>" in output
+    assert "predicts class `1`" in output and "unchanged" not in output
+
+
 def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabulary):
     """日 is three tokens, one a byte."""
     pack = pack_of(tokenizer, "日日日")

@@ -9,7 +9,7 @@ from megaenc.model.functional import Rotation
 from megaenc.model.kernels import FusedKernels
 from megaenc.model.kernels.glu import glu
 from megaenc.model.kernels.norm import layer_norm, rms_norm
-from megaenc.model.linear_cross_entropy import linear_cross_entropy
+from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
     labels = torch.randint(0, 937, (predictions,))
 
     def outcome(**how):
-        loss, correct = linear_cross_entropy(hidden, weight, labels, 937, group, **how)
+        loss, correct = linear_cross_entropy(hidden, weight, Predictions(None, labels), 937, group, **how)
         return loss, correct, torch.autograd.grad(loss * 0.5, (hidden, weight))  # as the schedules scale it
 
     plain, plain_correct, expected = outcome()

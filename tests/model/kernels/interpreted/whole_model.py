@@ -25,6 +25,7 @@ OBJECTIVES = {
 def outcome(objective, fused, layout=KEPT, **shape):
     """Loss, correct guesses and the gradient of every weight."""
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
 
     kernels = KernelConfig(fused_kernels=fused)
@@ -39,7 +40,7 @@ def outcome(objective, fused, layout=KEPT, **shape):
     tokens, labels = torch.randint(0, 100, (1, 17)), torch.randint(0, 100, (len(predict_at),))
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(EDGES)])
     packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"))
-    loss, correct = encoder(tokens, positions, packing, predict_at, labels)
+    loss, correct = encoder(tokens, positions, packing, Predictions(predict_at, labels))
     loss.backward()
     return loss.detach(), correct, {name: weight.grad for name, weight in encoder.named_parameters()}
 
