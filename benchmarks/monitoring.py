@@ -101,11 +101,11 @@ def train_and_record(file: str, flags: list[str]) -> None:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
+    from megaenc.training.callbacks.metrics_logger import MetricsLogger
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
-    from megaenc.training.logging.metrics_logger import MetricsLogger
 
-    starts, train_step, monitor, log_step = [], Engine.train_step, [], MetricsLogger.log_step
+    starts, train_step, monitor, after_step = [], Engine.train_step, [], MetricsLogger.after_step
 
     def timed_step(engine: Engine, step: int, *arguments):
         starts.append(time.perf_counter())
@@ -113,10 +113,10 @@ def train_and_record(file: str, flags: list[str]) -> None:
 
     def timed_log(self: MetricsLogger, *arguments):
         clock = time.perf_counter()
-        log_step(self, *arguments)
+        after_step(self, *arguments)
         monitor.append(time.perf_counter() - clock)
 
-    Engine.train_step, MetricsLogger.log_step = timed_step, timed_log
+    Engine.train_step, MetricsLogger.after_step = timed_step, timed_log
     main(flags)
     Path(file).write_text(json.dumps({"begun": starts, "monitor": monitor}))
 

@@ -298,6 +298,21 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     return replace(settings)
 
 
+def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any]:
+    """Return the fields of a YAML mapping; InputError, naming `source` and showing `example`, for anything else."""
+    values = None
+    problem = ""
+    try:
+        values = yaml.load(text, YamlLoader)
+    except yaml.MarkedYAMLError as error:
+        problem = f" ({error.problem})"
+    except (yaml.YAMLError, ValueError, RecursionError):
+        pass
+    if not isinstance(values, dict):
+        raise InputError(f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}")
+    return normalize_names(values, source)
+
+
 def flatten(settings: Any) -> dict[str, Any]:
     """Return the field values of a dataclass and its nested dataclasses as one dict by field name, in declaration order."""
     flat: dict[str, Any] = {}

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.model.config import PHASE, option
+from megaenc.training.callbacks.base import parse_callbacks
 
 # Metadata of a field, or of a group of fields, about a run's identity (`Plan.identity`), whose part it is without.
 FREE = {"identity": False}
@@ -180,7 +182,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Flags of TensorBoard, Weights & Biases, straggler reports and torch's profiler."""
+    """Flags of TensorBoard, Weights & Biases, straggler reports, torch's profiler and callbacks."""
 
     tensorboard_dir: str = ""
     """directory for TensorBoard event files with every number of metrics.jsonl and validation.jsonl"""
@@ -204,12 +206,15 @@ class MonitoringConfig:
     """last profiled step"""
     profile_ranks: tuple[int, ...] = (0,)
     """ranks that are profiled"""
+    callbacks: tuple[flags.YamlMapping, ...] = ()
+    """observers of the run that installed packages offer, each by name with its options: '{name: stop_at_loss, loss: 3.2}'"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:
         """Raise InputError for Weights & Biases or profiler flags that lack another flag, or bad profiled steps or ranks.
 
         The run has `steps` steps and the run directory `save`.
         """
+        parse_callbacks(self.callbacks)
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:
                 raise InputError(

@@ -16,8 +16,8 @@ from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase
+from megaenc.training.callbacks.run_messages import describe_uneven_shares, format_model
 from megaenc.training.config import PretrainConfig
-from megaenc.training.logging.run_messages import describe_uneven_shares, format_model
 from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
 

@@ -192,11 +192,16 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def train_step(self, step: int, votes: Callable[[], Sequence[int]] = tuple) -> TrainStepResult:
+    def train_step(
+        self,
+        step: int,
+        votes: Callable[[], Sequence[int]] = tuple,
+        before_optimizer: Callable[[BatchSums], None] | None = None,
+    ) -> TrainStepResult:
         """Train on the batch of `step` (1, 2, ...); skip a non-finite update.
 
         `votes` returns numbers, as many on each rank. It is called when the work of the step is given to the device, so that a
-        signal during the step counts in it.
+        signal during the step counts in it. `before_optimizer` is called with the sums over all ranks.
         """
         plan = self.plan
         self.step_timers = StepTimers()
@@ -207,6 +212,8 @@ class Engine:
             next_specs = self.micro_batch_specs(step + 1) if self._prefetcher and step < plan.settings.total_iters else ()
             self.local_sums = self.run_micro_batches(specs, next_specs, train=True)
             sums, vote_sums = self.local_sums.reduce(votes())
+        if before_optimizer:
+            before_optimizer(sums)
         weight_decay = plan.settings.phase_at(step).settings.optimizer.weight_decay
         for group in self.optimizer.param_groups:
             group["lr"] = plan.learning_rate(step)

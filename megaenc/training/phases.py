@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from megaenc import flags
-from megaenc.console import truncate_text
 from megaenc.data.packing.blended_dataset import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
@@ -148,18 +145,7 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
-    values = None
-    problem = ""
-    try:
-        values = yaml.load(text, flags.YamlLoader)
-    except yaml.MarkedYAMLError as error:
-        problem = f" ({error.problem})"
-    except (yaml.YAMLError, ValueError, RecursionError):
-        pass
-    if not isinstance(values, dict):
-        example = "{objective: mlm, train_iters: 100, seq_length: 512}"
-        raise InputError(f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}")
-    return flags.normalize_names(values, source)
+    return flags.parse_mapping(text, source, "{objective: mlm, train_iters: 100, seq_length: 512}")
 
 
 def phase_flags(settings: Any) -> list[str]:

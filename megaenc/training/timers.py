@@ -16,6 +16,8 @@ Item = TypeVar("Item")
 DATA = "data"
 FORWARD_BACKWARD = "forward_backward"
 OPTIMIZER = "optimizer"
+EVALUATION = "evaluation"
+SAVE = "save"
 
 
 class StepTimers:

@@ -5,11 +5,18 @@ import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from megaenc.backend import Backend
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
+from megaenc.training.callbacks.base import Callback, StepReport, parse_callbacks
+from megaenc.training.callbacks.loss_spikes import RecentLosses, format_spike
+from megaenc.training.callbacks.metrics_logger import MetricsLogger
+from megaenc.training.callbacks.profiler import Profiler
+from megaenc.training.callbacks.run_messages import format_run_footer, format_run_header
+from megaenc.training.callbacks.stragglers import StragglerDetector
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
@@ -17,15 +24,13 @@ from megaenc.training.distributed.collectives import abort_all_on_error, broadca
 from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.nonfinite import report_skipped_step
 from megaenc.training.distributed.signals import SignalHandler
-from megaenc.training.distributed.watchdog import Watchdog
-from megaenc.training.engine import Engine, TrainStepResult
-from megaenc.training.logging.loss_spikes import RecentLosses, format_spike
-from megaenc.training.logging.metrics_logger import MetricsLogger
-from megaenc.training.logging.run_messages import format_run_footer, format_run_header
+from megaenc.training.distributed.watchdog import ProgressBeats, Watchdog
+from megaenc.training.engine import BatchSums, Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import STACKS_DIR, RunDir
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
 from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
+from megaenc.training.timers import EVALUATION, SAVE, StepTimers
 from megaenc.training.validation import Validator
 
 
@@ -44,7 +49,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of the training loop: completion, --exit-interval, a stop or a rewind."""
+    """End of the training loop: completion, --exit-interval, a callback, a stop or a rewind."""
 
     is_stopped: bool = False
     """True if a signal or the time limit ended it before the last step."""
@@ -105,19 +110,26 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
         print_rank_0(f"{output.save} is complete: step {total} of {total}")
         return Outcome()
     trainer = Trainer(plan, run, saved_state)
-    with trainer.logger, checkpoints.drain_saves() if checkpoints else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        for callback in trainer.callbacks:
+            stack.enter_context(callback)
+        if checkpoints:
+            stack.enter_context(checkpoints.drain_saves())
+        if not saved_state:
+            trainer.validate(trainer.start_step)
         for step in range(trainer.start_step + 1, total + 1):
-            result, is_spike = trainer.train_step(step)
-            rewound_plan = trainer.plan_rewind(step) if is_spike else None
+            report = trainer.train_step(step)
+            rewound_plan = trainer.plan_rewind(step) if report.is_spike else None
             if rewound_plan:
                 break
             is_last = step == total
             if is_last or _is_due(step, settings.eval_every):
                 trainer.validate(step)
-            stop_reason = run.signals.stop_reason(result.votes)
+            signal_reason = run.signals.stop_reason(report.result.votes)
+            stop_reason = signal_reason or trainer.stop_reason
             must_exit = stop_reason or _is_due(step, output.exit_interval)
             if checkpoints and checkpoints.is_saving:
-                with trainer.logger.measure_pause("save"):
+                with trainer.pause_timers.measure(SAVE):
                     checkpoints.finish_save(block=False)
             if is_last or must_exit or _is_due(step, output.save_interval) or step in output.save_steps:
                 trainer.save(step, block=is_last or must_exit or not output.async_save)
@@ -126,9 +138,9 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
         run.watchdog.beat("end", step)
     if rewound_plan:
         return Outcome(rewound_plan=rewound_plan)
-    print_rank_0(format_run_footer(step, total, result.metrics.loss, output.save, stop_reason))
+    print_rank_0(format_run_footer(step, total, report.result.metrics.loss, output.save, stop_reason))
     run.signals.wait_for_launcher()
-    return Outcome(is_stopped=bool(stop_reason) and not is_last)
+    return Outcome(is_stopped=bool(signal_reason) and not is_last)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
@@ -137,53 +149,75 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 class Trainer:
-    """Model, counters, logging and checkpoints of a run between two steps.
+    """Model, counters, callbacks and checkpoints of a run between two steps.
 
-    All ranks call its methods together.
-
-    `start_step`: the last step before the first one to train.
+    All ranks call its methods together. Callbacks may read its attributes.
     """
 
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
         """Build the engine; load a checkpoint or the initial weights.
 
         `saved_state`: state.json of the checkpoint to resume; None for a new run.
-
-        A run without a checkpoint is validated before its first step.
         """
         self.plan = plan
-        self.start_step = saved_state["step"] if saved_state else plan.start.step
+        self.backend = run.backend
+        self.watchdog = run.watchdog
+        self.start_step: int = saved_state["step"] if saved_state else plan.start.step
+        """The last step before the first one to train."""
+        self.progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
+        """Tokens, FLOPs and other counts of the run."""
+        self.stop_reason = ""
+        """Why a callback ends the run; empty if none does."""
+        self.pause_timers = StepTimers()
+        """Seconds of validations and saves since the last logged row."""
         self._run = run
-        self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
-        self._engine = Engine(plan, run.backend, init_weights=not (saved_state or plan.start.run))
+        self.engine = Engine(plan, run.backend, init_weights=not (saved_state or plan.start.run))
         if plan.settings.has_auto_micro_batches:
-            self.plan = fill_micro_batches(plan, self._engine)
-        kernels = self._engine.kernel_metadata
+            self.plan = fill_micro_batches(plan, self.engine)
+        kernels = self.engine.kernel_metadata
         run.watchdog.beat("load", self.start_step)
         if saved_state:
-            run.checkpoints.load(self._engine, self.start_step)
-        state = saved_state or _load_initial_state(self._engine, plan.start)
+            run.checkpoints.load(self.engine, self.start_step)
+        state = saved_state or _load_initial_state(self.engine, plan.start)
         self._losses = RecentLosses(state.get("losses"))
         print_rank_0(format_run_header(plan, run.backend, kernels, resumed=self.start_step if saved_state else 0))
         self._validator: Validator | None = None
         last_step = self.start_step if saved_state else -1
         if run.checkpoints:
             broadcast_call(lambda: run.run_dir.begin(plan, kernels, last_step))
-        self.logger = MetricsLogger(plan, run.backend, self._engine, run.run_dir, self.start_step)
+        self.logger = MetricsLogger(self, run.run_dir)
         self.logger.drop_rows_after(last_step)
-        if not saved_state:
-            self.validate(self.start_step)
+        self.callbacks = self._build_callbacks()
 
-    def train_step(self, step: int) -> tuple[TrainStepResult, bool]:
-        """Train, log and report `step`; return its result and whether its loss is a spike.
+    def _build_callbacks(self) -> list[Callback]:
+        """Return the callbacks of the run: its own, then those of --callbacks."""
+        monitoring = self.plan.settings.monitoring
+        callbacks: list[Callback] = [ProgressBeats(self)]
+        if monitoring.profile:
+            callbacks.append(Profiler(self))
+        callbacks.append(self.logger)
+        if monitoring.log_straggler:
+            callbacks.append(StragglerDetector(self))
+        for kind, options in parse_callbacks(monitoring.callbacks):
+            callbacks.append(kind(self, **options))
+        return callbacks
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after this step, saved; all ranks must ask for it."""
+        self.stop_reason = reason
+
+    def train_step(self, step: int) -> StepReport:
+        """Train `step` and report it to the callbacks.
 
         Raises InputError after too many skipped steps.
         """
         plan = self.plan
-        progress = self._progress
-        self._run.watchdog.beat("step", step)
-        with self.logger.measure_step(step):
-            result = self._engine.train_step(step, self._run.signals.votes)
+        progress = self.progress
+        for callback in self.callbacks:
+            callback.before_step(step)
+        start = perf_counter()
+        result = self.engine.train_step(step, self._run.signals.votes, partial(self._before_optimizer, step))
+        seconds = perf_counter() - start
         metrics = result.metrics
         deviations = self._losses.add(step, plan.schedule.text_at(step), metrics.loss)
         is_spike = plan.settings.health.is_spike(deviations)
@@ -192,13 +226,25 @@ class Trainer:
         progress["flops"] += metrics.flops
         progress["skipped_updates"] += not result.is_applied
         progress["loss_spikes"] += is_spike
-        self.logger.log_step(step, result, progress, deviations)
+        report = StepReport(step, result, seconds, progress, deviations, is_spike)
+        for callback in self.callbacks:
+            callback.after_step(report)
         if not result.is_applied:
-            self._run.watchdog.beat("diagnosis", step)
-            report_skipped_step(self._engine, step, metrics, progress["skipped_updates"])
+            self.watchdog.beat("diagnosis", step)
+            report_skipped_step(self.engine, step, metrics, progress["skipped_updates"])
         if is_spike:
             print_rank_0(format_spike(plan, step, metrics.loss, deviations))
-        return result, is_spike
+        return report
+
+    def _before_optimizer(self, step: int, metrics: BatchSums) -> None:
+        """Call this hook of the callbacks."""
+        for callback in self.callbacks:
+            callback.before_optimizer(step, metrics)
+
+    def _before_validation(self, step: int) -> None:
+        """Call this hook of the callbacks."""
+        for callback in self.callbacks:
+            callback.before_validation(step)
 
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
@@ -210,7 +256,7 @@ class Trainer:
         if len(self.plan.rewinds) >= self.plan.settings.health.max_rewinds:
             return None
         checkpoints = self._run.checkpoints
-        self._run.watchdog.beat("rewind", step)
+        self.watchdog.beat("rewind", step)
         checkpoints.finish_save()
         checkpoint_steps = broadcast_call(lambda: [at for at in checkpoints.compatible_steps(self.plan) if at < step])
         try:
@@ -218,7 +264,7 @@ class Trainer:
         except InputError as error:
             print_rank_0(f"step {step}: no rewind, as the packs left would be too few: {error}")
             return None
-        broadcast_call(lambda: self._run.run_dir.write_plan(plan, self._engine.kernel_metadata))
+        broadcast_call(lambda: self._run.run_dir.write_plan(plan, self.engine.kernel_metadata))
         return plan
 
     def validate(self, step: int) -> None:
@@ -228,15 +274,15 @@ class Trainer:
         """
         if not self.plan.has_validation:
             return
-        watchdog = self._run.watchdog
-        watchdog.beat("validation", step)
+        self._before_validation(step)
         if not self._validator or self._validator.phase is not self.plan.settings.phase_at(step):
             self._validator = Validator(self.plan, step)
         if not self._validator.parts:
             return
-        with self.logger.measure_pause("evaluation"):
-            scores = self._validator(self._engine, before_pass=partial(watchdog.beat, "validation", step))
-        self.logger.log_validation(step, self._progress, scores)
+        with self.pause_timers.measure(EVALUATION):
+            scores = self._validator(self.engine, before_pass=partial(self._before_validation, step))
+        for callback in self.callbacks:
+            callback.after_validation(step, scores)
 
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.
@@ -246,13 +292,13 @@ class Trainer:
         checkpoints = self._run.checkpoints
         if not checkpoints:
             return
-        watchdog = self._run.watchdog
-        with self.logger.measure_pause("save"):
-            watchdog.beat("writing", step)  # the previous save, if it is still running
+        with self.pause_timers.measure(SAVE):
+            for callback in self.callbacks:
+                callback.before_save(step)
             checkpoints.finish_save()
-            watchdog.beat("save", step)
-            self.logger.sync()
-            checkpoints.save(self._engine, step, self._progress | {"losses": dict(self._losses.state)}, block)
+            checkpoints.save(self.engine, step, self.progress | {"losses": dict(self._losses.state)}, block)
+        for callback in self.callbacks:
+            callback.after_save(step)
 
 
 def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:

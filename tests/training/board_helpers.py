@@ -4,7 +4,7 @@ import json
 
 import runs
 
-from megaenc.training.logging.backends import flatten_row
+from megaenc.training.callbacks.backends import flatten_row
 
 
 def numbers(folder) -> dict[str, dict[int, float]]:

@@ -117,7 +117,7 @@ def test_a_corpus_that_phases_reach_by_other_paths_is_one(small_corpus, tmp_path
 
 def test_thousands_of_corpora_are_not_all_printed(group, capsys, monkeypatch):
     monkeypatch.setattr("megaenc.training.dry_run._TABLE_CORPORA", 2)
-    monkeypatch.setattr("megaenc.training.logging.run_messages._HEADER_CORPORA", 2)
+    monkeypatch.setattr("megaenc.training.callbacks.run_messages._HEADER_CORPORA", 2)
     monkeypatch.chdir(Path(group[2]).parent)  # short names fit the table
     relative = ["--data-path", "0.6", "*_text_document", "0.4", os.path.relpath(group[4]), *group[5:]]
     flags = [*relative, *TEMPERED, *runs.SHORT_RUN, "--exit-interval", "1", "--eval-interval", "0"]

@@ -8,8 +8,8 @@ import torch
 from training_helpers import plan_of
 
 from megaenc.data.preprocess import command as preprocess
+from megaenc.training.callbacks.run_messages import format_run_header
 from megaenc.training.command import main
-from megaenc.training.logging.run_messages import format_run_header
 
 # 200 steps of 8 packs of 64 tokens.
 RUN = [*runs.SHORT_RUN, "--train-iters", "200", "--lr-warmup-iters", "10", "--lr-wsd-decay-iters", "20"]

@@ -10,9 +10,9 @@ import runs
 from workers.bad_packs import spoil
 
 from megaenc.counter_rng import uniforms
+from megaenc.training.callbacks.loss_spikes import MAX_RECENT_LOSSES, MIN_RECENT_LOSSES, RecentLosses, compute_deviations
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
-from megaenc.training.logging.loss_spikes import MAX_RECENT_LOSSES, MIN_RECENT_LOSSES, RecentLosses, compute_deviations
 
 # Eight packs a step: step 40 reads packs 312 to 319.
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]

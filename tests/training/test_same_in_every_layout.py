@@ -8,8 +8,8 @@ from runs import Job
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.packing.block_stream import MOST_SHUFFLED
 from megaenc.objectives import known
+from megaenc.training.callbacks.backends import flatten_row
 from megaenc.training.command import main
-from megaenc.training.logging.backends import flatten_row
 
 pytestmark = pytest.mark.multiprocess
 

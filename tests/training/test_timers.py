@@ -11,7 +11,7 @@ import runs
 import torch
 
 from megaenc.backend import Backend
-from megaenc.training.logging.metrics_logger import progress_fields
+from megaenc.training.callbacks.metrics_logger import progress_fields
 from megaenc.training.timers import StepTimers, memory_usage
 
 

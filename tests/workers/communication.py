@@ -63,9 +63,9 @@ def main(step: int, folder: Path, flags: list[str]) -> None:
             recorder.__exit__(None, None, None)
             record = {"calls": calls, "predicted": predicted[-1]}
             (folder / f"rank_{get_rank()}.json").write_text(json.dumps(record))
-        result, is_spike = train_step(self, number)
-        predicted.append(result.metrics.predicted)
-        return result, is_spike
+        report = train_step(self, number)
+        predicted.append(report.result.metrics.predicted)
+        return report
 
     trainer.Trainer.train_step = recorded
     ParallelConfig.check_device = lambda self: None  # gloo can, though there is nothing to gain

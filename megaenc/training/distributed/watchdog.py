@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megaenc.console import escape_unprintable
 from megaenc.dist_env import get_rank, get_world_size, store_poll_interval
 from megaenc.json_files import parse_json
+from megaenc.training.callbacks.base import Callback
 from megaenc.training.skip_ranges import SkippedPacks
 
 EXIT_HUNG = 70  # sysexits.h: EX_SOFTWARE
@@ -232,3 +233,16 @@ def _main_thread_location() -> str:
 def _format_ranks(numbers: list[int]) -> str:
     """Return text such as `rank 1` or `ranks 0, 2-191`, long lists shortened."""
     return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.from_numbers(numbers).format_short(', ')}"
+
+
+class ProgressBeats(Callback):
+    """Callback that tells the watchdog what the run is doing."""
+
+    def before_step(self, step: int) -> None:
+        self.trainer.watchdog.beat("step", step)
+
+    def before_validation(self, step: int) -> None:
+        self.trainer.watchdog.beat("validation", step)
+
+    def before_save(self, step: int) -> None:
+        self.trainer.watchdog.beat("save", step)

@@ -10,17 +10,20 @@ A step takes equally long on all ranks, because they wait for each other. The wo
 
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megaenc.backend import Backend
 from megaenc.console import print_rank_0
-from megaenc.training.engine import Engine
+from megaenc.training.callbacks.base import Callback, StepReport
+from megaenc.training.run_dir import STRAGGLERS_FILE
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
+
+if TYPE_CHECKING:
+    from megaenc.training.trainer import Trainer
 
 SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
 """Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and ranks in a report."""
@@ -40,17 +43,13 @@ RANK_FIELDS = np.dtype(
 """Place of a rank, and the seconds of its own work."""
 
 
-class StragglerDetector:
-    """Detector of slow ranks, which it compares every `interval` steps.
+class StragglerDetector(Callback):
+    """Callback of --log-straggler: detector of slow ranks, which it compares every --straggler-interval steps."""
 
-    All ranks construct and call it together.
-    """
-
-    def __init__(self, engine: Engine, backend: Backend, interval: int):
-        self._engine = engine
-        self._backend = backend
-        self._interval = interval
-        self._forward = None if backend.is_cpu else ForwardTimer(engine.chunks)
+    def __init__(self, trainer: "Trainer"):
+        super().__init__(trainer)
+        self._interval = trainer.plan.settings.monitoring.straggler_interval
+        self._forward = None if trainer.backend.is_cpu else ForwardTimer(trainer.engine.chunks)
         self._place = (
             dist.get_rank(),
             socket.gethostname(),
@@ -63,23 +62,23 @@ class StragglerDetector:
         self._steps = -1  # the first step, with its setup, is not measured
         self._slow_reports_R = np.zeros(dist.get_world_size(), dtype=np.int64)  # consecutive ones of each rank
 
-    def record_step(self, step: int) -> dict[str, Any] | None:
-        """Add this rank's times of `step`; return a report if one is due.
+    def after_step(self, report: StepReport) -> None:
+        """Add this rank's times of a step, but the first; log the slowest ranks if a report is due.
 
-        The report of the slowest ranks is due every `interval` steps.
-
-        It also prints a line for each rank that was slow in CONSECUTIVE_REPORTS reports. The first step is not measured.
+        A line is printed for each rank that was slow in CONSECUTIVE_REPORTS reports.
         """
-        timers = self._engine.step_timers
+        step = report.step
+        engine = self.trainer.engine
+        timers = engine.step_timers
         thread_seconds = timers.processor[FORWARD_BACKWARD] - timers.processor[DATA] + timers.processor[OPTIMIZER]
         compute = self._forward.pop_seconds() if self._forward else thread_seconds
         self._steps += 1
         if self._steps:
-            share = self._engine.work_share(step)  # ranks may have a pack more than others
+            share = engine.work_share(step)  # ranks may have a pack more than others
             self._data_seconds += timers.wall[DATA] / share
             self._compute_seconds += compute / share
         if step % self._interval or not self._steps:
-            return None
+            return
         ranks = self._gather_ranks()
         ratios_R, slow_in_R = compare_ranks(ranks)
         rows = [
@@ -88,7 +87,8 @@ class StragglerDetector:
             for rank, ratio, slow_in in zip(ranks, ratios_R, slow_in_R, strict=True)
         ]
         slowest = [rows[rank] for rank in np.argsort(-ratios_R, kind="stable")[:REPORTED_RANKS]]
-        report = {"step": step, "steps": self._steps, "slowest_rank": slowest[0]["rank"], "slowest_ratio": slowest[0]["ratio"]}
+        row = {"step": step, "steps": self._steps, "slowest_rank": slowest[0]["rank"], "slowest_ratio": slowest[0]["ratio"]}
+        self.trainer.logger.log(STRAGGLERS_FILE, row | {"ranks": slowest})
         self._steps = 0
         self._data_seconds = 0.0
         self._compute_seconds = 0.0
@@ -103,11 +103,10 @@ class StragglerDetector:
             )
         if len(stragglers) > REPORTED_RANKS:
             print_rank_0(f"straggler: {len(stragglers) - REPORTED_RANKS} more ranks")
-        return report | {"ranks": slowest}
 
     def _gather_ranks(self) -> np.ndarray:
         """Return RANK_FIELDS[ranks], with the mean seconds of a step of each rank."""
-        device = self._backend.device
+        device = self.trainer.backend.device
         seconds = (self._data_seconds / self._steps, self._compute_seconds / self._steps, time_matmul(device))
         own = np.array([(*self._place, *seconds)], dtype=RANK_FIELDS)
         own_bytes = torch.from_numpy(own.view(np.uint8)).to(device)

@@ -10,9 +10,9 @@ import wandb
 from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.errors import InputError
+from megaenc.training.callbacks.backends import BackgroundLogger, TensorBoardLogger, WandbLogger, flatten_row
 from megaenc.training.command import main
 from megaenc.training.config_groups import MonitoringConfig
-from megaenc.training.logging.backends import BackgroundLogger, TensorBoardLogger, WandbLogger, flatten_row
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,19 @@
 """Profiles of chosen steps and ranks by torch's profiler."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megaenc.backend import Backend
 from megaenc.console import print_rank_0
-from megaenc.training.config_groups import MonitoringConfig
+from megaenc.training.callbacks.base import Callback, StepReport
+
+if TYPE_CHECKING:
+    from megaenc.training.trainer import Trainer
 
 PROFILE_DIR = "profile"
 """Directory of the traces in the run directory."""
@@ -19,43 +21,45 @@ TABLE_ROWS = 20
 """Operations in the table."""
 
 
-class Profiler:
-    """torch's profiler for chosen steps and ranks.
+class Profiler(Callback):
+    """Callback of --profile: torch's profiler for chosen steps and ranks.
 
     It writes a trace (.json.gz) and a table (.txt) to SAVE/profile.
     """
 
-    def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_dir: str, start_step: int):
-        """Prepare the profiling of a run that starts after `start_step`.
-
-        Print a line if the chosen steps are over.
-        """
+    def __init__(self, trainer: "Trainer"):
+        """Choose the steps. Print a line if they are over."""
+        super().__init__(trainer)
+        monitoring = trainer.plan.settings.monitoring
+        start_step = trainer.start_step
         self._first = max(monitoring.profile_step_start, start_step + 1)
         self._last = monitoring.profile_step_end
         self._is_profiled = dist.get_rank() in monitoring.profile_ranks and start_step < self._last
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages at start and stop
-        self._host = backend.is_cpu
-        self._folder = Path(run_dir) / PROFILE_DIR
+        self._host = trainer.backend.is_cpu
+        self._folder = Path(trainer.plan.settings.output.save) / PROFILE_DIR
         self._running: profile | None = None
         self._step = start_step
         if start_step >= self._last:
             print_rank_0(f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled")
 
-    @contextlib.contextmanager
-    def profile_step(self, step: int) -> Iterator[None]:
-        """Profile `step` inside the context if it is a chosen one.
-
-        After the last chosen step write trace and table.
-        """
+    def before_step(self, step: int) -> None:
+        """Start the profiler before the first chosen step."""
         if self._is_profiled and step == self._first and not self._running:
             self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
             self._running.start()
         self._step = step
-        yield
-        if step == self._last:
-            self.close()
 
-    def close(self) -> None:
+    def after_step(self, report: StepReport) -> None:
+        """Write trace and table after the last chosen step."""
+        if report.step == self._last:
+            self._finish()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write trace and table of a run that ends in between."""
+        self._finish()
+
+    def _finish(self) -> None:
         """Stop a running profiler and write trace and table of its steps."""
         if not self._running:
             return

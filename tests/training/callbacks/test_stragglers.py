@@ -8,7 +8,7 @@ import pytest
 import runs
 import torch
 
-from megaenc.training.logging.stragglers import RANK_FIELDS, ForwardTimer, compare_ranks
+from megaenc.training.callbacks.stragglers import RANK_FIELDS, ForwardTimer, compare_ranks
 
 
 def reports(folder) -> list[dict]:

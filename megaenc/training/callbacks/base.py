@@ -1,0 +1,100 @@
+"""Base class of callbacks, which observe the steps, validations and saves of a run."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from megaenc import flags
+from megaenc.errors import InputError
+from megaenc.plugins import Registry
+
+if TYPE_CHECKING:
+    from megaenc.training.engine import BatchSums, TrainStepResult
+    from megaenc.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Report of a training step; equal on all ranks but for `seconds`."""
+
+    step: int
+    result: "TrainStepResult"
+    seconds: float
+    """Wall-clock time of this rank."""
+    progress: dict[str, Any]
+    """Tokens, FLOPs and other counts of the run up to this step."""
+    deviations: float | None
+    """Robust standard deviations of the loss above recent ones; None if they are too few."""
+    is_spike: bool
+    """Whether the loss is a spike."""
+
+
+class Callback:
+    """Observer of a run: override the hooks that are needed.
+
+    All ranks call each hook together, so that a hook may use collectives. It observes: weights, gradients and random numbers
+    stay as they are. A callback is also a context manager, which is entered before the first step and left after the last one
+    or an error.
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Release what the callback holds."""
+
+    def before_step(self, step: int) -> None:
+        """Observe that `step` begins."""
+
+    def before_optimizer(self, step: int, metrics: "BatchSums") -> None:
+        """Observe `metrics` of `step`, over all ranks. Gradients are reduced as far as the optimizer needs, and not yet divided."""
+
+    def after_step(self, report: StepReport) -> None:
+        """Observe the end of a step."""
+
+    def before_validation(self, step: int) -> None:
+        """Observe that a pass over held-out text begins after `step`."""
+
+    def after_validation(self, step: int, scores: dict[str, Any]) -> None:
+        """Observe the `scores` after `step`, as in a row of validation.jsonl."""
+
+    def before_save(self, step: int) -> None:
+        """Observe that a save after `step` begins."""
+
+    def after_save(self, step: int) -> None:
+        """Observe that the save after `step` is complete or, with --async-save, goes on in the background."""
+
+
+def _find_defect(name: str, kind: Any) -> str:
+    """Return why an object cannot be a callback, or an empty string if it can."""
+    is_callback = isinstance(kind, type) and issubclass(kind, Callback)
+    return "" if is_callback else "is no subclass of megaenc.training.callbacks.Callback"
+
+
+CALLBACKS: Registry[type[Callback]] = Registry("megaenc.callbacks", "callback", _find_defect)
+
+
+def parse_callbacks(texts: Sequence[flags.YamlMapping]) -> list[tuple[type[Callback], dict[str, Any]]]:
+    """Return class and options of each callback of --callbacks.
+
+    Raises:
+        InputError: A callback is unknown, or its class does not accept the options.
+    """
+    callbacks = []
+    for text in texts:
+        options = flags.parse_mapping(text, "--callbacks", "{name: NAME, OPTION: VALUE}")
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise InputError(f"--callbacks {text}: found no name, expected {{name: NAME, OPTION: VALUE}}")
+        kind = CALLBACKS.find(name)
+        try:
+            inspect.signature(kind).bind(None, **options)
+        except TypeError as error:
+            raise InputError(f"--callbacks {text}: {error}") from None
+        callbacks.append((kind, options))
+    return callbacks
