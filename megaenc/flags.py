@@ -95,6 +95,30 @@ def _find_optional_switches(settings: type) -> set[str]:
     return names
 
 
+# Facts about a field, for `setting`. Without one, a field is part of the identity of a run (`Plan.identity`) if its group is.
+IN_IDENTITY = {"identity": True}
+"""Is part of a run's identity, unlike the others of its group."""
+NOT_IN_IDENTITY = {"identity": False}
+"""May differ within a run, or is replaced by a value that follows from it."""
+BY_PHASE = {"phase": True}
+"""May differ between the phases of a run."""
+ANY_WEIGHTS = {"weights": "any"}
+"""Decides how weights begin, are trained or are stored: those of another run or model fit any value."""
+ADAPTABLE_WEIGHTS = {"weights": "given"}
+"""Training can adapt another run's weights to another value, as for a longer context, which must be given to be meant."""
+
+
+def setting(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
+    """Return a dataclass field with `facts` such as BY_PHASE as metadata.
+
+    `feature`: what a model with another value than the default has, in messages about families that lack it.
+    """
+    metadata: dict[str, Any] = {"feature": feature}
+    for fact in facts:
+        metadata.update(fact)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
 _MAX_LEVELS = 100  # Python cannot print or write much deeper values

@@ -1,10 +1,11 @@
 """Configuration of kernels and parallelism, which change time, memory and, except for rounding, nothing else."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.flags import IN_IDENTITY, setting
 
 FLOAT8_ALIGNMENT = 16
 """The widths of matrices in float8 products must be multiples of this."""
@@ -26,7 +27,7 @@ class KernelConfig:
     """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, if
     installed"""
     # FP8 rounds too coarsely to be exchangeable within a run, as other kernels are.
-    fp8_format: Literal["hybrid", "e4m3"] | None = field(default=None, metadata={"identity": True})
+    fp8_format: Literal["hybrid", "e4m3"] | None = setting(None, IN_IDENTITY)
     """compute the matrix products of the layers, not of embedding and head, in 8-bit floating point (needs H100, L40S, MI300X or
     later; slow on a CPU). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3; e4m3: all with 4
     and 3"""

@@ -1,32 +1,13 @@
 """Model shape, presets, and parameter and FLOP counts."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
-
-# Metadata of a field, about weights that another run trained or another model has.
-TRAINING = {"weights": "any"}
-"""Decides how weights begin, are trained or are stored: they fit any value."""
-POSITIONS = {"weights": "given"}
-"""Training can adapt the weights to another value, as for a longer context, which must be given to be meant."""
-# Metadata of a field of a run's settings.
-PHASE = {"phase": True}
-"""May differ between the phases of a run."""
-
-
-def option(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
-    """Return a dataclass field with `facts` such as PHASE as metadata.
-
-    `feature`: what a model with another value than the default has, in messages about families that lack it.
-    """
-    metadata: dict[str, Any] = {"feature": feature}
-    for fact in facts:
-        metadata.update(fact)
-    return field(default=default, metadata=metadata)
+from megaenc.flags import ADAPTABLE_WEIGHTS, ANY_WEIGHTS, BY_PHASE, setting
 
 
 @dataclass(frozen=True)
@@ -49,36 +30,36 @@ class ModelConfig:
     """add a bias to queries, keys and values, as Qwen2 does"""
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
-    query_pre_attn_scalar: int | None = option(None, feature="scaling of queries")
+    query_pre_attn_scalar: int | None = setting(None, feature="scaling of queries")
     """divide attention scores by the square root of this number; of the head width unless given"""
-    rotary_base: float = option(10000.0, POSITIONS, PHASE, feature="rotary positions of another base period than 10,000")
+    rotary_base: float = setting(10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of a base other than 10,000")
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
-    use_rope_scaling: bool = option(False, POSITIONS, feature="scaled rotary positions")
+    use_rope_scaling: bool = setting(False, ADAPTABLE_WEIGHTS, feature="scaled rotary positions")
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
-    rope_scaling_factor: float = option(8.0, POSITIONS)
+    rope_scaling_factor: float = setting(8.0, ADAPTABLE_WEIGHTS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
-    yarn_rotary_scaling_factor: float | None = option(None, POSITIONS, feature="rotary positions scaled by YaRN")
+    yarn_rotary_scaling_factor: float | None = setting(None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN")
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
-    yarn_original_max_position_embeddings: int | None = option(None, POSITIONS)
+    yarn_original_max_position_embeddings: int | None = setting(None, ADAPTABLE_WEIGHTS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
-    rotary_seq_len_interpolation_factor: float | None = option(None, feature="linearly scaled rotary positions")
+    rotary_seq_len_interpolation_factor: float | None = setting(None, feature="linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
-    normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", feature="LayerNorm")
+    normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", feature="LayerNorm")
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
     """add a bias in each LayerNorm"""
     norm_epsilon: float = 1e-5
     """epsilon of the norms"""
-    apply_layernorm_1p: bool = option(False, feature="norms by weight + 1")
+    apply_layernorm_1p: bool = setting(False, feature="norms by weight + 1")
     """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
-    post_norms: bool = option(False, feature="norms after attention and MLP")
+    post_norms: bool = setting(False, feature="norms after attention and MLP")
     """normalize the outputs of attention and MLP too, before they are added to the residual stream, as Gemma 3 does"""
     activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
     as in Gemma 3), and of the --prediction-head"""
-    window_size: int | None = option(None, feature="attention windows")
+    window_size: int | None = setting(None, feature="attention windows")
     """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
     without it, and in documents that fit into it"""
     global_attn_every_n_layers: int | None = None
@@ -86,32 +67,32 @@ class ModelConfig:
     unless given"""
     first_global_layer: int = 1
     """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
-    local_rotary_base: float | None = option(None, POSITIONS)
+    local_rotary_base: float | None = setting(None, ADAPTABLE_WEIGHTS)
     """base period of the rotary positions in local layers; --rotary-base unless given"""
-    embedding_norm: bool = option(False, feature="norm of the embedding")
+    embedding_norm: bool = setting(False, feature="norm of the embedding")
     """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
-    scale_embedding: bool = option(False, feature="scaling of the embedding")
+    scale_embedding: bool = setting(False, feature="scaling of the embedding")
     """multiply the embedding by the square root of --hidden-size, as Gemma 3 does"""
-    prediction_head: bool = option(False, feature="prediction head")
+    prediction_head: bool = setting(False, feature="prediction head")
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
-    output_layer_bias: bool = option(False, feature="bias of the output layer")
+    output_layer_bias: bool = setting(False, feature="bias of the output layer")
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
-    attention_output_dropout: float = option(0.0, TRAINING)
+    attention_output_dropout: float = setting(0.0, ANY_WEIGHTS)
     """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
     as in ModernBERT (0.1)"""
-    init_method_std: float = option(0.02, TRAINING)
+    init_method_std: float = setting(0.02, ANY_WEIGHTS)
     """standard deviation of the initial weights"""
-    init_method: Literal["normal", "scaled", "full_megatron"] = option("normal", TRAINING)
+    init_method: Literal["normal", "scaled", "full_megatron"] = setting("normal", ANY_WEIGHTS)
     """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
     --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
     and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
-    init_cutoff: float = option(2.0, TRAINING)
+    init_cutoff: float = setting(2.0, ANY_WEIGHTS)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
-    untie_embeddings_and_output_weights: bool = option(True, feature="output layer that shares the embedding")
+    untie_embeddings_and_output_weights: bool = setting(True, feature="output layer that shares the embedding")
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: int | None = None
     """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
-    make_vocab_size_divisible_by: int = option(128, TRAINING)
+    make_vocab_size_divisible_by: int = setting(128, ANY_WEIGHTS)
     """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit the padding"""
 
     @property

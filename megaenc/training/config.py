@@ -15,9 +15,9 @@ from megaenc.data.packing.blended_dataset import has_group, parse_data_path
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
-from megaenc.model.config import PHASE, ModelConfig, get_preset, option
+from megaenc.flags import BY_PHASE, NOT_IN_IDENTITY, setting
+from megaenc.model.config import ModelConfig, get_preset
 from megaenc.training.config_groups import (
-    FREE,
     DataConfig,
     FaultConfig,
     MonitoringConfig,
@@ -49,43 +49,43 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run (also keys of --config): schedule, length, batch sizes, groups such as data, optimizer."""
 
-    config: str = option("", FREE)
+    config: str = setting("", NOT_IN_IDENTITY)
     """YAML file of flags; flags on the command line override it"""
-    objective_schedule: str = option("clm:0.25,mlm:0.75", FREE)
+    objective_schedule: str = setting("clm:0.25,mlm:0.75", NOT_IN_IDENTITY)
     """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
     5x(clm:0.05,mlm:0.15)"""
-    phases: tuple[flags.YamlMapping, ...] = option((), FREE)
+    phases: tuple[flags.YamlMapping, ...] = setting((), NOT_IN_IDENTITY)
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
     train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
     each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
-    train_iters: int | None = option(None, FREE, PHASE)
+    train_iters: int | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """number of training steps; 200 without this flag and --train-tokens"""
-    train_tokens: int | None = option(None, FREE, PHASE)
+    train_tokens: int | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
-    micro_batch_size: int | Literal["auto"] = option(8, FREE, PHASE)
+    micro_batch_size: int | Literal["auto"] = setting(8, NOT_IN_IDENTITY, BY_PHASE)
     """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
-    global_batch_size: int = option(16, PHASE)
+    global_batch_size: int = setting(16, BY_PHASE)
     """packs of a step, summed over all processes"""
-    rampup_batch_size: tuple[int, ...] | None = option(None, PHASE)
+    rampup_batch_size: tuple[int, ...] | None = setting(None, BY_PHASE)
     """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the first SAMPLES packs, to
     --global-batch-size"""
     seed: int = 1
     """random seed of initial weights, data order and masks"""
     bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
-    model: str = option("tiny", FREE)
+    model: str = setting("tiny", NOT_IN_IDENTITY)
     """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
-    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig, metadata=NOT_IN_IDENTITY)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    start: StartConfig = field(default_factory=StartConfig, metadata=FREE)
-    layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=FREE)
-    kernels: KernelConfig = field(default_factory=KernelConfig, metadata=FREE)
-    health: FaultConfig = field(default_factory=FaultConfig, metadata=FREE)
-    output: OutputConfig = field(default_factory=OutputConfig, metadata=FREE)
-    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=FREE)
+    start: StartConfig = field(default_factory=StartConfig, metadata=NOT_IN_IDENTITY)
+    layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=NOT_IN_IDENTITY)
+    kernels: KernelConfig = field(default_factory=KernelConfig, metadata=NOT_IN_IDENTITY)
+    health: FaultConfig = field(default_factory=FaultConfig, metadata=NOT_IN_IDENTITY)
+    output: OutputConfig = field(default_factory=OutputConfig, metadata=NOT_IN_IDENTITY)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=NOT_IN_IDENTITY)
 
     def check(self, world_size: int) -> None:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""

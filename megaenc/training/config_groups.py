@@ -5,44 +5,38 @@ from typing import Literal
 
 from megaenc import flags
 from megaenc.errors import InputError
-from megaenc.model.config import PHASE, option
+from megaenc.flags import BY_PHASE, IN_IDENTITY, NOT_IN_IDENTITY, setting
 from megaenc.training.callbacks.base import parse_callbacks
-
-# Metadata of a field, or of a group of fields, about a run's identity (`Plan.identity`), whose part it is without.
-FREE = {"identity": False}
-"""May differ within a run, or is replaced by a value that follows from it."""
-FIXED = {"identity": True}
-"""Is part of the identity, unlike the others of its group."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
 
-    data_path: tuple[str, ...] = option((), FREE, PHASE)
+    data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
     'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
     and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
-    blend_temperature: float = option(1.0, FREE, PHASE)
+    blend_temperature: float = setting(1.0, NOT_IN_IDENTITY, BY_PHASE)
     """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
     shares are proportional to tokens ** T"""
-    blend_max_epochs: int | None = option(None, FREE, PHASE)
+    blend_max_epochs: int | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
-    tokenizer: str = option("", FREE)
+    tokenizer: str = setting("", NOT_IN_IDENTITY)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
-    seq_length: int = option(128, PHASE)
+    seq_length: int = setting(128, BY_PHASE)
     """tokens of a pack; a pack holds several documents, and attention never crosses their boundaries"""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
     length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
     --split-sentences)"""
-    data_order: Literal["blocks", "documents"] = option("blocks", FREE)
+    data_order: Literal["blocks", "documents"] = setting("blocks", NOT_IN_IDENTITY)
     """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in blocks of consecutive documents,
     and in groups of blocks by document, so that start-up and memory do not grow with the corpus; documents: all documents at
     once"""
-    skip_packs: tuple[str, ...] = option((), FREE)
+    skip_packs: tuple[str, ...] = setting((), NOT_IN_IDENTITY)
     """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
     keeps its list without the flag"""
 
@@ -54,7 +48,7 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
-    weight_decay: float = option(0.1, PHASE)
+    weight_decay: float = setting(0.1, BY_PHASE)
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
     no_weight_decay_norm_bias: bool = False
     """leave norms and biases, all parameters of one dimension, out of the weight decay"""
@@ -158,7 +152,7 @@ class OutputConfig:
     validation, save and load may take three times as long, at least 10 minutes"""
     eval_interval: int | None = None
     """steps between validations, 0 for none; default: a tenth of the run"""
-    eval_iters: int = option(4, FIXED)
+    eval_iters: int = setting(4, IN_IDENTITY)
     """global batches of a validation, which has the same packs and masks throughout a phase"""
     valid_data_path: tuple[str, ...] = ()
     """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out text; a validation reads as much

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Self
 
 from megaenc.errors import InputError
-from megaenc.model.config import PHASE, option
+from megaenc.flags import BY_PHASE, setting
 from megaenc.plugins import Registry
-from megaenc.training.config_groups import FREE
 
 WSD = "WSD"
 CONSTANT = "constant"
@@ -21,22 +20,22 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 class LearningRateConfig:
     """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
 
-    lr: float = option(2e-3, FREE, PHASE)
+    lr: float = setting(2e-3, BY_PHASE)
     """peak learning rate"""
-    lr_warmup_iters: int | None = option(None, FREE, PHASE)
+    lr_warmup_iters: int | None = setting(None, BY_PHASE)
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = option(None, FREE, PHASE)
+    lr_warmup_fraction: float | None = setting(None, BY_PHASE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
-    lr_decay_style: str = option("WSD", FREE, PHASE)
+    lr_decay_style: str = setting("WSD", BY_PHASE)
     """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
     another style of --lr-wsd-decay-style: a decay from the warm-up on"""
-    lr_wsd_decay_iters: int | None = option(None, FREE, PHASE)
+    lr_wsd_decay_iters: int | None = setting(None, BY_PHASE)
     """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = option(None, FREE, PHASE)
+    lr_wsd_decay_fraction: float | None = setting(None, BY_PHASE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
-    lr_wsd_decay_style: str = option("linear", FREE, PHASE)
+    lr_wsd_decay_style: str = setting("linear", BY_PHASE)
     """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
-    min_lr: float = option(0.0, FREE, PHASE)
+    min_lr: float = setting(0.0, BY_PHASE)
     """learning rate at which a decay would end in the step after the run's last"""
 
 
