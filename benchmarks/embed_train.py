@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import common
 
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.flags import check_minimums
+from megaenc.flags import Bounds, NonNegativeInt, PositiveInt
 from megaenc.output_paths import check_output_file
 
 TOLERANCE = 1e-4
@@ -38,19 +38,19 @@ class EmbedTrainBenchConfig:
     """training pairs, as `megaenc embed train --data` reads them"""
     output: str = "embed_train.json"
     """JSON file for the results"""
-    batch_size: int = 256
+    batch_size: Annotated[int, Bounds(low=2)] = 256
     """pairs of a step"""
-    negatives: int = 0
+    negatives: NonNegativeInt = 0
     """hard negatives of each pair; pairs with fewer are left out"""
-    rounds: int = 5
+    rounds: PositiveInt = 5
     """rounds, in each of which both contenders take a step on the same batch"""
-    mini_batch_sizes: tuple[int, ...] = (16, 32, 64)
+    mini_batch_sizes: tuple[PositiveInt, ...] = (16, 32, 64)
     """texts of a forward pass of sentence-transformers, of which the fastest is used"""
-    tokens_per_forward: int = 16384
+    tokens_per_forward: PositiveInt = 16384
     """maximum tokens of a forward pass of megaenc"""
-    max_length: int = 0
+    max_length: NonNegativeInt = 0
     """maximum tokens of a text; 0: as `megaenc embed train`"""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads"""
 
 
@@ -222,7 +222,6 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("model", "pairs"):
         if not getattr(config, name):
             raise InputError(f"--{name}: missing")
-    check_minimums(config, batch_size=2, rounds=1, negatives=0, threads=1, tokens_per_forward=1)
     check_output_file(Path(config.output), "--output")
     result = measure(config)
     common.write_report(config.output, result)

@@ -8,10 +8,11 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -37,12 +38,53 @@ YamlMapping = NewType("YamlMapping", str)
 """Text of a YAML mapping; in a YAML file it may be a mapping itself."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Range of a finite number: `low` <= value <= `high` and `above` < value < `below`.
+
+    In the type of a field, as in PositiveInt, it holds for the field's number or numbers.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and self.above < value < self.below
+
+    def __str__(self) -> str:
+        """Return the range as text, such as `1 or more`; an empty text if it is unlimited."""
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return f"{self.low:,} to {self.high:,}"
+        texts = {
+            "more than {:,}": self.above,
+            "{:,} or more": self.low,
+            "at most {:,}": self.high,
+            "less than {:,}": self.below,
+        }
+        return " and ".join(text.format(bound) for text, bound in texts.items() if math.isfinite(bound))
+
+
+PositiveInt = Annotated[int, Bounds(low=1)]
+NonNegativeInt = Annotated[int, Bounds(low=0)]
+Size = Annotated[int, Bounds(low=1, high=10**15)]
+"""Number whose products with other sizes are int64."""
+Seed = Annotated[int, Bounds(low=0, below=2**63)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeFloat = Annotated[float, Bounds(low=0)]
+Fraction = Annotated[float, Bounds(low=0, high=1)]
+PositiveFraction = Annotated[float, Bounds(above=0, high=1)]
+FractionBelowOne = Annotated[float, Bounds(low=0, below=1)]
+
+
 def parse(
     settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
 ) -> Settings:
     """Return dataclass `settings` filled from the flags `argv` (None: sys.argv) over `default`; InputError if wrong.
 
-    Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values; --help exits with 0.
+    Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values, among them numbers out
+    of the bounds of their type; --help exits with 0.
     """
     arguments = _expand_optional_switches(settings, sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
@@ -50,7 +92,7 @@ def parse(
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(
+            parsed = tyro.cli(
                 settings,
                 prog=prog,
                 description=re.sub(r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description),  # an example to a line
@@ -62,6 +104,8 @@ def parse(
         if stop.code in (0, None):
             raise
         raise InputError(f"{_simplify_error(message.getvalue())} (see {prog} --help)") from None
+    check_bounds(parsed)
+    return parsed
 
 
 def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
@@ -295,6 +339,41 @@ def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
 _get_field_types = functools.cache(get_type_hints)
 
 
+@functools.cache
+def _get_field_bounds(settings: type) -> dict[str, Bounds | None]:
+    """Return the bounds of each field of a dataclass by name, None without."""
+    return {name: _find_bounds(kind) for name, kind in get_type_hints(settings, include_extras=True).items()}
+
+
+def _find_bounds(kind: Any) -> Bounds | None:
+    """Return the first Bounds in the type `kind`, such as `PositiveInt | None` or `tuple[PositiveInt, ...]`."""
+    if isinstance(kind, Bounds):
+        return kind
+    return next(filter(None, map(_find_bounds, get_args(kind))), None)
+
+
+def _check_number(place: str, bounds: Bounds | None, value: Any) -> None:
+    """Raise InputError that begins with `place` if `value`, or a value of a tuple, is a number out of `bounds`."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if bounds and isinstance(number, (int, float)) and number not in bounds:
+            expected = bounds if abs(number) < math.inf else "a finite number"
+            raise InputError(f"{place}: found {truncate_text(str(number), 40)}, expected {expected}")
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise InputError, naming the flag, if a number is out of the bounds of its field's type.
+
+    Fields of nested dataclasses count.
+    """
+    bounds = _get_field_bounds(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value)
+        else:
+            _check_number(f"--{field.name.replace('_', '-')}", bounds[field.name], value)
+
+
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with `values` by field name, also nested ones, cast to the field's type; InputError if wrong.
 
@@ -311,12 +390,15 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     def replace(node):
         changes = {}
         types = _get_field_types(type(node))
+        bounds = _get_field_bounds(type(node))
         for field in dataclasses.fields(node):
             current = getattr(node, field.name)
             if dataclasses.is_dataclass(current):
                 changes[field.name] = replace(current)
             elif field.name in values:
-                changes[field.name] = _convert_value(f"{source}: field `{field.name}`", types[field.name], values[field.name])
+                place = f"{source}: field `{field.name}`"
+                changes[field.name] = _convert_value(place, types[field.name], values[field.name])
+                _check_number(place, bounds[field.name], changes[field.name])
         return dataclasses.replace(node, **changes)
 
     return replace(settings)
@@ -397,31 +479,6 @@ def check_given(settings: Any, command: str, *names: str) -> None:
     for name in names:
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see `megaenc {command} --help`")
-
-
-def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
-    """Check that floats are finite, `positive` fields above 0 and `shares` in [0, 1).
-
-    Raises InputError, naming the flag.
-    """
-    for name, value in vars(settings).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{flag}: found {value}, expected a finite number")
-        if name in positive and value <= 0:
-            raise InputError(f"{flag}: found {value}, expected more than 0")
-        if name in shares and not 0 <= value < 1:
-            raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
-
-
-def check_minimums(settings: Any, **minimums: int) -> None:
-    """Raise InputError, naming the flag, if a field is NaN or below its minimum.
-
-    Minimums are given as `field=minimum`.
-    """
-    for name, bound in minimums.items():
-        if not (value := getattr(settings, name)) >= bound:
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
 _TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc.errors import InputError
-from megaenc.flags import check_minimums
+from megaenc.flags import NonNegativeInt, PositiveInt
 from megaenc.processes import python_environment, set_child_environment
 
 _MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
@@ -21,23 +21,19 @@ class ClusterConfig:
     """submit the pending work to Slurm instead of running it on this machine"""
     slurm_partition: str = ""
     """partition; by default the cluster's default"""
-    slurm_minutes: int = 240
+    slurm_minutes: PositiveInt = 240
     """time limit of a job in minutes; a job that reaches it is requeued and resumes"""
-    slurm_gpus: int = 1
+    slurm_gpus: NonNegativeInt = 1
     """GPUs of a job on each node"""
-    slurm_cpus: int = 8
+    slurm_cpus: PositiveInt = 8
     """CPU cores of a job on each node"""
-    slurm_parallel: int = 256
+    slurm_parallel: PositiveInt = 256
     """maximum number of concurrent tasks of an array"""
     slurm_extra: tuple[str, ...] = ()
     """further options of sbatch as key=value: account=abc qos=long constraint=MI250"""
     slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
     """submitit's executor; for tests without a cluster, `local` runs all jobs on this machine in the background at once and
     `debug` runs them in this process"""
-
-    def check(self) -> None:
-        """Raise InputError for a number that is too small."""
-        check_minimums(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def build_submitit_parameters(self) -> dict[str, Any]:
         """Return Slurm's parameters by submitit's names; {} for its other executors.

@@ -1,7 +1,7 @@
 import io
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -209,6 +209,63 @@ def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys,
             main()
         assert stop.value.code == 2
         assert capsys.readouterr().err == shown
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers with bounds, in types of every form."""
+
+    steps: flags.PositiveInt | Literal["all"] | None = None
+    warmup: flags.FractionBelowOne = 0.1
+    mask: flags.PositiveFraction = 0.4
+    buckets: Annotated[int, flags.Bounds(low=1, high=1000)] = 14
+    most: Annotated[float, flags.Bounds(high=2)] = 1.0
+    rates: tuple[flags.PositiveFloat, ...] = ()
+
+
+@dataclass(frozen=True)
+class WithNumbers:
+    """A group of numbers."""
+
+    numbers: Numbers = field(default_factory=Numbers)
+    """Some numbers."""
+
+
+OUT_OF_BOUNDS = {
+    "steps 0": "found 0, expected 1 or more",
+    "warmup 1": "found 1.0, expected 0 or more and less than 1",
+    "warmup -0.5": "found -0.5, expected 0 or more and less than 1",
+    "mask 0": "found 0.0, expected more than 0 and at most 1",
+    "mask nan": "found nan, expected a finite number",
+    "buckets 1001": "found 1001, expected 1 to 1,000",
+    "most 3": "found 3.0, expected at most 2",
+    "rates 1 inf": "found inf, expected a finite number",
+    "rates 1 0": "found 0.0, expected more than 0",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), OUT_OF_BOUNDS.items())
+def test_a_flag_out_of_bounds_is_refused(words, sentence):
+    name, *numbers = words.split()
+    with pytest.raises(InputError) as error:
+        flags.parse(WithNumbers, [f"--{name}", *numbers], prog="command", description="")
+    assert str(error.value) == f"--{name}: {sentence}"
+
+
+def test_a_field_out_of_bounds_is_refused_with_its_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    for text in ("steps: 0", "rates: [1, 0]"):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"run.yaml: field `(steps|rates)`: found 0(\.0)?, expected (1 or more|more than 0)"):
+            flags.read_config_file(WithNumbers(), path)
+
+
+def test_the_ends_of_bounds_and_words_are_taken():
+    argv = ["--steps", "all", "--warmup", "0", "--mask", "1", "--buckets", "1000", "--most", "-5", "--rates", "1e-30"]
+    expected = Numbers("all", 0.0, 1.0, 1000, -5.0, (1e-30,))
+    assert flags.parse(WithNumbers, argv, prog="command", description="").numbers == expected
+    values = {"steps": 1, "warmup": 0, "mask": 1, "buckets": 1}
+    assert flags.replace_fields(WithNumbers(), values, source="").numbers == Numbers(1, 0.0, 1.0, 1)
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def _kind(kind: object) -> str:
         return ", ".join(map(str, inside))
     if origin is tuple:
         return f"{_kind(inside[0])} ..."
-    if origin is typing.ClassVar:
+    if origin in (typing.ClassVar, typing.Annotated):
         return _kind(inside[0])
     words = {bool: "yes or no", int: "whole number", float: "number", str: "text", Path: "path"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaenc.errors import InputError
-from megaenc.flags import IN_IDENTITY, setting
+from megaenc.flags import IN_IDENTITY, PositiveInt, setting
 
 FLOAT8_ALIGNMENT = 16
 """The widths of matrices in float8 products must be multiples of this."""
@@ -37,14 +37,14 @@ class KernelConfig:
 class ParallelConfig:
     """Flags of the parallel layout (tensor, pipeline, sequence; the rest is data parallel), overlap and recomputation."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """processes that share each layer's matrices"""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: PositiveInt = 1
     """pipeline stages, each with a share of the layers; if they do not divide evenly, stages in the middle have more"""
     pipeline_model_parallel_layout: str = ""
     """another split of the layers, in Megatron's notation: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the first
     of 4 stages, the head (L) and 6 layers on the last; with more parts than stages, the stages are interleaved"""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
     """interleave the stages in chunks of this many layers, which shortens the pipeline bubble"""
     sequence_parallel: bool = False
     """shard norms and residuals along the sequence too (needs tensor parallelism)"""
@@ -62,16 +62,13 @@ class ParallelConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     """layers that full recomputes. uniform: all, in units of --recompute-num-layers; block: the first --recompute-num-layers
     of each stage; uniform unless given"""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: PositiveInt | None = None
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
         """Raise InputError unless `world_size` processes fit the layout, and its flags each other."""
         tensor = self.tensor_model_parallel_size
         pipeline = self.pipeline_model_parallel_size
-        for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
-            if size < 1:
-                raise InputError(f"{flag}: found {size}, expected 1 or more")
         if world_size % (tensor * pipeline):
             raise InputError(
                 f"{world_size} processes cannot be laid out as tensor parallel {tensor} x pipeline parallel {pipeline}: "

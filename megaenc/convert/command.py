@@ -13,6 +13,7 @@ import tyro
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, closest_match, handle_command_errors
+from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveFraction
 from megaenc.output_paths import report_stale_files
 from megaenc.processes import exit_on_sigterm
 
@@ -45,7 +46,7 @@ class ToHFConfig:
     """family to write: a decoder's name exports the same weights with causal attention, as for generation; source: the family of
     the original model, bidirectional. EuroBERT unless given, or source, or another encoder, if EuroBERT does not support the
     model"""
-    ckpt_step: int | None = None
+    ckpt_step: NonNegativeInt | None = None
     """step of the checkpoint; the newest unless given, 0 for the initial weights"""
     all: bool = False
     """export every checkpoint, and step 0, to folders in --output with names such as 610m-clm-10k-mlm40-42k"""
@@ -90,12 +91,12 @@ class MergeConfig:
     method: Literal["linear", "slerp", "ties"] = "linear"
     """linear: weighted average; slerp: spherical interpolation of two checkpoints, for each tensor; ties: average of the largest
     changes since --base that agree in sign (arXiv 2306.01708)"""
-    weights: tuple[float, ...] = ()
+    weights: tuple[NonNegativeFloat, ...] = ()
     """linear: one for each checkpoint, divided by their sum (default: equal); slerp: one number from 0, the first checkpoint, to
     1, the second (default: 0.5)"""
     base: str = ""
     """ties: checkpoint from which all others were trained, as in runs/a@1000"""
-    density: float | None = None
+    density: PositiveFraction | None = None
     """ties: share of each checkpoint's changes, the largest ones, that are merged; the paper's default is 0.2"""
     dtype: Literal["source", "bf16", "fp32"] = "source"
     """dtype of the merged weights, which are computed in float64; source: bf16 if all runs have it, else fp32"""

@@ -37,6 +37,7 @@ from megaenc.doctor.report import RankFindings, format_json, format_report, merg
 from megaenc.doctor.result import CheckContext, Finding, problem
 from megaenc.doctor.runner import CheckRunner
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.flags import PositiveFloat
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.processes import exit_on_sigterm
 
@@ -53,7 +54,7 @@ class DoctorConfig:
     """JSON file to write with the findings of every rank"""
     only: tuple[Subject, ...] = ()
     """subjects to check (default: all)"""
-    timeout: float = 60.0
+    timeout: PositiveFloat = 60.0
     """seconds after which a hanging check is skipped and reported; checks that compile kernels get up to three times as long"""
 
 
@@ -65,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     exit_if_restart_forbidden()
     silence_libraries()
     config = flags.parse(DoctorConfig, argv, prog="megaenc doctor", description=__doc__)
-    if not config.timeout > 0:
-        raise InputError(f"--timeout {config.timeout:g}: expected seconds above 0")
     if config.json and not get_rank():
         check_output_file(Path(config.json), "--json")
     own = RankFindings(get_rank(), socket.gethostname(), [])

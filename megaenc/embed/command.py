@@ -21,7 +21,6 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.embed.config import RULES, EmbeddingFlags
 from megaenc.embed.evaluation_file import EvaluationRow, format_evaluation
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.flags import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
-    check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:

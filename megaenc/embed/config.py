@@ -1,11 +1,19 @@
 """Configuration of embedding with a model as it is, and of contrastive training, and the files of a trained model."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
-from megaenc.flags import check_minimums, check_ranges
+from megaenc.flags import (
+    Bounds,
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+)
 
 TRAINING_DETAILS, TRAINING_LOG = "training.json", "training.jsonl"
 """Files next to a trained model: its settings, digests and counts, and the losses by step."""
@@ -19,9 +27,9 @@ class EmbeddingFlags:
     """text before each query of retrieval; by default that of a sentence-transformers folder, else none"""
     document_prefix: str | None = None
     """text before each document of retrieval; by default that of a sentence-transformers folder, else none"""
-    max_length: int = 0
+    max_length: NonNegativeInt = 0
     """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
-    truncate_dim: int = 0
+    truncate_dim: NonNegativeInt = 0
     """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0: all"""
     attention: Literal["", "bidirectional", "causal"] = ""
     """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
@@ -30,7 +38,7 @@ class EmbeddingFlags:
     without one SEP, after it; none: only the text. By default what the tokenizer does"""
     precision: Literal["", "bf16", "fp32"] = ""
     """dtype of the weights; by default bf16 if the device supports it, else fp32"""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """texts of a forward pass, of similar length and without padding"""
 
 
@@ -42,33 +50,33 @@ RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "b
 class ContrastiveConfig:
     """Hyperparameters of contrastive training: batch, steps, AdamW, InfoNCE loss, text length, precision."""
 
-    batch_size: int = 256
+    batch_size: Annotated[int, Bounds(low=2)] = 256
     """pairs of a step, over all processes; the other documents of the batch are the negatives"""
-    epochs: float = 1.0
+    epochs: PositiveFloat = 1.0
     """maximum number of passes over the pairs; training ends at --max-steps or --epochs, the earlier of the two"""
-    max_steps: int = 0
+    max_steps: NonNegativeInt = 0
     """maximum number of steps; 0: no limit but --epochs"""
-    learning_rate: float = 1e-4
+    learning_rate: PositiveFloat = 1e-4
     """peak learning rate, reached at the end of the warmup"""
-    warmup: float = 0.1
+    warmup: FractionBelowOne = 0.1
     """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
-    adam_beta1: float = 0.9
+    adam_beta1: FractionBelowOne = 0.9
     """AdamW's decay rate of the gradients' mean"""
-    adam_beta2: float = 0.999
+    adam_beta2: FractionBelowOne = 0.999
     """AdamW's decay rate of the squared gradients' mean"""
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the denominator"""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """maximum gradient norm; larger gradients are scaled down to it; 0 disables clipping"""
-    temperature: float = 0.05
+    temperature: PositiveFloat = 0.05
     """divisor of the cosine similarities in the InfoNCE loss"""
     symmetric: bool = False
     """add the loss of finding each document's query among the queries of the batch, and halve the sum"""
-    negatives: int = 1
+    negatives: NonNegativeInt = 1
     """hard negatives of each pair that are used at most, the first ones; 0: only the documents of the batch"""
-    matryoshka_dims: tuple[int, ...] = ()
+    matryoshka_dims: tuple[PositiveInt, ...] = ()
     """sizes to which embeddings may be cut afterwards; the loss is the sum over these and the full size"""
     query_prefix: str | None = None
     """text before each query, in training and in the exported model's prompt `query`; by default that of a
@@ -76,7 +84,7 @@ class ContrastiveConfig:
     document_prefix: str | None = None
     """text before each document, in training and in the exported model's prompt `document`; by default that of a
     sentence-transformers folder, else none"""
-    max_length: int = 0
+    max_length: NonNegativeInt = 0
     """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
     attention: Literal["", "bidirectional", "causal"] = ""
     """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
@@ -88,22 +96,15 @@ class ContrastiveConfig:
     is a sentence-transformers folder"""
     precision: Literal["", "bf16", "fp32"] = ""
     """bf16: compute in bfloat16 with float32 master weights; by default bf16 if the device supports it, else fp32"""
-    tokens_per_forward: int = 16384
+    tokens_per_forward: PositiveInt = 16384
     """maximum tokens of a forward pass; larger batches use gradient caching; a text is never split"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the data order and dropout"""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of a process; the last bits of the result depend on this number"""
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
-        check_ranges(
-            self, positive=("epochs", "temperature", "adam_eps", "learning_rate"), shares=("warmup", "adam_beta1", "adam_beta2")
-        )
-        check_minimums(self, batch_size=2, max_steps=0, negatives=0, tokens_per_forward=1, threads=1, seed=0)
-        check_minimums(self, weight_decay=0, clip_grad=0, max_length=0)
-        if self.seed >= 2**63:
-            raise InputError(f"--seed: found {self.seed}, expected less than 2**63")
+        """Raise InputError, naming the flag, for a size that is given twice."""
         for value in self.matryoshka_dims:
-            if value < 1 or self.matryoshka_dims.count(value) > 1:
-                raise InputError(f"--matryoshka-dims: found {value}, expected sizes of at least 1, each once")
+            if self.matryoshka_dims.count(value) > 1:
+                raise InputError(f"--matryoshka-dims: found {value}, expected each size once")

@@ -17,7 +17,7 @@ from megaenc.atomic_io import atomic_files
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.flags import check_minimums
+from megaenc.flags import NonNegativeInt, PositiveFraction, PositiveInt
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm
 
@@ -43,13 +43,13 @@ class MineConfig:
     """.jsonl file to write: the pairs with `query`, `document` and `negatives`, the most similar first"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
-    negatives: int = 4
+    negatives: PositiveInt = 4
     """hard negatives of a pair, or fewer if too few documents follow the rules"""
-    depth: int = 100
+    depth: PositiveInt = 100
     """last rank of a hard negative among the documents that are not the query's own"""
-    skip: int = 0
+    skip: NonNegativeInt = 0
     """first ranks to leave out, whose documents are the likeliest to be relevant"""
-    margin: float = 0.95
+    margin: PositiveFraction = 0.95
     """maximum cosine of a hard negative with the query, as a fraction of that of the pair's document"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
 
@@ -60,11 +60,9 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     settings = flags.parse_with_config(MineConfig, argv, prog="megaenc embed mine", description=__doc__)
     flags.check_given(settings, "embed mine", "model", "data", "output")
-    check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
-    check_minimums(settings, negatives=1, skip=0)
-    check_minimums(settings, depth=settings.skip + settings.negatives)
-    if not 0 < settings.margin <= 1:
-        raise InputError(f"--margin: found {settings.margin}, expected more than 0 and at most 1")
+    last_rank = settings.skip + settings.negatives
+    if settings.depth < last_rank:
+        raise InputError(f"--depth: found {settings.depth}, expected at least {last_rank}, --skip and --negatives together")
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")

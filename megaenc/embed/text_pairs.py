@@ -19,7 +19,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, ResolvedInputs, read_blocks, resolve_inputs
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.flags import check_minimums
+from megaenc.flags import NonNegativeInt, PositiveInt
 from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
 from megaenc.processes import exit_on_sigterm
 
@@ -38,13 +38,13 @@ class TextPairsConfig(InputConfig):
     """adjacent: two neighbouring paragraphs; spans: two random spans of the same part of a document, which may overlap"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
-    count: int = 0
+    count: NonNegativeInt = 0
     """pairs to write, drawn evenly from the whole input; 0: all"""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """seed of the spans, and of the draw of --count"""
-    min_words: int = 8
+    min_words: PositiveInt = 8
     """minimum words of a text; shorter paragraphs, such as headings, are joined with the next one"""
-    max_words: int = 128
+    max_words: PositiveInt = 128
     """maximum words of a text; longer paragraphs are cut at sentence ends"""
     json_key: JsonKey = "text"
     """key of the text in each JSON object, or column of a table"""
@@ -55,9 +55,8 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed pairs`: make training pairs of the input's documents, write them and print their number."""
     silence_libraries()
     settings = flags.parse(TextPairsConfig, argv, prog="megaenc embed pairs", description=__doc__)
-    check_minimums(settings, count=0, seed=0, min_words=1)
-    # Halves of a text that is too long have a quarter of its words at least.
-    check_minimums(settings, max_words=4 * settings.min_words)
+    if settings.max_words < 4 * settings.min_words:  # halves of a text that is too long have a quarter of its words at least
+        raise InputError(f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, 4 x --min-words")
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")

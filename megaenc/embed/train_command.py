@@ -14,7 +14,7 @@ from megaenc.console import print_rank_0, silence_libraries
 from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import handle_command_errors
-from megaenc.flags import check_minimums
+from megaenc.flags import PositiveInt
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import exit_on_sigterm
@@ -33,9 +33,9 @@ class EmbedTrainConfig:
     output: str = ""
     """new folder for the trained model; OUTPUT.state keeps an unfinished training, which the same command resumes"""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
-    save_interval: int = 100
+    save_interval: PositiveInt = 100
     """steps between saved states, from which the same command resumes"""
-    log_interval: int = 1
+    log_interval: PositiveInt = 1
     """steps between rows of training.jsonl; the last step always has one"""
 
 
@@ -49,7 +49,6 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     flags.check_given(settings, "embed train", "model", "data", "output")
     settings.contrastive.check()
     check_process_count("--threads", settings.contrastive.threads)
-    check_minimums(settings, save_interval=1, log_interval=1)
     output = Path(settings.output)
     if not os.path.isfile(output / TRAINING_DETAILS):  # False for a name that is too long too
         refuse_existing(output, "--output")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
@@ -23,6 +24,7 @@ from megaenc.estimate.length_model import LengthModel, build_length_model, read_
 from megaenc.estimate.report import EstimateReport
 from megaenc.estimate.total import Workload, estimate_layout, find_simplest_layout
 from megaenc.estimate.work import build_phases, build_schedule
+from megaenc.flags import Bounds, PositiveFloat, PositiveFraction, PositiveInt
 from megaenc.objectives import pseudo_perplexity_shifts
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, merge_defaults
@@ -53,17 +55,17 @@ class EstimateConfig:
     The type of the devices is `--gpu`, with the flags of the output.
     """
 
-    gpus: int = 1
+    gpus: PositiveInt = 1
     """number of identical devices, one torchrun process each; a die of an MI250X counts as one"""
-    mfu: float | None = None
+    mfu: PositiveFraction | None = None
     """model FLOPs utilization (0.4 is 40 % of the peak), instead of the table's"""
-    price_per_hour: float | None = None
+    price_per_hour: PositiveFloat | None = None
     """price of one device hour in any currency: adds the cost of the run"""
-    document_tokens: tuple[int, ...] = ()
+    document_tokens: tuple[Annotated[int, Bounds(low=1, high=1 << 40)], ...] = ()
     """document lengths in tokens, equally likely: 500, or 50 300 2000 (default: those of --data-path)"""
-    devices_per_node: int | None = None
+    devices_per_node: PositiveInt | None = None
     """devices of a node, instead of the table's"""
-    memory_gib: float | None = None
+    memory_gib: PositiveFloat | None = None
     """memory of a device in GiB, instead of the table's"""
     suggest: bool = True
     """search for a layout that fits, or is simpler and faster"""
@@ -128,14 +130,7 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
 
 
 def _check_config(config: EstimateConfig) -> None:
-    """Raise InputError for values out of range and contradicting flags."""
-    integers = ("gpus", "devices_per_node")
-    for name in (*integers, "memory_gib", "price_per_hour"):
-        if (value := getattr(config, name)) is not None and not 0 < value < float("inf"):
-            expected = "1 or more" if name in integers else "a number above 0"
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
-    if config.mfu is not None and not 0 < config.mfu <= 1:
-        raise InputError(f"--mfu: found {config.mfu}, expected a fraction of the peak above 0 and at most 1 (0.4 is 40 %)")
+    """Raise InputError for flags that are missing or contradict each other."""
     if config.pretrain.micro_batch_size == "auto":
         raise InputError("--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one")
     if not config.pretrain.output.gpu:

@@ -14,11 +14,9 @@ from megaenc.data.packing.blended_dataset import CorpusSource, find_corpora, is_
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, check_two_chunks_fit, mean_squared_chunk_lengths
 from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
-from megaenc.errors import InputError
 from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
-_MAX_LENGTH = 1 << 40  # tokens per document
 _LISTED_CORPORA = 6
 _ONE_EOS = SpecialTokens("eod", after=(0,))  # probably, where nothing says what surrounds a document
 
@@ -44,11 +42,8 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
     """Return the LengthModel of given lengths, else corpora, else a document a pack; two chunks if cut at random.
 
     `window`: of the model's local layers, None without any. Random-length packing has two chunks per pack for any documents.
-    Raises InputError for invalid lengths or corpora.
+    Raises InputError for invalid corpora.
     """
-    for length in document_tokens:
-        if not 1 <= length <= _MAX_LENGTH:
-            raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_MAX_LENGTH:,} tokens")
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
         squares, pairs = mean_squared_chunk_lengths(data.seq_length), mean_chunk_pairs(data.seq_length, window)

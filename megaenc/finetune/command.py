@@ -12,12 +12,12 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import DataUnavailable, TaskFamily
-from megaenc.finetune.grid.jobs import build_jobs, check_learning_rate, select_remaining_work, try_lock_run
+from megaenc.finetune.grid.jobs import build_jobs, select_remaining_work, try_lock_run
 from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.job import TOKENIZED_CACHE, RunProgress
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
-from megaenc.flags import check_minimums
+from megaenc.flags import PositiveFloat, Seed
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
 from megaenc.processes import exit_on_sigterm
@@ -42,9 +42,9 @@ class FinetuneRunConfig:
     dataset: str = ""
     """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, NAME=PATH, or a
     repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION"""
-    learning_rate: float = 1e-4
+    learning_rate: PositiveFloat = 1e-4
     """peak learning rate, reached at the end of the warmup"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the data order, the head's initial weights and dropout"""
     output: str = "results"
     """folder of results; a run that is finished there is not repeated"""
@@ -64,10 +64,6 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     flags.check_given(settings, "finetune run", "model", "dataset")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
-    check_learning_rate("--learning-rate", settings.learning_rate)
-    check_minimums(settings, seed=0)
-    if settings.seed >= 2**63:
-        raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
     check_parent_writable(output / "model", "--output")
     if settings.save_model:

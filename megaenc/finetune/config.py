@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
-from megaenc.flags import check_minimums, check_ranges
+from megaenc.flags import FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
@@ -17,25 +17,25 @@ class FinetuneConfig:
     The defaults are the study's except for the precision, which is "paper-bf16" there.
     """
 
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """examples of a step; in retrieval, the other documents of the batch are the negatives"""
-    max_steps: int = 1000
+    max_steps: NonNegativeInt = 1000
     """maximum number of steps; 0: no limit but --epochs"""
-    epochs: float = 1.0
+    epochs: PositiveFloat = 1.0
     """maximum number of passes over the training data; training ends at --max-steps or --epochs, the earlier of the two"""
-    warmup: float = 0.1
+    warmup: FractionBelowOne = 0.1
     """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
-    adam_beta1: float = 0.9
+    adam_beta1: FractionBelowOne = 0.9
     """AdamW's decay rate of the gradients' mean"""
-    adam_beta2: float = 0.95
+    adam_beta2: FractionBelowOne = 0.95
     """AdamW's decay rate of the squared gradients' mean"""
-    adam_eps: float = 1e-5
+    adam_eps: PositiveFloat = 1e-5
     """AdamW's epsilon, added to the denominator"""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """maximum gradient norm; larger gradients are scaled down to it; 0 disables clipping"""
-    max_length: int = 0
+    max_length: NonNegativeInt = 0
     """maximum tokens of a text, special tokens included; longer texts are cut; 0: 99 % of the model's context (study: 2,028)"""
     attention: Literal["bidirectional", "causal"] = "bidirectional"
     """direction of attention in fine-tuning and evaluation, independent of pretraining"""
@@ -55,28 +55,25 @@ class FinetuneConfig:
     pooling: Literal["mean", "cls", "lasttoken"] = "mean"
     """state of a text for the linear head of classification and for retrieval: the mean of its tokens' states, the first, or
     the last; --head native pools as the model's config says"""
-    scale: float = 20.0
+    scale: PositiveFloat = 20.0
     """factor of the cosine similarities in the retrieval loss, the inverse of its temperature"""
-    tokens_per_forward: int = 16384
+    tokens_per_forward: PositiveInt = 16384
     """maximum tokens of a forward pass; a smaller number needs less memory; a text is never split"""
     deterministic: bool = True
     """use deterministic GPU kernels, some slower, so that equal runs give equal bits; CPU runs are always deterministic"""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of a run; the last bits of its results depend on this number"""
-    eval_interval: int = 0
+    eval_interval: NonNegativeInt = 0
     """steps between evaluations on the validation split during training; 0: only after the last step"""
     best_checkpoint: bool = False
     """test and keep the weights with the best validation score, the earliest of equals, instead of the last ones; needs
     --eval-interval"""
-    early_stopping: int = 0
+    early_stopping: NonNegativeInt = 0
     """end training after this number of evaluations without a better validation score, and use the best weights, as with
     --best-checkpoint; needs --eval-interval; 0: never"""
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
-        check_ranges(self, positive=("epochs", "scale", "adam_eps"), shares=("warmup", "adam_beta1", "adam_beta2"))
-        check_minimums(self, batch_size=1, max_steps=0, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0)
-        check_minimums(self, max_length=0, eval_interval=0, early_stopping=0)
+        """Raise InputError, naming the flag, for flags that do not fit each other."""
         if self.special_tokens and self.adds_named_tokens:
             flag = "--add-eos" if self.add_bos is None else "--add-bos"
             raise InputError(f"{flag}: found with --special-tokens {self.special_tokens}, expected one of them")

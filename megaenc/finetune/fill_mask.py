@@ -14,7 +14,7 @@ from megaenc.console import build_rich_console, print_rank_0, silence_libraries
 from megaenc.counter_rng import SampleRandomness, permutation
 from megaenc.data.sources.resolve import InputConfig, JsonKey, read_texts, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.flags import check_minimums
+from megaenc.flags import NonNegativeInt, PositiveFraction, PositiveInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -36,13 +36,13 @@ class FillMaskConfig:
     """Encoding of JSONL, CSV, TSV and text files, such as latin1, cp1252 or utf-16."""
     delimiter: str | None = None
     """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a tab in TSV."""
-    mask: float = 0.4
+    mask: PositiveFraction = 0.4
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
-    tokens: int = 100_000
+    tokens: PositiveInt = 100_000
     """Number of tokens to evaluate on, from the start of the text."""
-    seq_length: int = 0
+    seq_length: NonNegativeInt = 0
     """Most tokens of a window; two models are comparable if it is the same. 0: as many as model and tokenizer read."""
-    sentences: int = 8
+    sentences: NonNegativeInt = 8
     """Number of sentences to print, each with one masked word and the model's guesses: those with the surest guesses of 200."""
 
 
@@ -276,9 +276,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc fill-mask`: print masked sentences with the model's guesses, then its accuracy on masked tokens."""
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
-    if not 0 < settings.mask <= 1:
-        raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
-    check_minimums(settings, tokens=1, sentences=0, seq_length=0)
     source = InputConfig(settings.input, encoding=settings.encoding, delimiter=settings.delimiter)
     inputs = resolve_inputs(source, [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded

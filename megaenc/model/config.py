@@ -1,56 +1,69 @@
 """Model shape, presets, and parameter and FLOP counts."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
-from megaenc.flags import ADAPTABLE_WEIGHTS, ANY_WEIGHTS, BY_PHASE, setting
+from megaenc.flags import (
+    ADAPTABLE_WEIGHTS,
+    ANY_WEIGHTS,
+    BY_PHASE,
+    Bounds,
+    FractionBelowOne,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    check_bounds,
+    setting,
+)
+
+_Factor = Annotated[float, Bounds(low=1)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and options of a pre-norm transformer; by default Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries."""
 
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """transformer layers"""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """width of the residual stream"""
-    ffn_hidden_size: int = 768
+    ffn_hidden_size: PositiveInt = 768
     """width inside the gated MLP"""
-    num_attention_heads: int = 4
+    num_attention_heads: PositiveInt = 4
     """query heads"""
-    num_query_groups: int = 2
+    num_query_groups: PositiveInt = 2
     """key/value heads"""
-    kv_channels: int | None = None
+    kv_channels: PositiveInt | None = None
     """width of an attention head; --hidden-size / --num-attention-heads unless given"""
     add_qkv_bias: bool = False
     """add a bias to queries, keys and values, as Qwen2 does"""
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
-    query_pre_attn_scalar: int | None = setting(None, feature="scaling of queries")
+    query_pre_attn_scalar: PositiveInt | None = setting(None, feature="scaling of queries")
     """divide attention scores by the square root of this number; of the head width unless given"""
-    rotary_base: float = setting(10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of a base other than 10,000")
+    rotary_base: PositiveFloat = setting(10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of another base period")
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
     use_rope_scaling: bool = setting(False, ADAPTABLE_WEIGHTS, feature="scaled rotary positions")
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
-    rope_scaling_factor: float = setting(8.0, ADAPTABLE_WEIGHTS)
+    rope_scaling_factor: _Factor = setting(8.0, ADAPTABLE_WEIGHTS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
-    yarn_rotary_scaling_factor: float | None = setting(None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN")
+    yarn_rotary_scaling_factor: _Factor | None = setting(None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN")
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
-    yarn_original_max_position_embeddings: int | None = setting(None, ADAPTABLE_WEIGHTS)
+    yarn_original_max_position_embeddings: Annotated[int, Bounds(low=1, high=1 << 20)] | None = setting(None, ADAPTABLE_WEIGHTS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
-    rotary_seq_len_interpolation_factor: float | None = setting(None, feature="linearly scaled rotary positions")
+    rotary_seq_len_interpolation_factor: _Factor | None = setting(None, feature="linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", feature="LayerNorm")
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
     """add a bias in each LayerNorm"""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5
     """epsilon of the norms"""
     apply_layernorm_1p: bool = setting(False, feature="norms by weight + 1")
     """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
@@ -59,15 +72,15 @@ class ModelConfig:
     activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
     """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
     as in Gemma 3), and of the --prediction-head"""
-    window_size: int | None = setting(None, feature="attention windows")
+    window_size: PositiveInt | None = setting(None, feature="attention windows")
     """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
     without it, and in documents that fit into it"""
-    global_attn_every_n_layers: int | None = None
+    global_attn_every_n_layers: Annotated[int, Bounds(low=2)] | None = None
     """with --window-size: attend globally in each n-th layer from --first-global-layer on (ModernBERT: 3, Gemma 3: 6); no layer
     unless given"""
-    first_global_layer: int = 1
+    first_global_layer: PositiveInt = 1
     """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
-    local_rotary_base: float | None = setting(None, ADAPTABLE_WEIGHTS)
+    local_rotary_base: PositiveFloat | None = setting(None, ADAPTABLE_WEIGHTS)
     """base period of the rotary positions in local layers; --rotary-base unless given"""
     embedding_norm: bool = setting(False, feature="norm of the embedding")
     """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
@@ -77,22 +90,22 @@ class ModelConfig:
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
     output_layer_bias: bool = setting(False, feature="bias of the output layer")
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
-    attention_output_dropout: float = setting(0.0, ANY_WEIGHTS)
+    attention_output_dropout: FractionBelowOne = setting(0.0, ANY_WEIGHTS)
     """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
     as in ModernBERT (0.1)"""
-    init_method_std: float = setting(0.02, ANY_WEIGHTS)
+    init_method_std: NonNegativeFloat = setting(0.02, ANY_WEIGHTS)
     """standard deviation of the initial weights"""
     init_method: Literal["normal", "scaled", "full_megatron"] = setting("normal", ANY_WEIGHTS)
     """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
     --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
     and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
-    init_cutoff: float = setting(2.0, ANY_WEIGHTS)
+    init_cutoff: PositiveFloat = setting(2.0, ANY_WEIGHTS)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
     untie_embeddings_and_output_weights: bool = setting(True, feature="output layer that shares the embedding")
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
-    vocab_size: int | None = None
+    vocab_size: Size | None = None
     """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
-    make_vocab_size_divisible_by: int = setting(128, ANY_WEIGHTS)
+    make_vocab_size_divisible_by: Size = setting(128, ANY_WEIGHTS)
     """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit the padding"""
 
     @property
@@ -218,10 +231,7 @@ class ModelConfig:
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""
-        for names, is_valid, expected in _LIMITS:
-            for name in names:
-                value = getattr(self, name)
-                self._check_field(name, value is None or is_valid(value), expected)
+        check_bounds(self)
         if self.kv_channels is None:
             self._check_multiple("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
@@ -280,29 +290,6 @@ class ModelConfig:
         """Raise InputError, naming the flag of the field `name`, unless it is valid."""
         if not is_valid:
             raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}")
-
-
-_LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions
-_COUNTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-_COUNTS += ("query_pre_attn_scalar", "window_size", "first_global_layer")
-_FACTORS = ("rope_scaling_factor", "yarn_rotary_scaling_factor", "rotary_seq_len_interpolation_factor")
-# Fields, what their values must be unless they are None, and its text.
-_LIMITS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_COUNTS, lambda value: value >= 1, "1 or more"),
-    (_FACTORS, lambda value: 1 <= value < math.inf, "1 or more"),
-    (
-        ("rotary_base", "local_rotary_base", "norm_epsilon", "init_cutoff"),
-        lambda value: 0 < value < math.inf,
-        "a number above 0",
-    ),
-    (
-        ("yarn_original_max_position_embeddings",),
-        lambda value: 1 <= value <= _LONGEST_CONTEXT,
-        f"1 to {_LONGEST_CONTEXT:,}",
-    ),
-    (("global_attn_every_n_layers",), lambda value: value >= 2, "2 or more"),
-    (("attention_output_dropout",), lambda value: 0 <= value < 1, "0 or more and below 1"),
-)
 
 
 def visible_pairs(length: int, window: int | None) -> int:

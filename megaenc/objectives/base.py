@@ -14,6 +14,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, closest_match
+from megaenc.flags import Bounds
 
 
 class Attention(StrEnum):
@@ -88,8 +89,7 @@ def option(
     above: float = -math.inf,
 ) -> Any:
     """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
-    limits = {"low": low, "high": high, "above": above}
-    return dataclasses.field(default=default, metadata={"help": help, **limits})
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": Bounds(low, high, above)})
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Objective(ABC):
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field, ...]:
-        """Return the dataclass fields of the options, in order of declaration; `metadata` holds help text and limits."""
+        """Return the dataclass fields of the options, in order of declaration; `metadata` holds help text and bounds."""
         return dataclasses.fields(cls)[1:]
 
     @classmethod
@@ -185,23 +185,20 @@ class Objective(ABC):
 
     @classmethod
     def _check_option(cls, field: dataclasses.Field, value: Any) -> None:
-        """Raise OptionError unless `value` has the type of the option and lies within its limits."""
+        """Raise OptionError unless `value` has the type of the option and lies within its bounds."""
         kind = type(field.default)
         is_valid = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
         if is_valid and kind in (int, float):
-            limits = field.metadata
-            is_valid = math.isfinite(value) and limits["low"] <= value <= limits["high"] and value > limits["above"]
+            is_valid = value in field.metadata["bounds"]
         if not is_valid:
             raise OptionError(cls.name, field.name, f"found {_format_value(value)}, expected {_format_expected(field)}")
 
 
 def _format_expected(field: dataclasses.Field) -> str:
-    """Format the type, limits and help of an option for an error message."""
+    """Format the type, bounds and help of an option for an error message."""
     kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[type(field.default)]
-    limits = field.metadata
-    bounds = [(limits["above"], "above"), (limits["low"], "from"), (limits["high"], "up to")]
-    words = [kind, *(f"{word} {_format_value(bound)}" for bound, word in bounds if math.isfinite(bound))]
-    return f"{' '.join(words)} ({limits['help']})"
+    bounds = str(field.metadata["bounds"])
+    return f"{kind}{bounds and ', '}{bounds} ({field.metadata['help']})"
 
 
 def _format_value(value: Any) -> str:

@@ -45,7 +45,7 @@ def _find_defect(name: str, objective: Any) -> str:
     if "__dataclass_fields__" not in vars(objective):
         return "is no dataclass, expected @dataclass(frozen=True) above it"
     for field in objective.options():
-        if "low" not in field.metadata:
+        if "bounds" not in field.metadata:
             return f"has a field `{field.name}` that is not declared with megaenc.objectives.option"
         if hasattr(Objective, field.name):
             return f"has an option `{field.name}`, which is a name of the class Objective"

@@ -1,11 +1,25 @@
 """The flags of a pretraining run in groups; each field is a flag, and its docstring the help text."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaenc import flags
+from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.errors import InputError
-from megaenc.flags import BY_PHASE, IN_IDENTITY, NOT_IN_IDENTITY, setting
+from megaenc.flags import (
+    BY_PHASE,
+    IN_IDENTITY,
+    NOT_IN_IDENTITY,
+    Bounds,
+    Fraction,
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    YamlMapping,
+    setting,
+)
 from megaenc.training.callbacks.base import parse_callbacks
 
 
@@ -17,16 +31,16 @@ class DataConfig:
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
     'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
     and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
-    blend_temperature: float = setting(1.0, NOT_IN_IDENTITY, BY_PHASE)
+    blend_temperature: Fraction = setting(1.0, NOT_IN_IDENTITY, BY_PHASE)
     """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
     shares are proportional to tokens ** T"""
-    blend_max_epochs: int | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
+    blend_max_epochs: Annotated[int, Bounds(low=1, high=10_000)] | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
     tokenizer: str = setting("", NOT_IN_IDENTITY)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
-    seq_length: int = setting(128, BY_PHASE)
+    seq_length: Annotated[int, Bounds(low=1, high=LONGEST_PACK)] = setting(128, BY_PHASE)
     """tokens of a pack; a pack holds several documents, and attention never crosses their boundaries"""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
@@ -48,21 +62,21 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
     muon: Muon for the matrices of the layers, AdamW for all other weights"""
-    weight_decay: float = setting(0.1, BY_PHASE)
+    weight_decay: NonNegativeFloat = setting(0.1, BY_PHASE)
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
     no_weight_decay_norm_bias: bool = False
     """leave norms and biases, all parameters of one dimension, out of the weight decay"""
-    adam_beta1: float = 0.9
+    adam_beta1: FractionBelowOne = 0.9
     """decay rate of Adam's first moment"""
-    adam_beta2: float = 0.95
+    adam_beta2: FractionBelowOne = 0.95
     """decay rate of Adam's second moment"""
-    adam_eps: float = 1e-5
+    adam_eps: PositiveFloat = 1e-5
     """term added to the denominator of Adam for numerical stability"""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """gradient norm above which the gradient is scaled down; 0 never clips"""
-    muon_momentum: float = 0.95
+    muon_momentum: FractionBelowOne = 0.95
     """decay rate of Muon's momentum"""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: PositiveInt = 5
     """Newton-Schulz iterations of Muon's orthogonalization"""
 
     def check(self) -> None:
@@ -81,14 +95,14 @@ class StartConfig:
     branch_from: str | None = None
     """run directory to branch from: continue with weights, optimizer and data position of its step --branch-at, with another
     number of steps, decay or objective schedule, which must agree with that run's up to that step"""
-    branch_at: int | None = None
+    branch_at: NonNegativeInt | None = None
     """step of --branch-from whose checkpoint is loaded; step numbers continue from there"""
     init_from: str | None = None
     """run directory to load only the weights from, for a new run with a new optimizer and steps from 1; the shape must be the
     run's, while rotary positions may be others if they are given (--rotary-base)"""
-    init_at: int | None = None
+    init_at: NonNegativeInt | None = None
     """step of --init-from whose weights are loaded; default: its newest checkpoint"""
-    skip_samples: int | Literal["parent"] | None = None
+    skip_samples: NonNegativeInt | Literal["parent"] | None = None
     """samples (packs) of the data to skip before the first step; `parent`: as many as the run of --init-from has read"""
 
     def check(self) -> None:
@@ -110,16 +124,16 @@ class StartConfig:
 class FaultConfig:
     """Flags for non-finite gradients and loss spikes: skippable steps, spike threshold, rewinds, steps each skips."""
 
-    max_skipped_updates: int = 10
+    max_skipped_updates: NonNegativeInt = 10
     """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one more ends the run, naming
     step, pack and rank"""
-    loss_spike_sigmas: float = 6.0
+    loss_spike_sigmas: NonNegativeFloat = 6.0
     """robust standard deviations above the median of the objective's recent losses from which a loss is a spike; 0 turns
     detection off"""
-    max_rewinds: int = 0
+    max_rewinds: NonNegativeInt = 0
     """maximum number of rewinds: after a loss spike, load the last checkpoint and skip the packs that led to it; 0 only reports
     spikes"""
-    rewind_skip_iters: int = 10
+    rewind_skip_iters: PositiveInt = 10
     """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
@@ -133,26 +147,26 @@ class OutputConfig:
 
     save: str = ""
     """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without it nothing is written"""
-    save_interval: int | None = None
+    save_interval: PositiveInt | None = None
     """steps between checkpoints; the last step is always saved"""
-    save_steps: tuple[int, ...] = ()
+    save_steps: tuple[PositiveInt, ...] = ()
     """additional steps whose checkpoints are written and never deleted, such as those from which other runs branch"""
     async_save: bool = False
     """write checkpoints while training continues, from a copy in host memory"""
-    keep_last: int | None = None
+    keep_last: PositiveInt | None = None
     """number of newest checkpoints to keep, besides --save-steps; all are kept without this flag and --keep-every"""
-    keep_every: int | None = None
+    keep_every: PositiveInt | None = None
     """interval in steps at which checkpoints are never deleted, besides --keep-last (whose default is then 1)"""
-    exit_interval: int | None = None
+    exit_interval: PositiveInt | None = None
     """save and exit after the next step that is a multiple of this"""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: PositiveFloat | None = None
     """save and exit after the step in which the training time exceeds this many minutes; exit code 75"""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, Bounds(above=0, high=100_000)] = 10.0
     """minutes without progress after which every process writes its stack traces and exits with code 70; the first step,
     validation, save and load may take three times as long, at least 10 minutes"""
-    eval_interval: int | None = None
+    eval_interval: NonNegativeInt | None = None
     """steps between validations, 0 for none; default: a tenth of the run"""
-    eval_iters: int = setting(4, IN_IDENTITY)
+    eval_iters: Size = setting(4, IN_IDENTITY)
     """global batches of a validation, which has the same packs and masks throughout a phase"""
     valid_data_path: tuple[str, ...] = ()
     """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out text; a validation reads as much
@@ -161,11 +175,11 @@ class OutputConfig:
     valid_objective: tuple[str, ...] = ()
     """objective of every validation, such as 'mlm(mask=0.15,random=0.1,keep=0.1)', or several, instead of clm, mlm and those of
     the schedule"""
-    eval_pseudo_perplexity_passes: int = 0
+    eval_pseudo_perplexity_passes: NonNegativeInt = 0
     """passes N of a pseudo-perplexity in each validation, in which each token is hidden once, about 1/N of them at a time; 0 for
     none. It compares models trained bidirectionally with any objective and mask ratio, and costs N forward passes over the
     validation packs, twice as many if objectives predict from the position before"""
-    log_interval: int | None = None
+    log_interval: PositiveInt | None = None
     """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases below 10 steps"""
     dry_run: bool = False
     """print the plan of the run (data, phases with their steps and tokens, learning rate) and exit"""
@@ -190,17 +204,17 @@ class MonitoringConfig:
     """directory in which Weights & Biases creates its directory wandb; default: that of --save"""
     log_straggler: bool = False
     """compare the compute time of the ranks, without waiting times, in stragglers.jsonl, and report a repeatedly slow rank"""
-    straggler_interval: int = 100
+    straggler_interval: PositiveInt = 100
     """steps between two straggler reports"""
     profile: bool = False
     """write a trace of some steps by torch's profiler and a table of the most expensive operations to SAVE/profile"""
-    profile_step_start: int = 10
+    profile_step_start: PositiveInt = 10
     """first profiled step"""
-    profile_step_end: int = 12
+    profile_step_end: PositiveInt = 12
     """last profiled step"""
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[NonNegativeInt, ...] = (0,)
     """ranks that are profiled"""
-    callbacks: tuple[flags.YamlMapping, ...] = ()
+    callbacks: tuple[YamlMapping, ...] = ()
     """observers of the run that installed packages offer, each by name with its options: '{name: stop_at_loss, loss: 3.2}'"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 from megaenc.errors import InputError
-from megaenc.flags import BY_PHASE, setting
+from megaenc.flags import BY_PHASE, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, setting
 from megaenc.plugins import Registry
 
 WSD = "WSD"
@@ -20,22 +20,22 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 class LearningRateConfig:
     """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
 
-    lr: float = setting(2e-3, BY_PHASE)
+    lr: PositiveFloat = setting(2e-3, BY_PHASE)
     """peak learning rate"""
-    lr_warmup_iters: int | None = setting(None, BY_PHASE)
+    lr_warmup_iters: NonNegativeInt | None = setting(None, BY_PHASE)
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
-    lr_warmup_fraction: float | None = setting(None, BY_PHASE)
+    lr_warmup_fraction: Fraction | None = setting(None, BY_PHASE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
     lr_decay_style: str = setting("WSD", BY_PHASE)
     """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
     another style of --lr-wsd-decay-style: a decay from the warm-up on"""
-    lr_wsd_decay_iters: int | None = setting(None, BY_PHASE)
+    lr_wsd_decay_iters: NonNegativeInt | None = setting(None, BY_PHASE)
     """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
-    lr_wsd_decay_fraction: float | None = setting(None, BY_PHASE)
+    lr_wsd_decay_fraction: Fraction | None = setting(None, BY_PHASE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
     lr_wsd_decay_style: str = setting("linear", BY_PHASE)
     """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
-    min_lr: float = setting(0.0, BY_PHASE)
+    min_lr: NonNegativeFloat = setting(0.0, BY_PHASE)
     """learning rate at which a decay would end in the step after the run's last"""
 
 
@@ -236,19 +236,15 @@ def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
-    """Return `iters`, else `fraction` (else `default`) of `total` steps, rounded; InputError if both are given or invalid.
+    """Return `iters`, else `fraction` (else `default`) of `total` steps, rounded; InputError if both are given.
 
     They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`.
     """
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")
     if iters is not None:
-        if iters < 0:
-            raise InputError(f"--{flag}-iters: found {iters}, expected 0 or more")
         return iters
     share = default if fraction is None else fraction
-    if not 0 <= share <= 1:
-        raise InputError(f"--{flag}-fraction: found {share}, expected 0 to 1")
     return math.floor(share * total + 0.5)
 
 

@@ -179,7 +179,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     settings = dataclasses.replace(config, phases=(), objective_schedule=objective)
     settings = flags.replace_fields(drop_replaced(settings, values), values, source=source)
     try:
-        settings.check_limits()
+        settings.check_rampup()
         if settings.data.blend_temperature != 1 and "blend_temperature" in values and not has_group(settings.data.data_path):
             raise InputError(
                 f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a group of corpora in data_path, "

@@ -1,14 +1,17 @@
 """What is written from the code says what the code says now."""
 
 import ast
+import dataclasses
 import importlib.util
 import re
 import sys
+import typing
 
 import pytest
 from docs.documents import ROOT, read
 
 from megaenc import cli
+from megaenc.flags import Bounds
 
 _PLACEHOLDER = "\0"
 
@@ -73,3 +76,26 @@ def test_the_errors_that_are_explained_are_those_of_the_code():
         parts = [part.strip() for part in message.strip("`").split("…") if part.strip()]
         pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
         assert any(pattern.search(text) for text in texts), message
+
+
+def settings_of_commands() -> set[type]:
+    """The dataclasses of flags of all commands, with those nested in them."""
+    reference = load("reference")
+    todo = [settings for name, (place, _) in cli.COMMANDS.items() for _, settings, _ in reference._asked(name, place)]
+    seen = set()
+    while todo:
+        seen.add(settings := todo.pop())
+        todo += [kind for kind in typing.get_type_hints(settings).values() if dataclasses.is_dataclass(kind)]
+    return seen
+
+
+def parts(kind) -> list:
+    """A type and all types in it, with their annotations."""
+    return [kind, *(part for inside in typing.get_args(kind) for part in parts(inside))]
+
+
+@pytest.mark.parametrize("settings", sorted(settings_of_commands(), key=lambda settings: settings.__name__))
+def test_every_number_has_bounds(settings):
+    for name, kind in typing.get_type_hints(settings, include_extras=True).items():
+        inside = parts(kind)
+        assert not any(part in (int, float) for part in inside) or any(isinstance(part, Bounds) for part in inside), name

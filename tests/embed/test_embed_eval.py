@@ -122,7 +122,7 @@ def test_lengths_attention_and_dimensions_are_those_of_the_flags(models, beir, c
         ("--data letters --model BM25={model}", "--model: found the name of a baseline"),
         ("--data letters --model {model} --max-length 65", "--max-length: found 65, expected at most the 64 tokens"),
         ("--data letters --model {model} --truncate-dim 33", "--truncate-dim: found 33, expected at most 32"),
-        ("--data letters --batch-size 0", "--batch-size: found 0, expected at least 1"),
+        ("--data letters --batch-size 0", "--batch-size: found 0, expected 1 or more"),
         ("--data letters --output new/x.txt", "--output new/x.txt: found the ending '.txt', expected .json, .csv or .md"),
     ],
 )

@@ -362,11 +362,11 @@ def test_two_processes_train_as_one(models, pairs, tmp_path):
     ("flags", "message"),
     [
         (["--matryoshka-dims", 33, "--warmup", 0], "--matryoshka-dims: found 33, expected at most 32"),
-        (["--matryoshka-dims", 8, 8], "--matryoshka-dims: found 8, expected sizes of at least 1, each once"),
+        (["--matryoshka-dims", 8, 8], "--matryoshka-dims: found 8, expected each size once"),
         (["--max-length", 65], "--max-length: found 65, expected at most the 64 tokens"),
         (["--max-steps", 1], "--warmup: found 0.1 and 1 step"),
         (["--attention", "causal"], "--attention causal: transformers' EuroBertModel computes other outputs than the run"),
-        (["--log-interval", 0], "--log-interval: found 0, expected at least 1"),
+        (["--log-interval", 0], "--log-interval: found 0, expected 1 or more"),
         (["--temperature", 0], "--temperature: found 0.0, expected more than 0"),
     ],
 )

@@ -120,7 +120,7 @@ def test_documents_of_the_corpus_are_searched_and_runs_are_equal(models, pair_fi
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--negatives 0", "--negatives: found 0, expected at least 1"),
+        ("--negatives 0", "--negatives: found 0, expected 1 or more"),
         ("--skip 10 --depth 13", "--depth: found 13, expected at least 14"),
         ("--margin 0", "--margin: found 0.0, expected more than 0 and at most 1"),
         ("--margin nan", "--margin: found nan"),

@@ -131,7 +131,7 @@ def test_short_documents_and_refrains_are_left_out_and_the_rest_can_be_read(make
     ("flags", "message"),
     [
         ("--method spans --output a.jsonl", "--output a.jsonl: is the input a.jsonl, expected another name"),
-        ("--method spans --min-words 0", "--min-words: found 0, expected at least 1"),
+        ("--method spans --min-words 0", "--min-words: found 0, expected 1 or more"),
         ("--method spans --max-words 31", "--max-words: found 31, expected at least 32"),
         ("--method adjacent", "a.jsonl: found no document with a pair, expected two"),
     ],

@@ -152,7 +152,7 @@ ROWS = {
     "megaenc embed train --data pairs.jsonl --model hf --output file/new": "file/new",
     "megaenc embed train --data pairs.jsonl --model hf --output nothing/../part": "part: exists already",
     "{contrast} --model nowhere": "nowhere",
-    "{contrast} --model hf --batch-size 1": "--batch-size: found 1, expected at least 2",
+    "{contrast} --model hf --batch-size 1": "--batch-size: found 1, expected 2 or more",
     "{contrast} --model hf --matryoshka-dims 32 32": "--matryoshka-dims",
     "{contrast} --model hf --warmup 0 --matryoshka-dims 100000": "--matryoshka-dims: found 100000, expected at most",
     "{contrast} --model hf --max-length 100000": "--max-length",

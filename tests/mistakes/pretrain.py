@@ -55,7 +55,7 @@ ROWS = {
     "{train} --objective-schedule 'distill(teacher=hf-nomask):1.0'": "teacher hf-nomask: tokenizer.json cannot be loaded",
     "{train} --objective-schedule 'distill(teacher=hf-family):1.0'": "hf-family",
     "{train} --objective-schedule 'distill(teacher=hf->hf):1.0'": "is not a number and cannot change",
-    "{train} --objective-schedule 'distill(teacher=hf,top_k=0):1.0'": "option `top_k`: found 0, expected a whole number from 1",
+    "{train} --objective-schedule 'distill(teacher=hf,top_k=0):1.0'": "option `top_k`: found 0, expected a whole number, 1 or",
     "{train} --objective-schedule clm:5,mlm:5": "steps add up to 10, expected 2, the steps of the run",
     "{train} --objective-schedule 0x(clm:1)": "0x",
     "{train} --tensor-model-parallel-size 2": "tensor parallel 2",

@@ -81,8 +81,8 @@ YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embedding
         (dict(num_attention_heads=3), 1, "--hidden-size: found 256, expected a multiple of --num-attention-heads 3"),
         (dict(num_query_groups=3), 1, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
         (dict(num_layers=0), 1, "--num-layers: found 0, expected 1 or more"),
-        (dict(rotary_base=-5.0), 1, "--rotary-base: found -5.0, expected a number above 0"),
-        (dict(norm_epsilon=float("nan")), 1, "--norm-epsilon: found nan, expected a number above 0"),
+        (dict(rotary_base=-5.0), 1, "--rotary-base: found -5.0, expected more than 0"),
+        (dict(norm_epsilon=float("nan")), 1, "--norm-epsilon: found nan, expected a finite number"),
         (dict(hidden_size=20), 1, "expected an even head width"),
         ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
         (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling with it"),
@@ -97,7 +97,7 @@ YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embedding
         (dict(global_attn_every_n_layers=3), 1, "--global-attn-every-n-layers: found 3, expected --window-size with it"),
         (dict(local_rotary_base=1e4), 1, "--local-rotary-base: found 10000.0, expected --window-size with it"),
         (dict(window_size=8, global_attn_every_n_layers=1), 1, "--global-attn-every-n-layers: found 1, expected 2 or more"),
-        (dict(window_size=8, local_rotary_base=0.0), 1, "--local-rotary-base: found 0.0, expected a number above 0"),
+        (dict(window_size=8, local_rotary_base=0.0), 1, "--local-rotary-base: found 0.0, expected more than 0"),
         (
             dict(window_size=8, local_rotary_base=5.0),
             1,
@@ -118,7 +118,7 @@ YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embedding
         (
             dict(rotary_seq_len_interpolation_factor=float("nan")),
             1,
-            "--rotary-seq-len-interpolation-factor: found nan, expected 1 or",
+            "--rotary-seq-len-interpolation-factor: found nan, expected a finite number",
         ),
         (dict(query_pre_attn_scalar=0), 1, "--query-pre-attn-scalar: found 0, expected 1 or more"),
         (

@@ -62,7 +62,7 @@ def test_package_is_loaded_when_its_objective_is_asked_for(install):
     schedule = Schedule.build("clm:0.5,copying(every=3):0.5", 10, VOCABULARY)
     assert schedule.objective(6).every == 3
     assert schedule.canonical == "clm:5,copying(every=3):5"
-    with pytest.raises(InputError, match=r"at character 15 of .*option `every`: found 0, expected a whole number from 1"):
+    with pytest.raises(InputError, match=r"at character 15 of .*option `every`: found 0, expected a whole number, 1 or more"):
         Schedule.build("copying(every=0)", 10, VOCABULARY)
 
 

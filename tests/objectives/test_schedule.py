@@ -115,11 +115,11 @@ def test_canonical_is_equal_where_the_phases_are():
         ("mlm(mask=0.3 [0.4])", "found `0.4`, expected `,` and another option, or `)`"),
         ("mlm(mask=0.3,[mask]=0.2)", "option `mask` is given twice"),
         ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep, span, unit; did you mean `mask`?"),
-        ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
+        ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number, more than 0 and at most 1"),
         ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no options"),
         # Options that change
         ("mlm(mask=0.4->[]", "found the end, expected the value of `mask` at the end of the phase"),
-        ("mlm(mask=0.4->[1.5])", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
+        ("mlm(mask=0.4->[1.5])", "mlm: option `mask`: found 1.5, expected a number, more than 0 and at most 1"),
         ("mlm(mask=0.4->0.3[->]0.2)", "found `->`, expected `,` and another option, or `)`"),
         ("mlm(span=[1]->4)", "mlm: option `span`: found 1 with mask=0.4, expected 0 or from 1.667 up"),
         (

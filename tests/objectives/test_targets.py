@@ -348,7 +348,7 @@ def test_masks_without_spans_never_change(options, digest):
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("mlm", {"mask": 0}, "option `mask`: found 0, expected a number above 0 up to 1"),
+        ("mlm", {"mask": 0}, "option `mask`: found 0, expected a number, more than 0 and at most 1"),
         ("mlm", {"mask": float("nan")}, "option `mask`: found nan, expected"),
         ("mlm", {"mask": "0.3"}, "option `mask`: found 0.3, expected a number"),
         ("mlm", {"mask": True}, "option `mask`: found true, expected a number"),

@@ -191,18 +191,18 @@ def _check_options(method: str, count: int, weights: Sequence[float], base: str,
             raise InputError(f"--weights {text}: not for --method ties, which counts all checkpoints alike; leave the flag out")
         if not base:
             raise InputError("--base: missing, expected for --method ties the RUN@STEP from which all checkpoints were trained")
-        if density is None or not 0 < density <= 1:
-            raise InputError(f"--density: found {density}, expected for --method ties a share above 0 up to 1, such as 0.2")
+        if density is None:
+            raise InputError("--density: missing, expected for --method ties a fraction, such as 0.2")
         return [None] * count
     if method == "slerp":
-        if len(weights) > 1 or not all(0 <= weight <= 1 for weight in weights):
+        if len(weights) > 1 or max(weights, default=0) > 1:
             raise InputError(f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 (second checkpoint)")
         t = weights[0] if weights else 0.5
         return [1 - t, t]
     if weights and len(weights) != count:
         raise InputError(f"--weights {text}: found {len(weights)}, expected {count}, one for each checkpoint")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or (weights and not 0 < sum(weights) < math.inf):
-        raise InputError(f"--weights {text}: expected numbers of 0 or more with a sum above 0")
+    if weights and not 0 < sum(weights) < math.inf:
+        raise InputError(f"--weights {text}: expected numbers with a finite sum above 0")
     return weights or [1.0] * count
 
 

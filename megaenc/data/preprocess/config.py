@@ -10,9 +10,9 @@ from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
 from megaenc.errors import InputError
+from megaenc.flags import Bounds, PositiveInt
 from megaenc.machine import check_process_count, usable_core_count
 
-_MAX_PARTITIONS = 100_000  # with a few files each
 _MINHASH = Deduplication("minhash")
 
 
@@ -35,17 +35,17 @@ class PreprocessConfig(resolve.InputConfig):
     """Store each sentence, not each document, as a sequence of the .idx; needed for --packing sentences."""
     punkt_language: str = "english"
     """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
-    workers: int = field(default_factory=usable_core_count)
+    workers: PositiveInt = field(default_factory=usable_core_count)
     """Number of worker processes. JSONL, CSV, TSV and text lines that gigatoken can tokenize use threads up to four."""
-    partitions: int = 1
+    partitions: Annotated[int, Bounds(low=1, high=100_000)] = 1
     """Number of partitions of the input, shared by all nodes that run the same command; after an interruption, it resumes."""
     deduplicate: Literal["exact", "minhash"] | None = None
     """Remove documents with the text of an earlier one (exact), or with most word n-grams in common (minhash; needs rensa)."""
-    minhash_ngram_size: int = _MINHASH.ngram_size
+    minhash_ngram_size: Annotated[int, Bounds(low=1, high=1000)] = _MINHASH.ngram_size
     """Number of lower-case words of an n-gram for --deduplicate minhash."""
-    minhash_buckets: int = _MINHASH.buckets
+    minhash_buckets: Annotated[int, Bounds(low=1, high=1000)] = _MINHASH.buckets
     """Number of buckets. Documents that share one are duplicates; similarity s does so with probability 1 - (1 - s^h)^buckets."""
-    minhash_hashes_per_bucket: int = _MINHASH.hashes_per_bucket
+    minhash_hashes_per_bucket: Annotated[int, Bounds(low=1, high=100)] = _MINHASH.hashes_per_bucket
     """Number h of hashes that agree in a shared bucket. 14 buckets of 8 find 92 % of pairs of similarity 0.8, 5 % at 0.5."""
     skip_bad_lines: bool = False
     """Skip and count lines, rows and files without readable text instead of stopping at the first."""
@@ -74,28 +74,15 @@ class PreprocessConfig(resolve.InputConfig):
         return Deduplication(self.deduplicate, self.minhash_ngram_size, self.minhash_buckets, self.minhash_hashes_per_bucket)
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, for a number out of range or a flag without effect."""
+        """Raise InputError, naming the flag, for too many workers or a flag without effect."""
         if self.append_eod and self.special_tokens not in (None, "eod"):
             raise InputError(f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them")
-        if self.partitions > _MAX_PARTITIONS:
-            raise InputError(f"--partitions {self.partitions}: expected at most {_MAX_PARTITIONS:,}")
-        for name in ("workers", "partitions", *_MINHASH_LIMITS):
-            if getattr(self, name) < 1:
-                raise InputError(f"{_flag(name)} {getattr(self, name)}: expected at least 1")
         check_process_count("--workers", self.workers)
         if self.punkt_language != "english" and not self.split_sentences:
             raise InputError(f"--punkt-language {self.punkt_language}: expected --split-sentences with it")
-        for name, most in _MINHASH_LIMITS.items():
-            value = getattr(self, name)
-            if value > most:
-                raise InputError(f"{_flag(name)} {value}: expected at most {most}")
-            if self.deduplicate != "minhash" and value != getattr(_MINHASH, name.removeprefix("minhash_")):
-                raise InputError(f"{_flag(name)} {value}: expected --deduplicate minhash with it")
-
-
-_MINHASH_LIMITS = {"minhash_ngram_size": 1000, "minhash_buckets": 1000, "minhash_hashes_per_bucket": 100}
-
-
-def _flag(name: str) -> str:
-    """Return the spelling of the flag of a field."""
-    return f"--{name.replace('_', '-')}"
+        if self.deduplicate != "minhash":
+            for name in ("ngram_size", "buckets", "hashes_per_bucket"):
+                value = getattr(self, f"minhash_{name}")
+                if value != getattr(_MINHASH, name):
+                    flag = f"--minhash-{name.replace('_', '-')}"
+                    raise InputError(f"{flag} {value}: expected --deduplicate minhash with it")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EOS = "<|eos|>"
 MASK = "<|mask|>"
 MIN_VOCABULARY = 258  # 256 bytes and two special tokens
-MAX_VOCABULARY = 2**31 - 1
+MAX_VOCABULARY = 2**31 - 1  # 32-bit token ids
 MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
 MAX_WORD_BYTES = 1000
 """Length at which training cuts words, runs of spaces and the like; its time grows with the square of a word's length."""
@@ -183,12 +183,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
     `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1) hides a token. Encoding and decoding preserve any text. Small
     corpora may give fewer ids. Longer words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training
-    at once. Raises InputError for a `vocab_size` out of range.
+    at once.
     """
-    if vocab_size < MIN_VOCABULARY:
-        raise InputError(f"--vocab-size {vocab_size}: expected at least {MIN_VOCABULARY}, the 256 bytes and two special tokens")
-    if vocab_size > MAX_VOCABULARY:
-        raise InputError(f"--vocab-size {vocab_size}: expected at most {MAX_VOCABULARY}, the number of 32-bit token ids")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

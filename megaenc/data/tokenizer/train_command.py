@@ -3,12 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_dir
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, read_blocks, resolve_inputs
+from megaenc.data.tokenizer.tokenizer import MAX_VOCABULARY, MIN_VOCABULARY
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.flags import Bounds
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing, report_stale_files
 from megaenc.processes import exit_on_sigterm
 
@@ -19,7 +22,7 @@ class TrainTokenizerConfig(InputConfig):
 
     output: str
     """Folder to write; must be empty or missing."""
-    vocab_size: int = 8192
+    vocab_size: Annotated[int, Bounds(low=MIN_VOCABULARY, high=MAX_VOCABULARY)] = 8192
     """Maximum number of token ids; small corpora give fewer."""
     json_key: JsonKey = "text"
     """Key of the text in each JSON object, or column of a table."""

@@ -14,13 +14,13 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.executor import FailedJob, LocalExecution, execute_jobs
-from megaenc.finetune.grid.jobs import DatasetFinder, build_jobs, check_learning_rate, select_remaining_work
+from megaenc.finetune.grid.jobs import DatasetFinder, build_jobs, select_remaining_work
 from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
 from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
 from megaenc.finetune.job import FinetuneJob
 from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
-from megaenc.flags import check_minimums
+from megaenc.flags import PositiveFloat, PositiveInt
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
 from megaenc.processes import exit_on_sigterm
@@ -36,9 +36,9 @@ class GridConfig:
     """Hugging Face folders of encoders or decoders; the last part names the results, NAME=FOLDER gives another name"""
     datasets: tuple[str, ...] = ()
     """data sets by name or path, like --dataset of `megaenc finetune run`"""
-    learning_rates: tuple[float, ...] = LEARNING_RATES
+    learning_rates: tuple[PositiveFloat, ...] = LEARNING_RATES
     """peak learning rates; every model is fine-tuned on every data set with each"""
-    seeds: int = 5
+    seeds: PositiveInt = 5
     """number of seeds, from 0, for each learning rate"""
     output: str = "results"
     """folder of results; runs that are finished there are not repeated"""
@@ -65,18 +65,13 @@ class GridPlan(NamedTuple):
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     """Return the jobs of a grid as GridPlan, by their results so far; InputError for wrong flags, models or data sets."""
     settings.protocol.check()
-    settings.slurm.check()
     for name in ("model", "datasets", "learning_rates"):
         if not getattr(settings, name):
             raise InputError(f"--{name.replace('_', '-')}: found none, expected at least one")
-    check_minimums(settings, seeds=1)
-    check_minimums(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
     if not settings.slurm.slurm:  # the cluster's machines may have more cores
         check_process_count("--jobs", settings.local.jobs)
         check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
         check_process_count("--threads", settings.protocol.threads)
-    for rate in settings.learning_rates:
-        check_learning_rate("--learning-rates", rate)
     check_parent_writable(Path(settings.output, "model"), "--output")
     rates = settings.learning_rates
     seeds = range(settings.seeds)

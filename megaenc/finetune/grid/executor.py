@@ -10,6 +10,7 @@ from megaenc.finetune.grid.jobs import is_run_locked
 from megaenc.finetune.grid.progress import GridProgress
 from megaenc.finetune.grid.worker import ForkedRun, JobOutcome, build_slots, log_path, start_fork_server, wait_for_messages
 from megaenc.finetune.job import FinetuneJob
+from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _MAX_ATTEMPTS = 2
 _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
@@ -19,11 +20,11 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 class LocalExecution:
     """Options of running a grid on this machine: concurrent runs, runs per GPU, hang timeout, repetition of failed runs."""
 
-    jobs: int = 0
+    jobs: NonNegativeInt = 0
     """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run for every --threads cores"""
-    jobs_per_gpu: int = 1
+    jobs_per_gpu: PositiveInt = 1
     """number of runs that share a GPU"""
-    hang_minutes: float = 60.0
+    hang_minutes: NonNegativeFloat = 60.0
     """minutes without progress after which a run is killed and counts as crashed; 0 disables this"""
     retry_failed: bool = False
     """repeat runs that failed with a NaN loss and left failed.json"""

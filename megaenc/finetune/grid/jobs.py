@@ -94,12 +94,6 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
     return resolve_protocol(protocol, load_tokenizer(model.location, "--model"))
 
 
-def check_learning_rate(flag: str, rate: float) -> None:
-    """Raise InputError, naming `flag`, if the learning rate `rate` is not positive and finite."""
-    if not 0 < rate < float("inf"):
-        raise InputError(f"{flag}: found {rate}, expected more than 0")
-
-
 def parse_model(name_or_path: str) -> NamedSource:
     """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`; InputError if it holds no model."""
     name, equals, folder = name_or_path.partition("=")

@@ -8,7 +8,7 @@ from typing import Any
 from megaenc.console import print_rank_0
 from megaenc.finetune.grid.executor import LocalExecution, execute_jobs
 from megaenc.finetune.job import FinetuneJob
-from megaenc.flags import check_minimums
+from megaenc.flags import PositiveInt
 from megaenc.slurm import ClusterConfig, submit_tasks
 
 
@@ -16,13 +16,8 @@ from megaenc.slurm import ClusterConfig, submit_tasks
 class SlurmConfig(ClusterConfig):
     """Options of submission of a grid to Slurm as one job array: those of any submission, and the runs of a task."""
 
-    jobs_per_task: int = 30
+    jobs_per_task: PositiveInt = 30
     """runs of a task; --jobs and --jobs-per-gpu limit how many are concurrent"""
-
-    def check(self) -> None:
-        """Raise InputError if runs of a task, minutes, CPU cores or concurrent tasks are below 1, or GPUs below 0."""
-        super().check()
-        check_minimums(self, jobs_per_task=1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from megaenc.console import build_rich_console, format_number, silence_libraries
 from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.packing.builder import PACKINGS, split_corpus
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
-from megaenc.errors import InputError, handle_command_errors
+from megaenc.errors import handle_command_errors
+from megaenc.flags import Bounds, Seed
 from megaenc.objectives.schedule import parse_objective
 
 _BAR_WIDTH = 20  # columns of the longest bar
@@ -33,15 +34,15 @@ class InspectConfig:
     """Tokenizer of the corpus, a folder or Hub name; without it no pack is decoded."""
     objective: str = "mlm"
     """Objective under which the pack is shown, as written in a schedule: clm, mlm(mask=0.3)."""
-    pack: int = 0
+    pack: Annotated[int, Bounds(low=0, below=1 << 40)] = 0
     """Number of the pack to decode, in the order in which a run reads them."""
-    seq_length: int = 128
+    seq_length: Annotated[int, Bounds(low=1, below=1 << 24)] = 128
     """Tokens per pack."""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """Way of cutting documents into packs; see the flag of `megaenc pretrain`."""
     data_order: Literal["blocks", "documents"] = "blocks"
     """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc pretrain`."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the order of packs and of the hidden tokens."""
     split: str = "99,1,0"
     """Weights of the training, validation and test documents; packs hold training documents."""
@@ -91,13 +92,6 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
     """Return rich renderables of a corpus: statistics, length histogram, and a decoded pack if a tokenizer is given."""
-    for name, minimum, limit in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
-        flag = f"--{name.replace('_', '-')}"
-        value = getattr(settings, name)
-        if value < minimum:
-            raise InputError(f"{flag}: found {value}, expected {minimum} or more")
-        if value >= limit:
-            raise InputError(f"{flag}: found {str(value)[:40]}, expected less than {limit:,}")
     corpus = Corpus.open(settings.prefix)
     lengths = compute_length_stats(corpus.document_lengths)
     training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)

@@ -13,7 +13,7 @@ Counts are exact; the memory is about 4 bytes a token and 1 GB.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.flags import Bounds
 from megaenc.objectives.units.matching import LONGEST, Collocations
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import exit_on_sigterm
@@ -44,11 +45,11 @@ class CollocationsConfig:
     """Tokenizer of the corpus, a folder or Hub name; its special tokens are in no collocation."""
     output: str
     """File to write, for `mlm(unit=FILE)`; must not exist."""
-    count: int = 100_000
+    count: Annotated[int, Bounds(low=8, below=1 << 30)] = 100_000
     """Most collocations to keep; 800,000 in the paper, for Wikipedia and books."""
-    min_count: int = 10
+    min_count: Annotated[int, Bounds(low=1, below=1 << 40)] = 10
     """Fewest occurrences of a collocation; PMI overrates rare n-grams."""
-    max_tokens: int = 100_000_000
+    max_tokens: Annotated[int, Bounds(low=2, below=1 << 31)] = 100_000_000
     """Tokens to read from the start of the corpus; more take time and memory."""
 
 
@@ -209,11 +210,6 @@ def find_collocations(settings: CollocationsConfig) -> None:
     """Count n-grams of the corpus, write the file of collocations and print examples. Raises InputError."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
-    limits = {"count": (8, 1 << 30), "min_count": (1, 1 << 40), "max_tokens": (2, 1 << 31)}
-    for name, (low, high) in limits.items():
-        value = getattr(settings, name)
-        if not low <= value < high:
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {low} or more, less than {high:,}")
     corpus = Corpus.open(settings.data_path)
     # Imported here, because transformers takes seconds.
     from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary

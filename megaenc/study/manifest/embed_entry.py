@@ -5,19 +5,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from megaenc import flags
 from megaenc.console import truncate_text
 from megaenc.embed.config import RULES, ContrastiveConfig
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import parse_dataset_name
+from megaenc.flags import Bounds
 from megaenc.study.manifest.pretrain_args import prefix_errors
 from megaenc.study.manifest.training_sets import dataset_result_name, resolve_dataset_path
 
 DEMO_SET = "demo_ir"
 """Retrieval set that the study builds."""
-_MAX_SEEDS = 1_000
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 
 
@@ -29,7 +29,7 @@ class EmbedEntry:
     """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
     train: str = ""
     """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the pretrained models are evaluated"""
-    seeds: int = 3
+    seeds: Annotated[int, Bounds(low=1, high=1_000)] = 3
     """seeds of contrastive training"""
     bm25: bool = True
     """rank by BM25 too"""
@@ -67,8 +67,6 @@ def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedE
             raise InputError(f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH")
         if times > 1:
             raise InputError(f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH")
-    if not 1 <= entry.seeds <= _MAX_SEEDS:
-        raise InputError(f"embed: field `seeds`: found {entry.seeds:,}, expected 1 to {_MAX_SEEDS:,}")
     with prefix_errors("embed"):
         entry.training.check()
     training = flags.flatten(entry.training)

@@ -14,6 +14,7 @@ from megaenc.errors import InputError, closest_match
 from megaenc.estimate.length_model import LengthModel, mean_chunk_pairs
 from megaenc.estimate.work import PhaseWork, build_phases
 from megaenc.finetune.config import format_learning_rate
+from megaenc.flags import Fraction, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from megaenc.model.config import visible_pairs
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.manifest.pretrain_args import (
@@ -38,23 +39,23 @@ class ManifestEntry:
 
     size: tuple[str, ...] = ()
     """sizes, as named in `sizes`; a continued model has its parent's"""
-    steps: tuple[int, ...] = ()
+    steps: tuple[PositiveInt, ...] = ()
     """optimizer steps of the run; for a continued model, the steps after its parent's end"""
-    clm_share: tuple[float, ...] = ()
+    clm_share: tuple[Fraction, ...] = ()
     """share of the steps trained with CLM before MLM, 0 to 1 (half a step is rounded up)"""
-    clm_steps: tuple[int, ...] = ()
+    clm_steps: tuple[NonNegativeInt, ...] = ()
     """number of CLM steps before MLM, instead of `clm_share`"""
-    mask: tuple[float, ...] = ()
+    mask: tuple[PositiveFraction, ...] = ()
     """share of the tokens that MLM masks"""
     schedule: str = ""
     """value of --objective-schedule instead of these three: alternations, mixtures, mntp, ratios that change"""
     after: tuple[str, ...] = ()
     """names of models to continue from their decayed end with MLM or `schedule`, a new optimizer and no warm-up"""
-    peak_rate: tuple[float, ...] = ()
+    peak_rate: tuple[PositiveFloat, ...] = ()
     """peak learning rates to compare; each becomes a suffix of the name"""
-    seed: tuple[int, ...] = (1,)
+    seed: tuple[NonNegativeInt, ...] = (1,)
     """pretraining seeds: initial weights, data order and masks"""
-    checkpoints: tuple[int, ...] = ()
+    checkpoints: tuple[PositiveInt, ...] = ()
     """intermediate steps, before the decay, that are evaluated as well"""
     name: str = ""
     """name of the model, if it should differ from the derived one; only for an entry of one model"""
@@ -154,19 +155,9 @@ def expand_models(
 
 
 def _check_entry(entry: ManifestEntry) -> None:
-    """Raise InputError for a missing, contradictory or out-of-range value of an entry."""
-    for name, is_valid, expected in (
-        ("steps", lambda value: value >= 1, "1 or more"),
-        ("checkpoints", lambda value: value >= 1, "1 or more"),
-        ("clm_share", lambda value: 0 <= value <= 1, "a share from 0 to 1"),
-        ("clm_steps", lambda value: value >= 0, "0 or more"),
-        ("mask", lambda value: 0 < value <= 1, "a share above 0, at most 1"),
-        ("peak_rate", lambda value: 0 < value < math.inf, "a rate above 0"),
-        ("seed", lambda value: value >= 0, "0 or more"),
-    ):
+    """Raise InputError for a missing, repeated or contradictory value of an entry."""
+    for name in ("steps", "checkpoints", "clm_share", "clm_steps", "mask", "peak_rate", "seed"):
         for value, times in Counter(getattr(entry, name)).items():
-            if not is_valid(value):
-                raise InputError(f"field `{name}`: found {value:g}, expected {expected}")
             if times > 1:
                 raise InputError(f"field `{name}`: found {value:g} twice, expected each once")
     if not entry.steps:

@@ -45,12 +45,8 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Raise InputError for sizes below 1, an impossible model, or a random-length sequence too short for two chunks."""
+    """Raise InputError for an impossible model, or a random-length sequence too short for two chunks."""
     run.shape.check()
-    values = flags.flatten(run)
-    for name in ("seq_length", "global_batch_size", "micro_batch_size", "vocab_size"):
-        if values[name] is not None and values[name] < 1:
-            raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected 1 or more")
     if run.data.packing == "random-length":
         check_two_chunks_fit(run.data.seq_length)
 

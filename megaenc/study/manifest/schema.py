@@ -14,6 +14,7 @@ from megaenc import flags
 from megaenc.console import escape_unprintable, truncate_text
 from megaenc.errors import InputError
 from megaenc.finetune.grid.command import GridConfig
+from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 from megaenc.study.manifest.embed_entry import EmbedEntry, build_embed_entry
 from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
 from megaenc.study.manifest.model_key import ModelKey
@@ -35,7 +36,7 @@ class CorpusEntry:
     """build the demo corpus from packages installed here"""
     text: tuple[str, ...] = ()
     """JSONL, CSV, TSV, Parquet or text files, or directories of them, to tokenize; relative to the manifest or to --data"""
-    vocab_size: int = 0
+    vocab_size: NonNegativeInt = 0
     """vocabulary size of the tokenizer to train, or of the one in `pretrain` (for the costs)"""
 
     @property
@@ -50,15 +51,15 @@ class HardwareEntry:
 
     device: str = "device"
     """name of a device, for display"""
-    devices: int = 1
+    devices: PositiveInt = 1
     """number of devices per pretraining run"""
-    tokens_per_second: float = 0.0
+    tokens_per_second: NonNegativeFloat = 0.0
     """pretraining throughput of one device, for all sizes"""
     tokens_per_second_of: dict = field(default_factory=dict)
     """pretraining throughput of one device by size; takes precedence"""
-    finetune_seconds: float = 0.0
+    finetune_seconds: NonNegativeFloat = 0.0
     """seconds of one fine-tuning run on one device, including evaluation"""
-    embed_seconds: float = 0.0
+    embed_seconds: NonNegativeFloat = 0.0
     """seconds of one contrastive training of `embed` on one device, including evaluation"""
     source: str = ""
     """origin of these numbers, for display"""
@@ -238,11 +239,7 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
 
 
 def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
-    """Raise InputError for an unknown size or a number that is too small."""
-    for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0), ("embed_seconds", 0)):
-        value = getattr(hardware, name)
-        if value < least:
-            raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
+    """Raise InputError for an unknown size or a negative throughput of one."""
     place = "hardware: tokens_per_second_of"
     for size, value in hardware.tokens_per_second_of.items():
         if size not in sizes:
@@ -257,14 +254,12 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
         if name in _COMMAND_LINE_ONLY:
             raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
     grid = flags.replace_fields(GridConfig(), dict(keys), source="finetune")
-    if not grid.datasets:
-        raise InputError("finetune: field `datasets`: found none, expected at least one")
     for name, values in (("datasets", grid.datasets), ("learning_rates", grid.learning_rates)):
+        if not values:
+            raise InputError(f"finetune: field `{name}`: found none, expected at least one")
         for value, times in Counter(values).items():
             if times > 1:
                 raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
-    if grid.seeds < 1 or not grid.learning_rates or min(grid.learning_rates) <= 0:
-        raise InputError("finetune: expected at least one seed and learning rates above 0")
     if grid.seeds > _MAX_SEEDS:
         raise InputError(f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}")
     if (count := len(grid.datasets) * len(grid.learning_rates) * grid.seeds) > _MAX_RESULTS:

@@ -23,6 +23,7 @@ from megaenc.atomic_io import try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
 from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
+from megaenc.flags import NonNegativeInt
 from megaenc.machine import accelerator_names, check_process_count, select_visible_devices, usable_core_count
 from megaenc.output_paths import create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm, python_command
@@ -52,9 +53,9 @@ class StudyRunConfig:
     """Pretraining corpus, as --data-path of `megaenc pretrain`, if the manifest builds none; overrides the manifest's."""
     tokenizer: str = ""
     """Tokenizer of this corpus: a directory or a name."""
-    jobs: int = 0
+    jobs: NonNegativeInt = 0
     """Stages in parallel; 0: one per GPU, or without GPUs one per core."""
-    processes: int = 0
+    processes: NonNegativeInt = 0
     """Processes per pretraining run, each on its own GPU; 0: `hardware: devices` of the manifest."""
     only: tuple[str, ...] = ()
     """Models, checkpoints or stages (pretrain/NAME) to run, with all that they need; * and ? are wildcards."""
@@ -71,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     study = resolve_study_dir(settings.output, "run")
     cluster = settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
-        if value < 0:
-            raise InputError(f"{flag}: found {value}, expected 0 or more")
         if not cluster.slurm:  # other machines may have more cores
             check_process_count(flag, value)
     _check_cluster(cluster, settings.jobs)
@@ -99,7 +98,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
     """Raise InputError for impossible numbers, and for flags that would have no effect."""
-    cluster.check()
     if cluster.slurm and jobs:
         raise InputError("--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid")
     for option in fields(cluster):

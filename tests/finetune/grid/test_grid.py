@@ -169,7 +169,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path):
         (["--learning-rates", "1e-5", "1e-5"], "--learning-rates: found 1e-05 twice"),
         (["--jobs-per-gpu", "0"], "--jobs-per-gpu: found 0"),
         (["--jobs", "100000"], "--jobs: found 100,000, expected at most "),
-        (["--slurm-parallel", "0"], "--slurm-parallel: found 0, expected at least 1"),
+        (["--slurm-parallel", "0"], "--slurm-parallel: found 0, expected 1 or more"),
     ],
 )
 def test_what_cannot_be_run_is_known_before_anything_begins(tmp_path, argv, message):
