@@ -21,6 +21,7 @@ from megaenc.flags import (
 )
 
 _Factor = Annotated[float, Bounds(low=1)]
+_ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]  # megatron-core computes YaRN's angles of so many positions
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ModelConfig:
     yarn_rotary_scaling_factor: _Factor | None = setting(None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN")
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
-    yarn_original_max_position_embeddings: Annotated[int, Bounds(low=1, high=1 << 20)] | None = setting(None, ADAPTABLE_WEIGHTS)
+    yarn_original_max_position_embeddings: _ContextLength | None = setting(None, ADAPTABLE_WEIGHTS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
     rotary_seq_len_interpolation_factor: _Factor | None = setting(None, feature="linearly scaled rotary positions")
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""

@@ -88,7 +88,7 @@ class PretrainConfig:
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=NOT_IN_IDENTITY)
 
     def check(self, world_size: int) -> None:
-        """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
+        """Raise InputError, naming the flag, for values that do not fit each other or `world_size` processes."""
         if self.phases:
             self._check_phases(world_size)
         else:

@@ -81,7 +81,7 @@ ROWS = {
     "{tune} --dataset set --threads 0": "--threads",
     "{tune} --dataset set --pair-template text": "--pair-template",
     "{tune} --dataset set --config unknown.yaml": "unknown.yaml",
-    "{tune} --dataset set --config threshold.yaml --max-steps -1": "--max-steps",
+    "{tune} --dataset set --config threshold.yaml --max-steps -1": "threshold.yaml: field `max_steps`: found -1",
     "{tune} --dataset demo_sc --demo-folder sets": "sets/demo_sc",
     "megaenc finetune grid --model hf x=nowhere --datasets set --output new": "nowhere",
     "megaenc finetune grid --model hf hf --datasets set --output new": "hf",

@@ -23,7 +23,7 @@ ROWS = {
     "{phases} mlm:10": "phase 1: found 'mlm:10', expected fields such as",
     "{phases} '{objective: mlmm, train_iters: 4}'": "mlmm",
     "{phases} '{objective: mlm, train_iters: 4, num_layers: 2}'": "field `num_layers` cannot change by phase",
-    "{phases} '{objective: mlm, train_iters: 4, micro_batch_size: 0}'": "phase 1: --micro-batch-size: found 0",
+    "{phases} '{objective: mlm, train_iters: 4, micro_batch_size: 0}'": "phase 1: field `micro_batch_size`: found 0",
     "{phases} '{objective: mlm, train_iters: 4, blend_temperature: 0.3}' '{objective: mlm, train_iters: 4, data_path: [c_*]}'": (
         "phase 1: field `blend_temperature`: found 0.3 without a group of corpora"
     ),
@@ -95,7 +95,7 @@ ROWS = {
     "{train} --data-path '*_nothing_document'": "--data-path *_nothing_document: no .idx file matches this pattern, expected the",
     "{train} --data-path 0.5 'c_*' 0.5 c_text_document": "c_text_document and c_* both name c_text_document, expected each",
     "{train} --blend-temperature 0.7": "--blend-temperature 0.7: found no group of corpora in --data-path, expected a pattern",
-    "{train} --data-path 'c_*' --blend-temperature 1.5": "--blend-temperature: found 1.5, expected 0 (equal shares) to 1",
+    "{train} --data-path 'c_*' --blend-temperature 1.5": "--blend-temperature: found 1.5, expected 0 to 1",
     "{train} --blend-max-epochs 1 --train-iters 9999": "--blend-max-epochs 1: all corpora end after",
     "{train} --branch-from run": "--branch-at",
     "{train} --branch-from nowhere --branch-at 1": "--branch-from nowhere",

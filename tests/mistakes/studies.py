@@ -18,7 +18,7 @@ ROWS = {
     "megaenc study plan study-mask.yaml": "mask",
     "megaenc study plan study-share.yaml": "clm_share",
     "megaenc study plan study-seeds.yaml": "seeds",
-    "megaenc study plan study-rates.yaml": "finetune: field `learning_rates`: found 0.0, expected more than 0",
+    "megaenc study plan study-rates.yaml": "finetune: field `learning_rates`: found -0.0001, expected more than 0",
     "megaenc study plan study-pretrain.yaml": "leraning_rate",
     "megaenc study plan study-corpus.yaml": "corpus: found `demo` together with `text`",
     "megaenc study plan study-vocab.yaml": "vocab_size",

@@ -37,7 +37,7 @@ class PreprocessConfig(resolve.InputConfig):
     """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
     workers: PositiveInt = field(default_factory=usable_core_count)
     """Number of worker processes. JSONL, CSV, TSV and text lines that gigatoken can tokenize use threads up to four."""
-    partitions: Annotated[int, Bounds(low=1, high=100_000)] = 1
+    partitions: Annotated[int, Bounds(low=1, high=100_000)] = 1  # each has a few files
     """Number of partitions of the input, shared by all nodes that run the same command; after an interruption, it resumes."""
     deduplicate: Literal["exact", "minhash"] | None = None
     """Remove documents with the text of an earlier one (exact), or with most word n-grams in common (minhash; needs rensa)."""
