@@ -202,12 +202,6 @@ def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):
         read(tmp_path, entry | {"seed": [1, 2, 3]})
 
 
-def test_packs_of_random_length_take_no_loop(tmp_path):
-    packs = {"packing": "random-length", "seq_length": 1 << 24}
-    graph = manifests.graph(tmp_path, TOY | {"pretrain": packs})
-    assert compute_study_cost(graph).with_sharing.flops > 1e29
-
-
 def test_a_long_chain_of_branches_is_planned(tmp_path):
     """Each share of CLM is a branch of the next larger one; none is reached by recursion."""
     shares = [number / 1000 for number in range(300)]
