@@ -134,6 +134,16 @@ def test_what_is_written_is_read_again(name):
         assert (values["pad_token_id"], values["vocab_size"], context) == (2, 90, 128)
 
 
+def test_no_option_of_a_family_is_ignored():
+    """Each has another value than its default in one of the models that are written and read above."""
+    for layers in {FAMILIES[name].layers for name in MODELS}:
+        models = [model for name in MODELS if FAMILIES[name].layers is layers for model in MODELS[name]]
+        unseen = [
+            option for option in layers.OPTIONS if {getattr(model, option) for model in models} == {getattr(ModelConfig, option)}
+        ]
+        assert {*unseen} <= {"kv_channels"}, layers  # which ModernBERT and NeoBERT can have only as its default
+
+
 def native(values):
     return native_attention(parse_hf_config(values, ""), find_family(values, ""))
 
