@@ -11,9 +11,9 @@ import pytest
 import runs
 
 from megaenc.data.worker_pool import WorkerProcessDied
-from megaenc.objectives import known
 from megaenc.objectives.check import layouts, measure
 from megaenc.objectives.check.command import CheckConfig, main, run_checks
+from megaenc.objectives.registry import OBJECTIVES
 
 HEAD = """
 import os
@@ -120,7 +120,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", sorted({*known()} - {"distill"}))  # which needs a teacher: test_distillation.py
+@pytest.mark.parametrize("name", sorted({*OBJECTIVES._own} - {"distill"}))  # which needs a teacher: test_distillation.py
 def test_own_objectives_pass(name, folder):
     _, results = run_checks(CheckConfig(name))
     assert [result.name for result in results if result.passed is False] == []

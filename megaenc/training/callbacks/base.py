@@ -52,7 +52,7 @@ class Callback:
         """Observe that `step` begins."""
 
     def before_optimizer(self, step: int, metrics: "BatchSums") -> None:
-        """Observe `metrics` of `step`, over all ranks. Gradients are reduced as far as the optimizer needs, and not yet divided."""
+        """Observe `metrics` of `step`, sums over all ranks, and gradients, which are neither divided nor clipped yet."""
 
     def after_step(self, report: StepReport) -> None:
         """Observe the end of a step."""
