@@ -1,8 +1,12 @@
 """SwiGLU, GeGLU and RMSNorm against the same formulas under autograd, and dropout against its hash."""
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+from megaenc.model.config import ModelConfig
 
 TOKENS, HEADS, DIM = 7, 3, 8
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -90,7 +94,7 @@ def test_nothing_has_no_norm():
     assert normed(torch.empty(0, 1, DIM), torch.ones(DIM)).shape == (0, 1, DIM)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", get_args(ModelConfig.__annotations__["activation"]))
 def test_gated_activations_are_transformers_with_their_gradients(name):
     from transformers.activations import ACT2FN
 

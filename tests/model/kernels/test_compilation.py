@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
+from megaenc.model.functional import ACTIVATIONS  # noqa: E402
 from megaenc.model.kernels import cross_entropy, dropout, glu, launch, norm, rotary  # noqa: E402
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx90a", 64), GPUTarget("hip", "gfx942", 64)]
@@ -24,7 +25,7 @@ for is_centered, prefix in ((False, ""), (True, "layer ")):
     for is_sum, width, name in ((False, 1728, "norm"), (True, 1728, "norm of a sum"), (False, 96, "norm of heads")):
         constants = {"CENTERED": is_centered, "RESIDUAL": is_sum} | launch.row_tile_constants(width)
         KERNELS[prefix + name] = [(norm.norm_forward_kernel, constants), (norm.norm_backward_kernel, constants)]
-for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
+for activation in ACTIVATIONS:
     constants = {"ACTIVATION": activation} | launch.column_block_constants(5120)
     KERNELS[activation] = [(glu.glu_forward_kernel, constants), (glu.glu_backward_kernel, constants)]
 KERNELS |= {
