@@ -1,16 +1,13 @@
 """A run that was stopped goes on as if it had not been, and a run folder holds one run."""
 
-import dataclasses
 import json
 import shutil
 
 import pytest
 import runs
-from training_helpers import plan_of
 
 from megaenc import backend
 from megaenc.model import encoder
-from megaenc.model.config import ModelConfig
 from megaenc.training.command import main
 
 
@@ -55,16 +52,3 @@ def test_no_weights_are_drawn_that_are_loaded(short_run, saved_run, tmp_path, mo
     with pytest.raises(TypeError):
         main([*flags, "1"])
     backend.destroy_distributed()
-
-
-# Of a run's identity, besides the shape of its model.
-IDENTITY = """
-adam_beta1 adam_beta2 adam_eps bf16 clip_grad data data_order eval_iters fp8_format global_batch_size lr lr_warmup_iters
-lr_wsd_decay_iters lr_wsd_decay_style min_lr muon_momentum muon_num_ns_steps no_weight_decay_norm_bias objective_packages
-objective_schedule optimizer packing rampup_batch_size seed seq_length special_tokens split tokenizer train_iters weight_decay
-"""
-
-
-def test_a_run_is_told_from_others_by_what_its_weights_depend_on(small_corpus):
-    shape = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert plan_of(*small_corpus.flags).identity.keys() == {*IDENTITY.split(), *shape}
