@@ -342,9 +342,9 @@ def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int
     if name.endswith(_OUTPUT_PROJECTIONS):  # row parallel: each rank has all rows of some columns
         return normal_rows(seed, name, range(rows), columns * size)[:, columns * rank : columns * (rank + 1)]
     if name.endswith(".linear_fc1.weight"):  # each rank has its part of the gate, then of the up projection
-        half = rows // 2
-        gate, up = (half * (rank + part * size) for part in (0, 1))
-        return np.concatenate([normal_rows(seed, name, range(start, start + half), columns) for start in (gate, up)])
+        height = rows // parameter.partition_stride
+        starts = range(height * rank, rows * size, height * size)
+        return np.concatenate([normal_rows(seed, name, range(start, start + height), columns) for start in starts])
     start = 0 if name == "prediction_head.dense.weight" else rows * rank  # all ranks have the same
     stop = start + rows
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
