@@ -1,12 +1,13 @@
 """List of the doctor's checks, which needs none of the modules that they import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
+
+from megaenc.model.kernels import FusedKernels
 
 REQUIRED_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "apex", "amdsmi")
 ATTENTION_BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
-FUSED_KERNELS = ("norm", "layer_norm", "rotary", "swiglu", "geglu", "dropout", "loss", "sum")
 Subject = Literal[
     "versions", "machine", "accelerators", "network", "variables", "numbers", "attention", "kernels", "ranks",
     "collectives", "disk",
@@ -74,8 +75,14 @@ CHECKS = (
     ),
     Check("kernels", "fused kernels", "megaenc.doctor.numerics:prepare_fused_kernels"),
     *(
-        Check("kernels", name, "megaenc.doctor.numerics:check_fused_kernel", arguments=(name,), requires="fused kernels")
-        for name in FUSED_KERNELS
+        Check(
+            "kernels",
+            kernel.name,
+            "megaenc.doctor.numerics:check_fused_kernel",
+            arguments=(kernel.name,),
+            requires="fused kernels",
+        )
+        for kernel in fields(FusedKernels)
     ),
     Check("kernels", "float8 products", "megaenc.doctor.numerics:check_fp8_products"),
     Check("disk", "space", "megaenc.doctor.disk:check_disk_space", "node"),

@@ -198,8 +198,8 @@ class Activation(NamedTuple):
     function: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]
     """Function of the gradient and the input that writes to `grad_input`."""
-    kernel: str
-    """Field of FusedKernels for its gated form."""
+    kernel: str = ""
+    """Field of FusedKernels for its gated form, which torch computes without one."""
 
 
 _GELU_TANH = {"approximate": "tanh"}

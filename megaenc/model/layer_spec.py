@@ -41,12 +41,12 @@ def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the Triton kernels, as of FusedKernels, that `model` can use."""
     names = ["rotary", ACTIVATIONS[model.activation].kernel, "loss", "sum"]
     if model.normalization == "RMSNorm":
-        names.insert(0, "norm")
+        names.append("norm")
     elif not model.norm_bias:
-        names.insert(0, "layer_norm")
+        names.append("layer_norm")
     if model.attention_output_dropout:
         names.append("dropout")
-    return tuple(names)
+    return tuple(filter(None, names))
 
 
 def build_transformer_config(
@@ -171,7 +171,7 @@ def _build_layer_spec(
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
     attention["selects_rows"] = options["selects_rows"]
     add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
-    is_fused = getattr(fused, ACTIVATIONS[model.activation].kernel)
+    is_fused = getattr(fused, ACTIVATIONS[model.activation].kernel, False)
     activation = ModuleSpec(module=GatedActivation, params={"activation": model.activation, "fused": is_fused})
     return ModuleSpec(
         module=EncoderLayer,
