@@ -32,7 +32,7 @@ _SHARED_FLAGS = 10
 PUBLIC = [
     (
         "Objectives",
-        "Names for packages that add an objective ([how](objectives.md#adding-an-objective)).",
+        "Names for packages that add an objective ([how](extending.md#an-objective-of-your-own-package)).",
         "megaenc.objectives",
         [
             "Objective",
