@@ -28,7 +28,7 @@ class StepReport:
     deviations: float | None
     """Robust standard deviations of the loss above recent ones; None if they are too few."""
     is_spike: bool
-    """Whether the loss is a spike."""
+    """True if the loss is a spike by --loss-spike-sigmas."""
 
 
 class Callback:
