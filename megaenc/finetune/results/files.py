@@ -62,7 +62,8 @@ _UNSEEDED_TEST_SETS = ("nq",)  # the study drew the validation and test halves a
 _ADVICE = "remove the file"
 _ROUNDING = 1e-6
 _Fraction = Annotated[float, Field(ge=-_ROUNDING, le=1 + _ROUNDING, allow_inf_nan=False)]
-_Metric = Annotated[float, Field(ge=-1 - _ROUNDING, le=1 + _ROUNDING, allow_inf_nan=False)]  # a fraction or a correlation
+METRIC_BOUNDS = {"matthews_correlation": (-1.0, 1.0)}
+"""Smallest and largest value of metrics; 0 and 1 of those that are not named."""
 
 
 class _Split(TypedDict):
@@ -70,8 +71,8 @@ class _Split(TypedDict):
 
     __pydantic_config__ = JSON_OBJECT
     score: _Fraction
-    metrics: NotRequired[dict[Text, _Metric] | None]
-    baseline: NotRequired[dict[Text, _Metric] | None]
+    metrics: NotRequired[dict[Text, Number] | None]
+    baseline: NotRequired[dict[Text, Number] | None]
     collapsed: NotRequired[str | None]
 
 
@@ -347,6 +348,9 @@ def read_result(path: Path) -> Result | None:
     values = read_fields(file)
     if values is not None:
         checked = check_json(_RESULT_FILE, values, file, _ADVICE)
+        for split in ("validation", "test"):
+            for field in ("metrics", "baseline"):
+                _check_bounds(checked[split].get(field) or {}, f"{file}: field `{split}.{field}.")
         evaluations = [(one["step"], one["score"]) for one in checked.get("evaluations", ())]
         return Result(
             *run,
@@ -422,6 +426,14 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
+
+
+def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
+    """Raise InputError for a metric out of its bounds; `place` is the text before its name."""
+    for name, value in metrics.items():
+        low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
+        if not low - _ROUNDING <= value <= high + _ROUNDING:
+            raise InputError(f"{place}{name}`: found {value}, expected a number from {low:g} to {high:g}; {_ADVICE}")
 
 
 def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:

@@ -28,11 +28,11 @@ DAMAGED = [
     # what results.json holds, and words of the line
     *((changed('"score": 0.5', f'"score": {value}'), "test.score") for value in ("NaN", "-0.1", "1.1", "true", '"0.5"')),
     (changed('"score": 0.5', '"score": ' + "1" * 5000), "not JSON"),
+    (changed('"accuracy": 0.5', '"accuracy": 1.1'), "test.metrics.accuracy`: found 1.1, expected a number from 0 to 1"),
     (
-        changed('"accuracy": 0.5', '"accuracy": 1.1'),
-        "test.metrics.accuracy`: found 1.1, expected a number less than or equal to 1",
+        changed('"accuracy": 0.5', '"matthews_correlation": -1.1'),
+        "found -1.1, expected a number from -1 to 1",
     ),
-    (changed('"accuracy": 0.5', '"matthews_correlation": -1.1'), "found -1.1, expected a number greater than or equal to -1"),
     (changed('{"score": 0.25}', '{"score": null}'), "test.baseline.score"),
     (changed('"metrics": {', '"metrics": [1], "x": {'), "test.metrics"),
     (changed('"collapsed": null', '"collapsed": 3'), "test.collapsed"),
