@@ -24,7 +24,16 @@ from megaenc.machine import read_processor_name, usable_core_count
 from megaenc.output_paths import create_parent_dir
 from megaenc.processes import KILL_TIMEOUT, set_child_environment
 
-_PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
+_PACKAGES = (
+    "megaenc",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "tokenizers",
+    "gigatoken",
+    "datasets",
+    "numpy",
+)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -37,11 +46,17 @@ def describe_machine() -> dict[str, Any]:
         "processor": read_processor_name(),
         "cores": usable_core_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "accelerators": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        "accelerators": [
+            torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())
+        ],
         "load": round(os.getloadavg()[0], 2),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        "packages": {each.name: each.version for each in importlib.metadata.distributions() if each.name in _PACKAGES},
+        "packages": {
+            each.name: each.version
+            for each in importlib.metadata.distributions()
+            if each.name in _PACKAGES
+        },
     }
 
 
@@ -55,7 +70,10 @@ def peak_resident_bytes() -> float:
 
 
 def run_processes(
-    work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str], seconds: float | None = None
+    work: Callable[[Any], Any],
+    item: Any,
+    *environments: Mapping[str, str],
+    seconds: float | None = None,
 ) -> list[Any]:
     """Call `work(item)` in a new process for each of `environments`, all at once, and return their results.
 
@@ -124,7 +142,9 @@ def check_positive(config: Any, *names: str) -> None:
     """Raise InputError for the first of the fields `names` of `config` that is not above 0."""
     for name in names:
         if not getattr(config, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected more than 0")
+            raise InputError(
+                f"--{name.replace('_', '-')} {getattr(config, name)}: expected more than 0"
+            )
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-DIRECTIONS = {"from-hf": ["--input", "hf", "--output", "core"], "to-hf": ["--load", "core", "--output", "again"]}
+DIRECTIONS = {
+    "from-hf": ["--input", "hf", "--output", "core"],
+    "to-hf": ["--load", "core", "--output", "again"],
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,14 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
         layer = name.split(".")[2] if name.startswith("model.layers.") else name
         shards.setdefault(f"model-{layer}.safetensors", {})[name] = shape
     for file, shapes in shards.items():
-        save_file({name: (0.02 * torch.randn(shape)).to(DTYPES[dtype]) for name, shape in shapes.items()}, folder / file)
+        save_file(
+            {name: (0.02 * torch.randn(shape)).to(DTYPES[dtype]) for name, shape in shapes.items()},
+            folder / file,
+        )
     index = {name: file for file, shapes in shards.items() for name in shapes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def run_in_new_process(function: Callable, *arguments) -> None:
@@ -91,7 +99,11 @@ def run_in_new_process(function: Callable, *arguments) -> None:
 def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, float]:
     """Run a conversion in `folder` and return its peak resident bytes and seconds."""
     command = [sys.executable, "-P", "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -104,10 +116,17 @@ def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, 
 def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
     """Return seconds and peak memory by direction, with their ratios to the size of the weights."""
     run_in_new_process(write_source, work / "small" / "hf", "none", 300, settings.dtype)
-    run_in_new_process(write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype)
+    run_in_new_process(
+        write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype
+    )
     shards = (work / "large" / "hf").glob("*.safetensors")
     weights = sum(file.stat().st_size for file in shards)
-    result = {"model": settings.model, "dtype": settings.dtype, "weights_bytes": weights, "cores": os.cpu_count()}
+    result = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "weights_bytes": weights,
+        "cores": os.cpu_count(),
+    }
     for direction in DIRECTIONS:
         program = measure_conversion(work / "small", direction, settings.threads)["peak_bytes"]
         large = measure_conversion(work / "large", direction, settings.threads)
@@ -118,7 +137,10 @@ def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
         result[direction] = large | {"program_bytes": program} | ratios
         sizes = f"peak {large['peak_bytes'] / 1e9:.2f} GB for {weights / 1e9:.2f} GB of weights"
         excess = f"{ratios['peak_ratio_beyond_program']:.2f} without the program itself"
-        print(f"{direction}: {large['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {excess})", flush=True)
+        print(
+            f"{direction}: {large['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {excess})",
+            flush=True,
+        )
     return result
 
 

@@ -63,8 +63,14 @@ class OwnContender:
         from megaenc.embed.train import ContrastiveTrainer
 
         prefixes = (embedder.config.query_prefix, embedder.config.document_prefix)
-        self.data = ContrastiveData.build(pairs, embedder.tokenize, prefixes=prefixes, negatives=config.negatives)
-        same = {"batch_size": config.batch_size, "tokens_per_forward": config.tokens_per_forward, "precision": "fp32"}
+        self.data = ContrastiveData.build(
+            pairs, embedder.tokenize, prefixes=prefixes, negatives=config.negatives
+        )
+        same = {
+            "batch_size": config.batch_size,
+            "tokens_per_forward": config.tokens_per_forward,
+            "precision": "fp32",
+        }
         self.trainer = ContrastiveTrainer(
             embedder, self.data, ContrastiveConfig(**same, epochs=100.0, negatives=config.negatives)
         )
@@ -89,7 +95,9 @@ class PaddedContender:
         from sentence_transformers import SentenceTransformer
 
         self.config, self.pairs, self.rules = config, pairs, embedder.config
-        self.model = SentenceTransformer(config.model, device=str(embedder.backbone.device)).float().train()
+        self.model = (
+            SentenceTransformer(config.model, device=str(embedder.backbone.device)).float().train()
+        )
         self.model.max_seq_length = embedder.max_length
         if self.model.tokenizer.pad_token is None:
             self.model.tokenizer.pad_token = self.model.tokenizer.eos_token
@@ -104,11 +112,20 @@ class PaddedContender:
 
         some = self.pairs[batch * self.config.batch_size : (batch + 1) * self.config.batch_size]
         before, prefix = self.rules.query_prefix, self.rules.document_prefix
-        columns = [[before + pair.query for pair in some], [prefix + pair.document for pair in some]]
-        columns += [[prefix + pair.negatives[at] for pair in some] for at in range(self.config.negatives)]
-        features = [batch_to_device(self.model.preprocess(column), self.model.device) for column in columns]
+        columns = [
+            [before + pair.query for pair in some],
+            [prefix + pair.document for pair in some],
+        ]
+        columns += [
+            [prefix + pair.negatives[at] for pair in some] for at in range(self.config.negatives)
+        ]
+        features = [
+            batch_to_device(self.model.preprocess(column), self.model.device) for column in columns
+        ]
         self.padded = sum(each["attention_mask"].numel() for each in features)
-        function = losses.CachedMultipleNegativesRankingLoss(self.model, scale=20.0, mini_batch_size=self.mini_batch_size)
+        function = losses.CachedMultipleNegativesRankingLoss(
+            self.model, scale=20.0, mini_batch_size=self.mini_batch_size
+        )
 
         def step() -> float:
             loss = function(features, None)
@@ -131,7 +148,11 @@ def time_step(step: Callable[[], float]) -> dict[str, float]:
     loss = step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return {"loss": loss, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
+    return {
+        "loss": loss,
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
+    }
 
 
 def select_pairs(pairs: list[Any], negatives: int) -> list[Any]:
@@ -162,21 +183,30 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
     pairs = select_pairs(load_pairs(config.pairs).pairs, config.negatives)
     batches = len(pairs) // config.batch_size
     if not batches:
-        raise InputError(f"--pairs: found {len(pairs)} pairs without repeated texts, expected at least {config.batch_size}")
+        raise InputError(
+            f"--pairs: found {len(pairs)} pairs without repeated texts, expected at least {config.batch_size}"
+        )
     # The model's own attention, as sentence-transformers uses no other.
     rules = dataclasses.replace(read_embedding_config(config.model), attention=None)
     rules = dataclasses.replace(rules, max_length=config.max_length or rules.max_length)
     embedder = Embedder(config.model, rules, device=backend.device, dtype=torch.float32)
     padded, own = PaddedContender(config, embedder, pairs), OwnContender(config, embedder, pairs)
     losses = {"megaenc": own.prepare(0)(), "sentence-transformers": padded.prepare(0)()}
-    if abs(losses["megaenc"] - losses["sentence-transformers"]) > TOLERANCE * abs(losses["megaenc"]):
-        raise InputError(f"the losses of the first batch differ, so that the contenders do not do the same work: {losses}")
+    if abs(losses["megaenc"] - losses["sentence-transformers"]) > TOLERANCE * abs(
+        losses["megaenc"]
+    ):
+        raise InputError(
+            f"the losses of the first batch differ, so that the contenders do not do the same work: {losses}"
+        )
     trials = {}
     for padded.mini_batch_size in config.mini_batch_sizes:
-        trials[padded.mini_batch_size] = time_step(padded.prepare(0))["cpu_seconds" if backend.is_cpu else "seconds"]
+        trials[padded.mini_batch_size] = time_step(padded.prepare(0))[
+            "cpu_seconds" if backend.is_cpu else "seconds"
+        ]
     padded.mini_batch_size = min(trials, key=trials.__getitem__)
     print_rank_0(
-        "sentence-transformers: " + ", ".join(f"{seconds:.2f} s with {size} texts a pass" for size, seconds in trials.items())
+        "sentence-transformers: "
+        + ", ".join(f"{seconds:.2f} s with {size} texts a pass" for size, seconds in trials.items())
     )
     sides = {"megaenc": own, "sentence-transformers": padded}
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
@@ -186,8 +216,15 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
             turns[name].append(time_step(sides[name].prepare(round_ % batches)))
         tokens.append(int(own.data.lengths[own.batch.texts].sum()))
         padded_tokens.append(padded.padded)
-        print_rank_0(f"round {round_ + 1}: " + ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides))
-    matrices = [module.weight.numel() for module in embedder.backbone.modules() if isinstance(module, nn.Linear)]
+        print_rank_0(
+            f"round {round_ + 1}: "
+            + ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides)
+        )
+    matrices = [
+        module.weight.numel()
+        for module in embedder.backbone.modules()
+        if isinstance(module, nn.Linear)
+    ]
     peak = backend.peak_flops(torch.float32)
     result: dict[str, Any] = {
         "settings": asdict(config),
@@ -210,7 +247,9 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
         }
     for quantity in ("seconds", "cpu_seconds"):
         both = zip(turns["sentence-transformers"], turns["megaenc"], strict=True)
-        result[f"{quantity}_ratio"] = median(theirs[quantity] / ours[quantity] for theirs, ours in both)
+        result[f"{quantity}_ratio"] = median(
+            theirs[quantity] / ours[quantity] for theirs, ours in both
+        )
     return result
 
 
@@ -218,7 +257,13 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Parse flags, run the benchmark, write and print its results."""
     silence_libraries()
-    config = flags.parse(EmbedTrainBenchConfig, argv, prog="embed_train.py", description=__doc__, default=EmbedTrainBenchConfig())
+    config = flags.parse(
+        EmbedTrainBenchConfig,
+        argv,
+        prog="embed_train.py",
+        description=__doc__,
+        default=EmbedTrainBenchConfig(),
+    )
     for name in ("model", "pairs"):
         if not getattr(config, name):
             raise InputError(f"--{name}: missing")
@@ -227,7 +272,11 @@ def main(argv: list[str] | None = None) -> None:
     common.write_report(config.output, result)
     for name in ("megaenc", "sentence-transformers"):
         side = result[name]
-        share = f", {100 * side['share_of_peak']:.0f} % of the GEMM rate" if side["share_of_peak"] else ""
+        share = (
+            f", {100 * side['share_of_peak']:.0f} % of the GEMM rate"
+            if side["share_of_peak"]
+            else ""
+        )
         print_rank_0(
             f"{name}: {side['seconds']:.2f} s a step, {side['pairs_per_second']:.1f} pairs/s, "
             f"{side['tokens_per_second']:,.0f} tokens/s without padding{share}"

@@ -62,15 +62,27 @@ def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     folder = Path(settings["dataset"])
-    files = {split: str(next(folder.glob(f"{split}.jsonl*"))) for split in ("train", "valid", "test")}
+    files = {
+        split: str(next(folder.glob(f"{split}.jsonl*"))) for split in ("train", "valid", "test")
+    }
     data = load_dataset("json", data_files=files)
 
     def tokenise(batch):
-        return tokenizer([text + tokenizer.eos_token for text in batch["text"]], add_special_tokens=False, truncation=True)
+        return tokenizer(
+            [text + tokenizer.eos_token for text in batch["text"]],
+            add_special_tokens=False,
+            truncation=True,
+        )
 
     labels = len(set(data["train"]["label"]))
-    data = data.map(tokenise, batched=True, remove_columns=[name for name in data["train"].column_names if name != "label"])
-    model = AutoModelForSequenceClassification.from_pretrained(settings["model"], num_labels=labels, classifier_pooling="mean")
+    data = data.map(
+        tokenise,
+        batched=True,
+        remove_columns=[name for name in data["train"].column_names if name != "label"],
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(
+        settings["model"], num_labels=labels, classifier_pooling="mean"
+    )
     with tempfile.TemporaryDirectory() as work:
         arguments = TrainingArguments(
             output_dir=work,
@@ -94,27 +106,42 @@ def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
             disable_tqdm=True,
         )
         collator = DataCollatorWithPadding(tokenizer)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data["train"], data_collator=collator)
+        trainer = Trainer(
+            model=model, args=arguments, train_dataset=data["train"], data_collator=collator
+        )
         trainer.train()
         scores = {}
         for split in ("valid", "test"):
             predicted = trainer.predict(data[split])
-            scores[split] = float((np.argmax(predicted.predictions, axis=-1) == predicted.label_ids).mean())
+            scores[split] = float(
+                (np.argmax(predicted.predictions, axis=-1) == predicted.label_ids).mean()
+            )
     return scores
 
 
 def run_trainer(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[float]]:
     """Run the Trainer once per seed in sequence; return total seconds and test accuracies."""
-    program = f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
+    program = (
+        f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
+    )
     program += "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), int(sys.argv[2]))))"
     began, scores = time.monotonic(), []
-    environment = os.environ | {"HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = os.environ | {
+        "HF_DATASETS_CACHE": str(work / "datasets"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     for seed in range(settings.seeds):
         command = [sys.executable, "-P", "-c", program, json.dumps(asdict(settings)), str(seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"the Trainer's script ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"the Trainer's script ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
         scores.append(json.loads(done.stdout.splitlines()[-1])["test"])
     return time.monotonic() - began, scores
 
@@ -124,12 +151,23 @@ def run_grid(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[flo
     command = [sys.executable, "-P", "-m", "megaenc", "finetune", "grid", "--output", str(work)]
     command += ["--model", settings.model, "--datasets", settings.dataset]
     command += ["--learning-rates", str(settings.learning_rate), "--seeds", str(settings.seeds)]
-    command += ["--max-steps", str(settings.max_steps), "--epochs", "1000", "--precision", settings.precision]
+    command += [
+        "--max-steps",
+        str(settings.max_steps),
+        "--epochs",
+        "1000",
+        "--precision",
+        settings.precision,
+    ]
     start = time.monotonic()
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     seconds = time.monotonic() - start
     if done.returncode:
-        raise SystemExit(f"the grid ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"the grid ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+        )
     files = sorted(work.glob("*/SC/*/*/results.json"))
     return seconds, [json.loads(file.read_text())["test"]["score"] for file in files]
 
@@ -145,10 +183,16 @@ def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
             folder.mkdir()
             elapsed, scores[name] = sides[name](settings, folder)
             seconds[name].append(elapsed)
-            print(f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy {mean(scores[name]):.4f}", flush=True)
+            print(
+                f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy {mean(scores[name]):.4f}",
+                flush=True,
+            )
     ratios = [slow / fast for slow, fast in zip(seconds["trainer"], seconds["grid"], strict=True)]
     hourly = {name: settings.seeds * 3600 / median(values) for name, values in seconds.items()}
-    spread = {name: 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None for name, values in scores.items()}
+    spread = {
+        name: 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        for name, values in scores.items()
+    }
     return {
         **asdict(settings),
         "cores": os.cpu_count(),

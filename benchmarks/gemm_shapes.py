@@ -81,13 +81,17 @@ def measure_references(size: int, watch: Stopwatch, device: torch.device) -> tup
     """Return the TFLOP/s of a square bfloat16 product of `size` rows, and the TB/s of a copy."""
     square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product_seconds = watch.measure(lambda: square @ square)
-    source = torch.empty(2**29 if device.type == "cuda" else 2**24, device=device, dtype=torch.bfloat16)
+    source = torch.empty(
+        2**29 if device.type == "cuda" else 2**24, device=device, dtype=torch.bfloat16
+    )
     target = torch.empty_like(source)
     copy_seconds = watch.measure(lambda: target.copy_(source))
     return 2 * size**3 / product_seconds / 1e12, 2 * source.nbytes / copy_seconds / 1e12
 
 
-def build_products(tokens: int, inputs: int, outputs: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+def build_products(
+    tokens: int, inputs: int, outputs: int, device: torch.device
+) -> dict[str, Callable[..., Tensor]]:
     """Return the three products of a linear layer by name; each takes no argument.
 
     The weight's gradient is added to a float32 buffer, as in a run.
@@ -98,13 +102,17 @@ def build_products(tokens: int, inputs: int, outputs: int, device: torch.device)
     products = {"forward": lambda: x @ weight.t(), "input's gradient": lambda: gradient @ weight}
     if device.type == "cuda":
         main = torch.zeros(outputs, inputs, device=device)
-        products["weight's gradient"] = lambda: torch.addmm(main, gradient.t(), x, out_dtype=torch.float32, out=main)
+        products["weight's gradient"] = lambda: torch.addmm(
+            main, gradient.t(), x, out_dtype=torch.float32, out=main
+        )
     else:  # without `out_dtype`
         products["weight's gradient"] = lambda: gradient.t() @ x
     return products
 
 
-def measure_products(config: GemmShapesConfig, watch: Stopwatch, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_products(
+    config: GemmShapesConfig, watch: Stopwatch, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each product of each model: shape, and TFLOP/s by library."""
     libraries = LIBRARIES if device.type == "cuda" and not torch.version.hip else ("default",)
     for model in config.models:
@@ -124,7 +132,9 @@ def measure_products(config: GemmShapesConfig, watch: Stopwatch, device: torch.d
                 yield {"model": model, "matrix": matrix, "product": name, **shape, "tflops": rates}
 
 
-def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict[str, tuple[Callable[[], Any], int]]:
+def build_kernels(
+    shape: ModelConfig, tokens: int, device: torch.device
+) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return megaenc's elementwise kernels by name: a call, and the bytes that it has to read and write."""
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
     from megaenc.model.kernels.glu import glu
@@ -134,7 +144,12 @@ def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict
     hidden, ffn, width = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     stream, residual, gated, heads = (
         torch.randn(*size, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for size in ((tokens, hidden), (tokens, hidden), (tokens, 2 * ffn), (tokens, 1, shape.num_attention_heads, width))
+        for size in (
+            (tokens, hidden),
+            (tokens, hidden),
+            (tokens, 2 * ffn),
+            (tokens, 1, shape.num_attention_heads, width),
+        )
     )
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     angles = torch.randn(2, tokens, 1, 1, width // 2, device=device)
@@ -142,7 +157,10 @@ def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict
     logits = torch.randn(predictions, vocabulary, device=device, dtype=torch.bfloat16)
     labels = torch.randint(vocabulary, (predictions,), device=device)
     top, total = softmax_statistics(logits, labels, 0, vocabulary)[:2]
-    summed, gradient = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16), torch.randn_like(gated[:, :ffn])
+    summed, gradient = (
+        torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16),
+        torch.randn_like(gated[:, :ffn]),
+    )
 
     def backward(outputs: Any, inputs: tuple[Tensor, ...], gradients: Any) -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
@@ -155,31 +173,50 @@ def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict
         calls[f"{name} with residual, backward"] = call, 4 * 2 * tokens * hidden
     for name in ("silu", "gelu", "gelu_pytorch_tanh"):
         calls[f"gated {name}, forward"] = partial(glu, gated, name), 3 * 2 * tokens * ffn
-        calls[f"gated {name}, backward"] = partial(backward, glu(gated, name), (gated,), gradient), 5 * 2 * tokens * ffn
+        calls[f"gated {name}, backward"] = (
+            partial(backward, glu(gated, name), (gated,), gradient),
+            5 * 2 * tokens * ffn,
+        )
     return calls | {
-        "loss, forward": (lambda: softmax_statistics(logits, labels, 0, vocabulary), 2 * logits.numel()),
+        "loss, forward": (
+            lambda: softmax_statistics(logits, labels, 0, vocabulary),
+            2 * logits.numel(),
+        ),
         "loss, gradient": (
             lambda: logits_to_gradient_(logits, labels, top, total, 0, vocabulary),
             2 * 2 * logits.numel(),
         ),
-        "rotary of the queries": (lambda: rotate(heads.detach(), *angles, 1), 2 * 2 * heads.numel() + 4 * angles.numel()),
+        "rotary of the queries": (
+            lambda: rotate(heads.detach(), *angles, 1),
+            2 * 2 * heads.numel() + 4 * angles.numel(),
+        ),
     }
 
 
-def measure_kernels(config: GemmShapesConfig, watch: Stopwatch, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_kernels(
+    config: GemmShapesConfig, watch: Stopwatch, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each elementwise kernel of each model: its TB/s."""
     for model in config.models:
         tokens = PACK * (config.packs or PACKS.get(model, 16))
         for name, (call, size) in build_kernels(get_preset(model), tokens, device).items():
-            yield {"model": model, "kernel": name, "terabytes_per_second": size / watch.measure(call) / 1e12}
+            yield {
+                "model": model,
+                "kernel": name,
+                "terabytes_per_second": size / watch.measure(call) / 1e12,
+            }
 
 
 @handle_command_errors
 def main(argv: list[str] | None = None) -> None:
     """Measure, print each row at once, and write all of them to --output."""
-    config = flags.parse_with_config(GemmShapesConfig, argv, prog="benchmarks/gemm_shapes.py", description=__doc__)
+    config = flags.parse_with_config(
+        GemmShapesConfig, argv, prog="benchmarks/gemm_shapes.py", description=__doc__
+    )
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this machine has no accelerator; --device cpu --packs 1 tries the script")
+        raise InputError(
+            "--device cuda: this machine has no accelerator; --device cpu --packs 1 tries the script"
+        )
     check_output_file(Path(config.output), "--output")
     torch.manual_seed(0)
     device = torch.device(config.device)
@@ -187,18 +224,35 @@ def main(argv: list[str] | None = None) -> None:
     peak, copy = measure_references(config.square, watch, device)
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     print(f"{name}: square product {peak:.3g} TFLOP/s, copy {copy:.3g} TB/s", flush=True)
-    results: dict[str, Any] = {"config": dataclasses.asdict(config), "device": name, "torch": torch.__version__}
-    results |= {"square_tflops": peak, "copy_terabytes_per_second": copy, "products": [], "kernels": []}
+    results: dict[str, Any] = {
+        "config": dataclasses.asdict(config),
+        "device": name,
+        "torch": torch.__version__,
+    }
+    results |= {
+        "square_tflops": peak,
+        "copy_terabytes_per_second": copy,
+        "products": [],
+        "kernels": [],
+    }
     for row in measure_products(config, watch, device):
         results["products"].append(row)
-        rates = ", ".join(f"{library} {rate:.3g} ({100 * rate / peak:.0f} %)" for library, rate in row["tflops"].items())
+        rates = ", ".join(
+            f"{library} {rate:.3g} ({100 * rate / peak:.0f} %)"
+            for library, rate in row["tflops"].items()
+        )
         shape = f"{row['tokens']} x {row['inputs']} x {row['outputs']}"
-        print(f"{row['model']} {row['matrix']} {row['product']}, {shape}: {rates} TFLOP/s", flush=True)
+        print(
+            f"{row['model']} {row['matrix']} {row['product']}, {shape}: {rates} TFLOP/s", flush=True
+        )
         atomic_write(Path(config.output), json.dumps(results, indent=1) + "\n")
     for row in measure_kernels(config, watch, device) if is_gpu else ():
         results["kernels"].append(row)
         rate = row["terabytes_per_second"]
-        print(f"{row['model']} {row['kernel']}: {rate:.3g} TB/s, {100 * rate / copy:.0f} % of a copy", flush=True)
+        print(
+            f"{row['model']} {row['kernel']}: {rate:.3g} TB/s, {100 * rate / copy:.0f} % of a copy",
+            flush=True,
+        )
         atomic_write(Path(config.output), json.dumps(results, indent=1) + "\n")
 
 

@@ -43,8 +43,12 @@ NEEDED = {
     "megatron": "megatron-core==0.16.1",
 }
 """Packages by module, so that a bare machine gets one line for all that it lacks."""
-if missing := [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]:
-    print(f"error: not installed: {', '.join(missing)}; see benchmarks/gpu.sh --help", file=sys.stderr)
+if missing := [
+    package for module, package in NEEDED.items() if not importlib.util.find_spec(module)
+]:
+    print(
+        f"error: not installed: {', '.join(missing)}; see benchmarks/gpu.sh --help", file=sys.stderr
+    )
     sys.exit(2)
 
 import common  # noqa: E402
@@ -72,7 +76,9 @@ PARTS = ("correctness", "speed", "peer")
 PROCESS_SECONDS = 600.0
 """Time after which a part hangs."""
 # Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for older torch.
-DEVICE_ENVIRONMENT = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+DEVICE_ENVIRONMENT = {
+    name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+}
 HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -117,7 +123,9 @@ class BenchPreset:
     """Rows of the large matrix product."""
 
 
-def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, seq_length: int) -> Mapping[str, BenchSetup]:
+def _setups_by_head_dim(
+    heads: int, groups: int, layers: int, vocab_size: int, seq_length: int
+) -> Mapping[str, BenchSetup]:
     """Return a model for each head dimension.
 
     Weights preserve the scale of activations, so that attention scores differ between tokens: initial weights, whose attention is
@@ -126,15 +134,21 @@ def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, s
     setups = {}
     for width in (64, 96):
         hidden = heads * width
-        shape = ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
+        shape = ModelConfig(
+            layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5
+        )
         setups[str(width)] = BenchSetup(shape=shape, vocab_size=vocab_size, seq_length=seq_length)
     return setups
 
 
 FULL = BenchPreset(
-    correctness=_setups_by_head_dim(6, 2, 2, vocab_size=2000, seq_length=2048),  # not a multiple of 128, to test padding
+    correctness=_setups_by_head_dim(
+        6, 2, 2, vocab_size=2000, seq_length=2048
+    ),  # not a multiple of 128, to test padding
     speed={
-        name: BenchSetup(shape=PRESETS[name], vocab_size=128256, seq_length=2048, learning_rate=1e-6)
+        name: BenchSetup(
+            shape=PRESETS[name], vocab_size=128256, seq_length=2048, learning_rate=1e-6
+        )
         for name in ("1b", "610m", "210m")
     },
     peer="610m",
@@ -147,7 +161,11 @@ FULL = BenchPreset(
 _MINIATURE = ModelConfig(2, 128, 256, 2, 1)
 SMALL = BenchPreset(
     correctness=_setups_by_head_dim(3, 1, 1, vocab_size=500, seq_length=96),
-    speed={"miniature": BenchSetup(shape=_MINIATURE, vocab_size=500, seq_length=128, learning_rate=1e-6)},
+    speed={
+        "miniature": BenchSetup(
+            shape=_MINIATURE, vocab_size=500, seq_length=128, learning_rate=1e-6
+        )
+    },
     peer="miniature",
     micro_batches=2,
     packs=2,
@@ -200,7 +218,9 @@ def parse_kernels(words: Sequence[str]) -> dict[str, Any]:
         name, _, text = word.partition("=")
         name = name.replace("-", "_")
         if name not in values or not text:
-            raise InputError(f"--kernels {word}: expected FIELD=VALUE with FIELD one of {', '.join(values)}")
+            raise InputError(
+                f"--kernels {word}: expected FIELD=VALUE with FIELD one of {', '.join(values)}"
+            )
         allowed = {str(value).lower(): value for value in values[name]}
         if text.lower() not in allowed:
             raise InputError(f"--kernels {word}: expected one of {', '.join(allowed)}")
@@ -226,7 +246,11 @@ def reference_kernels() -> dict[str, Any]:
 def configure_setup(setup: BenchSetup, bf16: bool, kernels: dict[str, Any]) -> BenchSetup:
     """Return a setup with another dtype and kernels; in float32 without kernels that support 16-bit numbers only."""
     if not bf16:
-        kernels = {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
+        kernels = {
+            name: value
+            for name, value in kernels.items()
+            if isinstance(value, bool) or value == "sdpa"
+        }
     return replace(setup, bf16=bf16, kernels=kernels)
 
 
@@ -252,10 +276,19 @@ def measure_machine(job: Job) -> dict[str, Any]:
     if not backend.is_cpu:
         about["peak_bf16"] = backend.peak_flops(torch.bfloat16)
         about["memory"] = torch.cuda.get_device_properties(0).total_memory
-    square, copy = measure_references(job.preset.square, Stopwatch(backend.device, 0.5), backend.device)
+    square, copy = measure_references(
+        job.preset.square, Stopwatch(backend.device, 0.5), backend.device
+    )
     line = f"{about['name']}, torch {about['torch']}: a large product {square:.3g} TFLOP/s, a copy {copy:.3g} TB/s"
     rates = {"square_tflops": square, "copy_terabytes_per_second": copy}
-    job.report(line, "machine", machine=common.describe_machine(), device=about, kernels=job.kernels, **rates)
+    job.report(
+        line,
+        "machine",
+        machine=common.describe_machine(),
+        device=about,
+        kernels=job.kernels,
+        **rates,
+    )
     return {"is_cpu": backend.is_cpu, "bf16": backend.has_bf16}
 
 
@@ -264,7 +297,10 @@ def measure_machine(job: Job) -> dict[str, Any]:
 OBJECTIVES = (CLM, MLM)
 PACKS = 2
 # Relative error of the loss, and relative norm error of the worst parameter's gradient.
-TOLERANCE = {"float32": {"loss": 1e-5, "gradient": 1e-3}, "bfloat16": {"loss": 1e-3, "gradient": 5e-2}}
+TOLERANCE = {
+    "float32": {"loss": 1e-5, "gradient": 1e-3},
+    "bfloat16": {"loss": 1e-3, "gradient": 5e-2},
+}
 FP8_FACTOR = 5.0  # factor of tolerances with 8-bit matrix products
 LossAndGradients = tuple[float, dict[str, "torch.Tensor"]]
 
@@ -292,18 +328,30 @@ def compute_gradients(engine: "Engine", setup: BenchSetup, text: str) -> LossAnd
     with engine.no_grad_reduction():
         loss, _ = engine.local_loss_and_grad_norm(range(PACKS), objective)
         parameters = synthetic.unwrap_encoder(engine).named_parameters()
-        gradients = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
-    spec = MicroBatchSpec(engine.plan.packs, tuple(range(PACKS)), objective, engine.plan.settings.seed)
+        gradients = {
+            name: parameter.main_grad.to("cpu", torch.float32, copy=True)
+            for name, parameter in parameters
+        }
+    spec = MicroBatchSpec(
+        engine.plan.packs, tuple(range(PACKS)), objective, engine.plan.settings.seed
+    )
     return loss / spec.build(torch.device("cpu")).predictions.labels.numel(), gradients
 
 
-def iter_gradients(setups: Sequence[BenchSetup], scratch: str) -> Iterator[tuple[Path, BenchSetup, str, LossAndGradients]]:
+def iter_gradients(
+    setups: Sequence[BenchSetup], scratch: str
+) -> Iterator[tuple[Path, BenchSetup, str, LossAndGradients]]:
     """Yield reference file, setup, objective, and computed loss and gradients for each setup and objective."""
     backend = synthetic.init_process()
     for setup in setups:
         engine = build_engine(setup, backend)
         for text in OBJECTIVES:
-            yield Path(scratch, f"{setup.shape.head_dim} {text}.pt"), setup, text, compute_gradients(engine, setup, text)
+            yield (
+                Path(scratch, f"{setup.shape.head_dim} {text}.pt"),
+                setup,
+                text,
+                compute_gradients(engine, setup, text),
+            )
     synthetic.destroy_process()
 
 
@@ -311,7 +359,10 @@ def write_reference(job: Job) -> None:
     """Write loss and gradients of each setup and objective in float32, by torch's own operations."""
     import torch
 
-    setups = [configure_setup(setup, False, reference_kernels()) for setup in job.preset.correctness.values()]
+    setups = [
+        configure_setup(setup, False, reference_kernels())
+        for setup in job.preset.correctness.values()
+    ]
     for file, _, _, result in iter_gradients(setups, job.scratch):
         torch.save(result, file)
 
@@ -321,7 +372,9 @@ def check_correctness(job: Job) -> None:
     import torch
 
     models = job.preset.correctness.values()
-    setups = [configure_setup(setup, bf16, job.kernels) for bf16 in (False, True) for setup in models]
+    setups = [
+        configure_setup(setup, bf16, job.kernels) for bf16 in (False, True) for setup in models
+    ]
     for file, setup, text, result in iter_gradients(setups, job.scratch):
         row = compare_gradients(setup, text, result, torch.load(file, weights_only=True))
         line = (
@@ -332,7 +385,9 @@ def check_correctness(job: Job) -> None:
         job.report(line, "correctness", **row)
 
 
-def compare_gradients(setup: BenchSetup, text: str, actual: LossAndGradients, expected: LossAndGradients) -> dict[str, Any]:
+def compare_gradients(
+    setup: BenchSetup, text: str, actual: LossAndGradients, expected: LossAndGradients
+) -> dict[str, Any]:
     """Return a row with the errors of loss and worst gradient, the tolerances, and whether both are within them."""
     kind = "bfloat16" if setup.bf16 else "float32"
     factor = FP8_FACTOR if setup.kernels.get("fp8_format") else 1.0
@@ -382,14 +437,23 @@ class SpeedMeasurement:
 
     def fill_memory(self, objectives: Sequence[str]) -> None:
         """Set `packs` to the most of a micro-batch that fit the device under all objectives."""
-        from megaenc.training.distributed.largest_batch import find_largest_batch, largest_indexable, measure_room
+        from megaenc.training.distributed.largest_batch import (
+            find_largest_batch,
+            largest_indexable,
+            measure_room,
+        )
 
         synthetic.configure_batches(self.engine, self.setup, objectives[0], 1, 1)
         self.engine.train_step(next(self.steps))  # allocates the optimizer state
         if self.engine.device.type != "cpu":
-            candidates = range(1, max(1, largest_indexable(self.setup.shape, self.setup.seq_length)) + 1)
+            candidates = range(
+                1, max(1, largest_indexable(self.setup.shape, self.setup.seq_length)) + 1
+            )
             self.packs = find_largest_batch(
-                self.engine, list(map(self.setup.parse_objective, objectives)), candidates, measure_room()
+                self.engine,
+                list(map(self.setup.parse_objective, objectives)),
+                candidates,
+                measure_room(),
             )
 
     def measure(self, objective: str) -> dict[str, Any]:
@@ -400,7 +464,9 @@ class SpeedMeasurement:
 
         while True:
             try:
-                synthetic.configure_batches(self.engine, self.setup, objective, self.packs, self.micro_batches)
+                synthetic.configure_batches(
+                    self.engine, self.setup, objective, self.packs, self.micro_batches
+                )
                 return self._measure_once()
             except torch.OutOfMemoryError:
                 if self.packs == 1:
@@ -425,7 +491,9 @@ class SpeedMeasurement:
         rate = total.flops / sum(durations)
         return {
             "tokens_per_second": tokens / sum(durations),
-            "tokens_per_second_of_steps": common.summarize([tokens / len(durations) / each for each in durations]),
+            "tokens_per_second_of_steps": common.summarize(
+                [tokens / len(durations) / each for each in durations]
+            ),
             "flops_per_second": rate,
             "flops_per_step": total.flops / len(durations),
             "attention_flops_per_step": self.engine.attention_flops(next(self.steps)),
@@ -449,7 +517,9 @@ def measure_speed(job: Job) -> None:
     engine_class = build_profiled_engine()
     setup = replace(job.preset.speed[job.model], bf16=job.bf16, kernels=job.kernels)
     backend = synthetic.init_process()
-    engine = synthetic.build_random_engine(synthetic.build_packed_plan(setup, *OBJECTIVES), backend, engine_class)
+    engine = synthetic.build_random_engine(
+        synthetic.build_packed_plan(setup, *OBJECTIVES), backend, engine_class
+    )
     peak = backend.peak_flops(torch.bfloat16 if setup.bf16 else torch.float32)
     measurement = SpeedMeasurement(engine, setup, peak, job.preset.micro_batches, job.seconds)
     if job.preset.packs:
@@ -458,7 +528,13 @@ def measure_speed(job: Job) -> None:
         measurement.fill_memory(OBJECTIVES)
     for objective in (MLM, CLM):
         row = measurement.measure(objective)
-        job.report(format_speed(job.model, objective, row), "speed", model=job.model, objective=objective, **row)
+        job.report(
+            format_speed(job.model, objective, row),
+            "speed",
+            model=job.model,
+            objective=objective,
+            **row,
+        )
         breakdown = profile_steps(engine, measurement.steps, row)
         line = f"  {', '.join(breakdown['text'])}"
         job.report(line, "breakdown", model=job.model, objective=objective, **breakdown)
@@ -535,7 +611,14 @@ def sum_by_group(events: Sequence[KernelEvent], windows: Sequence[TimeWindow]) -
     for event in events:
         group = classify_kernel(event.name)
         if group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
-            group = next((window.group for window in windows if window.start_ns <= event.start_ns <= window.end_ns), group)
+            group = next(
+                (
+                    window.group
+                    for window in windows
+                    if window.start_ns <= event.start_ns <= window.end_ns
+                ),
+                group,
+            )
         seconds[group] += event.seconds
     return seconds
 
@@ -561,7 +644,9 @@ def build_profiled_engine() -> "type[Engine]":
             self.zero_grad = self._window(BUFFERS)(self.zero_grad)
             self._optimizer_step = self._window(OPTIMIZER)(self._optimizer_step)
 
-        def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: "Objective") -> None:
+        def forward_and_backward(
+            self, rows: Sequence[Sequence[int]], objective: "Objective"
+        ) -> None:
             """Run forward and backward of a micro-batch per row of pack numbers; keep the gradients."""
             specs = self._list_specs(self.plan.packs, rows, objective, self.plan.settings.seed)
             self.run_micro_batches(specs, (), train=True)
@@ -571,7 +656,10 @@ def build_profiled_engine() -> "type[Engine]":
             shape = self.plan.settings.shape
             batches = [spec.build(torch.device("cpu")) for spec in self.micro_batch_specs(step)]
             spans = [span for batch in batches for span in batch.spans()]
-            return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
+            return sum(
+                shape.attention_flops(stop - begin, prefix=prefix - begin)
+                for begin, prefix, stop in spans
+            )
 
         @contextlib.contextmanager
         def _window(self, group: str) -> Iterator[None]:
@@ -598,13 +686,17 @@ def profile_steps(engine: Any, steps: Iterator[int], timed: dict[str, Any]) -> d
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences start and stop messages
     is_host = engine.device.type == "cpu"
     engine.windows = windows = []
-    with profile(activities=[ProfilerActivity.CPU if is_host else ProfilerActivity.CUDA]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU if is_host else ProfilerActivity.CUDA]
+    ) as profiled:
         for _ in range(PROFILED_STEPS):
             engine.train_step(next(steps))
         work.synchronize_device()
     engine.windows = None
     events = list(iter_kernel_events(is_host, profiled))
-    seconds = {group: value / PROFILED_STEPS for group, value in sum_by_group(events, windows).items()}
+    seconds = {
+        group: value / PROFILED_STEPS for group, value in sum_by_group(events, windows).items()
+    }
     seconds[IDLE] = max(0.0, timed["seconds_per_step"] - sum(seconds.values()))
     totals: Counter[str] = Counter()
     for event in events:
@@ -614,7 +706,10 @@ def profile_steps(engine: Any, steps: Iterator[int], timed: dict[str, Any]) -> d
         "seconds": seconds,
         "text": format_breakdown(seconds, rates),
         "work": rates,
-        "kernels": [(name[:160], classify_kernel(name), value) for name, value in totals.most_common(MAX_KERNELS)],
+        "kernels": [
+            (name[:160], classify_kernel(name), value)
+            for name, value in totals.most_common(MAX_KERNELS)
+        ],
     }
 
 
@@ -638,17 +733,26 @@ def count_work(engine: Any, timed: dict[str, Any]) -> dict[str, tuple[float, str
     return {
         MATMUL: (timed["flops_per_step"] - attention, "FLOP/s"),
         "attention": (attention, "FLOP/s"),
-        ELEMENTWISE: (value_bytes * shape.num_layers * tokens * values + 8 * timed["micro_batches"] * layers, "B/s"),
+        ELEMENTWISE: (
+            value_bytes * shape.num_layers * tokens * values + 8 * timed["micro_batches"] * layers,
+            "B/s",
+        ),
         LOSS: (4 * value_bytes * timed["predicted"] * vocab_size, "B/s"),
         OPTIMIZER: (30 * parameters, "B/s"),
     }
 
 
-def format_breakdown(seconds: dict[str, float], work_by_group: dict[str, tuple[float, str]]) -> list[str]:
+def format_breakdown(
+    seconds: dict[str, float], work_by_group: dict[str, tuple[float, str]]
+) -> list[str]:
     """Return the share of each group in percent, with its rate in T(FLOP or bytes) per second."""
     total = sum(seconds.values())
     merged = {MATMUL: seconds[MATMUL], "attention": seconds[FORWARD] + seconds[BACKWARD]}
-    merged |= {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD) and value}
+    merged |= {
+        group: value
+        for group, value in seconds.items()
+        if group not in (MATMUL, FORWARD, BACKWARD) and value
+    }
     texts = []
     for group, value in merged.items():
         text = f"{group} {100 * value / total:.1f} %"
@@ -750,7 +854,11 @@ def compare_with_transformers(job: Job) -> None:
                 rows[name] = measure_contender(training, name)
             except torch.OutOfMemoryError:
                 if name != PADDED or training.batch <= MIN_BATCH:
-                    job.report(f"peer, {name}: out of memory with {training.batch} documents a step", "peer", name=name)
+                    job.report(
+                        f"peer, {name}: out of memory with {training.batch} documents a step",
+                        "peer",
+                        name=name,
+                    )
                     break
                 training = replace(training, batch=training.batch // 2)
         if row := rows.get(name):
@@ -831,24 +939,43 @@ def run_all(config: GpuBenchConfig) -> bool:
     create_parent_dir(Path(config.output, "results.jsonl"), "--output")
     has_all_ended = True
     with exit_on_sigterm(), tempfile.TemporaryDirectory() as scratch:
-        job = Job(config.output, scratch, config.small, kernels, config.seconds if not config.small else 0.1)
+        job = Job(
+            config.output,
+            scratch,
+            config.small,
+            kernels,
+            config.seconds if not config.small else 0.1,
+        )
         # The user's own setting of the allocator stays.
-        device_environment = {} if DEVICE_ENVIRONMENT.keys() & os.environ.keys() else DEVICE_ENVIRONMENT
+        device_environment = (
+            {} if DEVICE_ENVIRONMENT.keys() & os.environ.keys() else DEVICE_ENVIRONMENT
+        )
         device_environment = HOST_ENVIRONMENT if config.device == "cpu" else device_environment
 
-        def run(part: Callable[[Job], Any], job: Job, environment: dict[str, str] = device_environment) -> Any:
+        def run(
+            part: Callable[[Job], Any], job: Job, environment: dict[str, str] = device_environment
+        ) -> Any:
             nonlocal has_all_ended
             try:
-                return common.run_processes(run_part, (part, job), environment, seconds=PROCESS_SECONDS)[0]
+                return common.run_processes(
+                    run_part, (part, job), environment, seconds=PROCESS_SECONDS
+                )[0]
             except RuntimeError as error:
                 has_all_ended = False
-                job.report(f"{part.__name__} {job.model}: {error}", "failure", part=part.__name__, model=job.model)
+                job.report(
+                    f"{part.__name__} {job.model}: {error}",
+                    "failure",
+                    part=part.__name__,
+                    model=job.model,
+                )
 
         machine = run(measure_machine, job)
         if machine is None:
             raise InputError(f"the device cannot be used; see {config.output}/libraries.log")
         if config.device == "auto" and machine["is_cpu"]:
-            raise InputError("no accelerator found; test the benchmark without one with --device cpu --small")
+            raise InputError(
+                "no accelerator found; test the benchmark without one with --device cpu --small"
+            )
         job = replace(job, bf16=machine["bf16"])
         for part in PARTS:
             if part not in config.parts:

@@ -24,7 +24,14 @@ import psutil
 
 from megaenc import flags
 from megaenc.console import ProgressLine, silence_libraries
-from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, IndexedWriter
+from megaenc.data.indexed.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    TOKEN_TYPES,
+    VERSION,
+    IndexArrays,
+    IndexedWriter,
+)
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError, format_error, handle_command_errors
 from megaenc.machine import check_process_count
@@ -74,7 +81,9 @@ def draw_lengths(documents: int, mean: int, seed: int = 0) -> np.ndarray:
     return np.maximum(drawn, 1, out=drawn).astype(np.int32)
 
 
-def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS) -> None:
+def write_corpus(
+    prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS
+) -> None:
     """Write PREFIX.bin and .idx: `lengths` of sequences, `counts` of them per document; without tokens, a sparse .bin."""
     files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     writer = IndexedWriter(*files, "uint16")
@@ -95,7 +104,11 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
         lengths = draw_lengths(len(numbers), mean, seed=first // _CHUNK)
         ends = tokens + np.cumsum(lengths, dtype=np.int64)
         place = slice(first, first + len(numbers))
-        index.lengths[place], index.pointers[place], index.documents[place] = lengths, 2 * (ends - lengths), numbers
+        index.lengths[place], index.pointers[place], index.documents[place] = (
+            lengths,
+            2 * (ends - lengths),
+            numbers,
+        )
         tokens = int(ends[-1])
     index.documents[documents] = documents
     with open(f"{prefix}.bin", "wb") as stream:
@@ -104,27 +117,51 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
 
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
     """Return median, lowest and highest of each measurement by packing: startup and reading; InputError for wrong flags."""
-    sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
+    sizes = (
+        "documents",
+        "mean_length",
+        "seq_length",
+        "tokens",
+        "micro_batch_size",
+        "rounds",
+        "seconds",
+        "processes",
+    )
     common.check_positive(config, *sizes)
     check_process_count("--processes", config.processes)
     unknown = [name for name in config.packings if name not in PACKINGS]
     if unknown or not config.packings:
-        raise InputError(f"--packings {' '.join(unknown) or '(none)'}: expected some of {', '.join(PACKINGS)}")
+        raise InputError(
+            f"--packings {' '.join(unknown) or '(none)'}: expected some of {', '.join(PACKINGS)}"
+        )
     check_output_file(Path(config.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _write_corpora(config, Path(folder))
-        measures = {"index": ("index", 1), "index_together": ("index", config.processes), "reading": ("reading", 1)}
-        results: dict[str, dict[str, list]] = {name: {packing: [] for packing in config.packings} for name in measures}
+        measures = {
+            "index": ("index", 1),
+            "index_together": ("index", config.processes),
+            "reading": ("reading", 1),
+        }
+        results: dict[str, dict[str, list]] = {
+            name: {packing: [] for packing in config.packings} for name in measures
+        }
         if config.processes == 1:
             del measures["index_together"]
         rounds = list(itertools.product(range(config.rounds), config.packings, measures.items()))
         with ProgressLine("measuring", len(rounds)) as progress:
             for done, (turn, packing, (name, (measure, processes))) in enumerate(rounds, 1):
-                results[name][packing].append(_run_turn(measure, prefixes[measure], packing, config, processes))
-                progress.update(done, description=f"turn {turn + 1} of {config.rounds}: {packing}, {measure}")
+                results[name][packing].append(
+                    _run_turn(measure, prefixes[measure], packing, config, processes)
+                )
+                progress.update(
+                    done, description=f"turn {turn + 1} of {config.rounds}: {packing}, {measure}"
+                )
     spreads = {
         name: {
-            packing: {key: common.summarize([turn[key] for turn in turns]) for key in next(iter(turns), ())}
+            packing: {
+                key: common.summarize([turn[key] for turn in turns])
+                for key in next(iter(turns), ())
+            }
             for packing, turns in each.items()
         }
         for name, each in results.items()
@@ -140,12 +177,16 @@ def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
     counts = -(-lengths // _SENTENCE_LENGTH)
     sequences = np.full(int(counts.sum()), _SENTENCE_LENGTH, np.int32)
     sequences[np.cumsum(counts) - 1] = lengths - _SENTENCE_LENGTH * (counts - 1)
-    tokens = np.random.default_rng(1).integers(0, _VOCAB_SIZE, int(lengths.sum(dtype=np.int64)), np.uint16)
+    tokens = np.random.default_rng(1).integers(
+        0, _VOCAB_SIZE, int(lengths.sum(dtype=np.int64)), np.uint16
+    )
     write_corpus(prefixes["reading"], sequences, counts, tokens)
     return prefixes
 
 
-def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int) -> dict[str, float]:
+def _run_turn(
+    measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int
+) -> dict[str, float]:
     """Run a measurement in new processes; return one's result, or the slowest's seconds and total CPU seconds and GiB."""
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -153,7 +194,9 @@ def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfi
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
     # Memory counts while all processes are alive: shared pages are divided between them.
-    barrier = multiprocessing.get_context("spawn").Manager().Barrier(processes) if processes > 1 else None
+    barrier = (
+        multiprocessing.get_context("spawn").Manager().Barrier(processes) if processes > 1 else None
+    )
     item = (str(prefix), packing, config, barrier)
     try:
         rows = common.run_processes(MEASURES[measure], item, *[environment] * processes)
@@ -176,7 +219,9 @@ def _open_packs(prefix: str, packing: str, config: LoaderBenchConfig) -> CorpusP
 
     corpus = Corpus.open(prefix)
     train, *_ = split_corpus(corpus, parse_split("99,1,0"), config.data_order)
-    corpus.metadata = SimpleNamespace(sentences="made up")  # each document of the index is one sentence
+    corpus.metadata = SimpleNamespace(
+        sentences="made up"
+    )  # each document of the index is one sentence
     packs = kinds[packing](corpus, train, config.seq_length, seed=1)
     corpus.metadata = None
     return packs
@@ -197,13 +242,21 @@ def measure_index(arguments: tuple[str, str, LoaderBenchConfig, Any]) -> dict[st
     cpu_start = time.process_time()
     packs = _open_packs(prefix, packing, config)
     packs[0]
-    results = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - cpu_start}
+    results = {
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - cpu_start,
+    }
     reading_start = time.process_time()
     for sample in range(1, _PACKS + 1):
         packs[sample]
     results["packs_per_processor_second"] = _PACKS / (time.process_time() - reading_start)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile", "anonymous_gib": "RssAnon"}
+    fields = {
+        "peak_gib": "VmHWM",
+        "after_gib": "VmRSS",
+        "mapped_gib": "RssFile",
+        "anonymous_gib": "RssAnon",
+    }
     for name, field in fields.items():
         results[name] = int(status[field].split()[0]) / 2**20
     if barrier is not None:
@@ -230,7 +283,10 @@ def measure_reading(arguments: tuple[str, str, LoaderBenchConfig, None]) -> dict
     size, cpu = config.micro_batch_size, torch.device("cpu")
     readers = {
         "packs": (1, lambda first: packs[first]),
-        "micro_batches": (size, lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu)),
+        "micro_batches": (
+            size,
+            lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu),
+        ),
     }
     results, first = {}, 0
     for name, (step, read) in readers.items():
@@ -250,15 +306,24 @@ MEASURES = {"index": measure_index, "reading": measure_reading}
 def format_table(results: dict[str, Any]) -> str:
     """Return the results as text for the console: a row of startup time, memory and reading speed per packing."""
     documents = results["settings"]["documents"]
-    lines = [f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"]
+    lines = [
+        f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"
+    ]
     processes = f"of {results['settings']['processes']} processes"
-    lines.append(f"{'':16}{'s':>8}{'GiB':>8}{'packs/CPU s':>13}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
+    lines.append(
+        f"{'':16}{'s':>8}{'GiB':>8}{'packs/CPU s':>13}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}"
+    )
     for packing, row in results["index"].items():
         read = results["reading"][packing]
-        packs, batches = (read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches"))
+        packs, batches = (
+            read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches")
+        )
         seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
         rate = row["packs_per_processor_second"]["median"]
-        shared = results["index_together"][packing] or {"seconds": row["seconds"], "gib": row["peak_gib"]}
+        shared = results["index_together"][packing] or {
+            "seconds": row["seconds"],
+            "gib": row["peak_gib"],
+        }
         together = (shared[name]["median"] for name in ("seconds", "gib"))
         lines.append(
             f"{packing:16}{seconds:8.1f}{gib:8.2f}{rate:13,.0f}"
@@ -271,7 +336,9 @@ def format_table(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure loading, write the results as JSON to --output, and print a table."""
     silence_libraries()
-    config = flags.parse(LoaderBenchConfig, argv, prog="python benchmarks/loader.py", description=__doc__)
+    config = flags.parse(
+        LoaderBenchConfig, argv, prog="python benchmarks/loader.py", description=__doc__
+    )
     results = measure_loader(config)
     common.write_report(config.output, results)
     print(format_table(results))

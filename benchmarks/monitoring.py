@@ -20,12 +20,28 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5
 
-RUN = ["--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "4", "--eval-interval", "0"]
+RUN = [
+    "--seq-length",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--eval-interval",
+    "0",
+]
 RUN += ["--log-interval", "1", "--no-bf16"]
 
 # Flags of each arm; the first is the baseline. FOLDER stands for a temporary directory, HALF for half of the steps, so that one
 # save is among the timed steps.
-MONITORING = ["--save", "FOLDER", "--tensorboard-dir", "FOLDER/events", "--wandb-project", "benchmark"]
+MONITORING = [
+    "--save",
+    "FOLDER",
+    "--tensorboard-dir",
+    "FOLDER/events",
+    "--wandb-project",
+    "benchmark",
+]
 MONITORING += ["--log-straggler", "--straggler-interval", "10"]
 ARMS: dict[str, list[str]] = {
     "without": [],
@@ -88,8 +104,14 @@ def run_timed(settings: MonitoringBenchConfig, arm: str) -> TimedRun:
             str(settings.steps),
             *run_flags,
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(settings.threads),
+            "WANDB_MODE": "offline",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
         recorded = json.loads(times.read_text())
     steps = [after - before for before, after in pairwise(recorded["begun"][WARM_UP:])]
@@ -131,7 +153,9 @@ def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
             break
         for arm in names[number % len(names) :] + names[: number % len(names)]:
             runs[arm].append(run_timed(settings, arm))
-            print(f"round {number + 1}: {arm}: {median(runs[arm][-1].steps):.4f} s a step", flush=True)
+            print(
+                f"round {number + 1}: {arm}: {median(runs[arm][-1].steps):.4f} s a step", flush=True
+            )
     return runs
 
 
@@ -144,7 +168,9 @@ def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[
     arms, base = {}, [median(run.steps) for run in next(iter(runs_by_arm.values()))]
     for arm, runs in runs_by_arm.items():
         medians, means = [median(run.steps) for run in runs], [mean(run.steps) for run in runs]
-        more = [100 * (value / reference - 1) for value, reference in zip(medians, base, strict=True)]
+        more = [
+            100 * (value / reference - 1) for value, reference in zip(medians, base, strict=True)
+        ]
         arms[arm] = {
             "step_seconds": median(medians),
             "spread": [min(medians), max(medians)],
@@ -175,7 +201,9 @@ def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[
 
 def format_table(result: dict) -> str:
     """Return the results as a table for the console."""
-    lines = [f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}{'more':>10}"]
+    lines = [
+        f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}{'more':>10}"
+    ]
     for arm, row in result["arms"].items():
         low, high = row["spread"]
         lines.append(

@@ -43,7 +43,10 @@ _BATCH_SIZE = 1000  # documents, as in datasets.map
 _SECONDS = ("seconds", "processor_seconds", "process_seconds")
 _RATIOS = {
     "ratio_encode_batch": ("encode_batch", "times as fast as a loop of encode_batch"),
-    "ratio_encode_batch_fast": ("encode_batch_fast", "times as fast as a loop of encode_batch_fast"),
+    "ratio_encode_batch_fast": (
+        "encode_batch_fast",
+        "times as fast as a loop of encode_batch_fast",
+    ),
     "ratio_datasets_map": ("datasets.map", "times as fast as datasets.map"),
     "share_of_gigatoken": ("gigatoken", "of the speed of gigatoken"),
 }
@@ -80,11 +83,20 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
         with ProgressLine("comparing ids", len(BACKENDS) * (config.rounds + 1)) as progress:
             for turn in range(config.rounds + 1):
                 names = list(BACKENDS)
-                for backend in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn starts with another backend
+                for backend in (
+                    names[turn % len(names) :] + names[: turn % len(names)]
+                ):  # each turn starts with another backend
                     turns[backend].append(_run_turn(backend, text, tokenizer, config.workers))
-                    progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {config.rounds}: {backend}")
+                    progress.update(
+                        sum(map(len, turns.values())),
+                        description=f"turn {turn} of {config.rounds}: {backend}",
+                    )
                 _check_same_ids(turns)
-        return {"settings": asdict(config), "machine": common.describe_machine(), **_summarize_turns(text.stat().st_size, turns)}
+        return {
+            "settings": asdict(config),
+            "machine": common.describe_machine(),
+            **_summarize_turns(text.stat().st_size, turns),
+        }
 
 
 def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
@@ -98,12 +110,19 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     documents, size, limit = [], 0, 1e6 * config.megabytes
     for text in resolve.read_texts(resolved, config.json_key):
         if text:
-            documents.append(json.dumps({"id": f"{inputs[0]}:{len(documents)}", "text": text}, ensure_ascii=False) + "\n")
+            documents.append(
+                json.dumps(
+                    {"id": f"{inputs[0]}:{len(documents)}", "text": text}, ensure_ascii=False
+                )
+                + "\n"
+            )
             size += len(text)
         if size > limit:
             break
     if not documents:
-        raise InputError(f"{inputs[0]}: no document has text under `{config.json_key}`; set --json-key")
+        raise InputError(
+            f"{inputs[0]}: no document has text under `{config.json_key}`; set --json-key"
+        )
     generator, size, path = random.Random(0), 0, folder / "text.jsonl"
     with open(path, "wb") as stream:
         while size < limit:
@@ -117,7 +136,12 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, train_and_save_tokenizer
 
     train_and_save_tokenizer(
-        TrainTokenizerConfig(input=inputs, output=str(folder / "tokenizer"), vocab_size=8192, json_key=config.json_key)
+        TrainTokenizerConfig(
+            input=inputs,
+            output=str(folder / "tokenizer"),
+            vocab_size=8192,
+            json_key=config.json_key,
+        )
     )
     return path, str(folder / "tokenizer")
 
@@ -153,7 +177,12 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
     amounts = {"megabytes_per_second": size / 1e6, "tokens_per_second": tokens}
 
     def speedups(backend: str) -> dict[str, float]:
-        return common.summarize([theirs["seconds"] / mine["seconds"] for theirs, mine in zip(timed[backend], ours, strict=True)])
+        return common.summarize(
+            [
+                theirs["seconds"] / mine["seconds"]
+                for theirs, mine in zip(timed[backend], ours, strict=True)
+            ]
+        )
 
     return {
         "bytes": size,
@@ -161,7 +190,8 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
         "tokens": tokens,
         "ways": {
             backend: {
-                name: common.summarize([amount / turn["seconds"] for turn in backend_turns]) for name, amount in amounts.items()
+                name: common.summarize([amount / turn["seconds"] for turn in backend_turns])
+                for name, amount in amounts.items()
             }
             | {name: common.summarize([turn[name] for turn in backend_turns]) for name in _SECONDS}
             | {"peak_mib": max(turn["peak_mib"] for turn in backend_turns)}
@@ -175,7 +205,10 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
 def format_table(results: dict[str, Any]) -> str:
     """Return the results as text for the console: a row of speed and memory per tokenizer, then megaenc's ratios."""
     size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
-    lines = [f"{size}; the ids of all are identical", f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}"]
+    lines = [
+        f"{size}; the ids of all are identical",
+        f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}",
+    ]
     for backend, row in results["ways"].items():
         speed = row["megabytes_per_second"]
         lines.append(
@@ -184,7 +217,9 @@ def format_table(results: dict[str, Any]) -> str:
         )
     for name, (_, description) in _RATIOS.items():
         row = results[name]
-        lines.append(f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {description}")
+        lines.append(
+            f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {description}"
+        )
     return "\n".join(lines)
 
 
@@ -201,9 +236,9 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 
         def ids() -> Ids:
             index = IndexArrays.map(f"{prefix}.idx")
-            return np.fromfile(f"{prefix}.bin", read_corpus_metadata(prefix).dtype).astype(np.uint32), np.array(
-                index.lengths, np.int64
-            )
+            return np.fromfile(f"{prefix}.bin", read_corpus_metadata(prefix).dtype).astype(
+                np.uint32
+            ), np.array(index.lengths, np.int64)
 
         return ids
 
@@ -225,12 +260,17 @@ def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> W
 
     def work() -> Callable[[], Ids]:
         encoding = encoder.encode_files(JsonlFileSource([text]))
-        return lambda: (np.asarray(encoding.layout.content.data), np.diff(encoding.layout.offsets.data))
+        return lambda: (
+            np.asarray(encoding.layout.content.data),
+            np.diff(encoding.layout.offsets.data),
+        )
 
     return work
 
 
-def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def _prepare_encode_batch(
+    method: str, text: str, tokenizer: str, workers: int, folder: str
+) -> Work:
     """Return the timed function of a loop over a batch method of Hugging Face tokenizers, which is multithreaded.
 
     `encode_batch_fast` omits the tokens' offsets in the text.
@@ -247,7 +287,10 @@ def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, 
         with open(text, encoding="utf-8") as lines:
             texts = (json.loads(line)["text"] for line in lines)
             while batch := list(islice(texts, _BATCH_SIZE)):
-                rows.extend(np.array(row.ids, np.uint32) for row in encode_batch(batch, add_special_tokens=False))
+                rows.extend(
+                    np.array(row.ids, np.uint32)
+                    for row in encode_batch(batch, add_special_tokens=False)
+                )
         return lambda: (np.concatenate(rows), np.array([len(row) for row in rows]))
 
     return work
@@ -255,7 +298,10 @@ def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, 
 
 def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """Return the function to time: encode `text` by datasets' batched `map`, and return a getter of ids and lengths."""
-    os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    os.environ |= {
+        "HF_DATASETS_CACHE": f"{folder}/cache",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
     import datasets
 
@@ -275,13 +321,22 @@ def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -
             )
             return {"ids": encoded["input_ids"]}
 
-        data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=f"{folder}/cache")
-        mapped = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
+        data = datasets.load_dataset(
+            "json", data_files=text, split="train", cache_dir=f"{folder}/cache"
+        )
+        mapped = data.map(
+            encode,
+            batched=True,
+            remove_columns=data.column_names,
+            num_proc=workers if workers > 1 else None,
+        )
 
         def ids() -> Ids:
             columns = mapped.with_format("arrow")[:]["ids"].chunks
             lengths = [np.diff(column.offsets.to_numpy()).astype(np.int64) for column in columns]
-            return np.concatenate([column.flatten().to_numpy().astype(np.uint32) for column in columns]), np.concatenate(lengths)
+            return np.concatenate(
+                [column.flatten().to_numpy().astype(np.uint32) for column in columns]
+            ), np.concatenate(lengths)
 
         return ids
 
@@ -348,7 +403,9 @@ def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare tokenizers, write the results as JSON to --output, and print a table."""
     silence_libraries()
-    config = flags.parse(DataBenchConfig, argv, prog="python benchmarks/preprocess.py", description=__doc__)
+    config = flags.parse(
+        DataBenchConfig, argv, prog="python benchmarks/preprocess.py", description=__doc__
+    )
     results = measure_tokenization(config)
     common.write_report(config.output, results)
     print(format_table(results))

@@ -36,7 +36,12 @@ from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
 from megaenc.training.config import has_bf16
 
-OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
+OURS, TENSOR_PARALLEL, PADDED, SORTED = (
+    "megaenc",
+    "megaenc, TP",
+    "transformers, padded",
+    "transformers, by length",
+)
 TOLERANCE = {True: 1e-2, False: 1e-4}  # relative difference of losses, by bf16
 
 
@@ -71,23 +76,41 @@ class PretrainBenchConfig:
 
     def check(self) -> None:
         """Raise InputError for numbers out of range, or an objective that transformers cannot train."""
-        least = {"documents": 1, "batch": 1, "shortest": 2, "passes": 1, "rounds": 1, "tensor_model_parallel_size": 1}
+        least = {
+            "documents": 1,
+            "batch": 1,
+            "shortest": 2,
+            "passes": 1,
+            "rounds": 1,
+            "tensor_model_parallel_size": 1,
+        }
         for name, lowest in (least | {"vocab_size": MASK + 2, "longest": self.shortest}).items():
             if (value := getattr(self, name)) < lowest:
-                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {lowest} or more")
+                raise InputError(
+                    f"--{name.replace('_', '-')}: found {value}, expected {lowest} or more"
+                )
         check_process_count("--tensor-model-parallel-size", self.tensor_model_parallel_size)
         if self.documents % self.batch:
-            raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
+            raise InputError(
+                f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}"
+            )
         get_preset(self.model).check(self.tensor_model_parallel_size)
         objective = self.build_job("").parse_objective(self.objective)
-        if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
-            raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
+        if (
+            objective.shift != (objective.attention == Attention.CAUSAL)
+            or objective.attention == Attention.PREFIX
+        ):
+            raise InputError(
+                f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)"
+            )
 
     def build_job(self, weights: str) -> TrainingJob:
         """Return the TrainingJob shared by all contenders; `weights` is the path of the initial weights."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}
-        return TrainingJob(shape=get_preset(self.model), seq_length=self.longest, weights=weights, **same)
+        return TrainingJob(
+            shape=get_preset(self.model), seq_length=self.longest, weights=weights, **same
+        )
 
 
 def build_contenders(
@@ -118,7 +141,9 @@ def run_turn(side: Callable[[TrainingJob], Any], job: TrainingJob) -> Any:
     count = job.tensor_model_parallel_size
     threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = {"OMP_NUM_THREADS": str(max(1, threads // count))}
-    return common.run_processes(side, job, *(environment | rank for rank in build_rank_variables(count)))[0]
+    return common.run_processes(
+        side, job, *(environment | rank for rank in build_rank_variables(count))
+    )[0]
 
 
 def find_fastest_attention(job: TrainingJob) -> str:
@@ -131,7 +156,10 @@ def find_fastest_attention(job: TrainingJob) -> str:
     if not seconds:
         raise RuntimeError("transformers: no attention implementation runs here")
     print_rank_0(
-        "transformers: " + ", ".join(f"{kernel} attention {duration:.2f} s a step" for kernel, duration in seconds.items())
+        "transformers: "
+        + ", ".join(
+            f"{kernel} attention {duration:.2f} s a step" for kernel, duration in seconds.items()
+        )
     )
     return min(seconds, key=seconds.__getitem__)
 
@@ -145,7 +173,9 @@ def check_losses(losses: dict[str, float], bf16: bool) -> None:
     """Raise RuntimeError that lists the losses, by contender, if they differ by more than the dtype's rounding."""
     if not losses_match(list(losses.values()), bf16):
         values = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
-        raise RuntimeError(f"the contenders' losses differ, so their work is not the same: {values}")
+        raise RuntimeError(
+            f"the contenders' losses differ, so their work is not the same: {values}"
+        )
 
 
 def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
@@ -161,7 +191,9 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
         kernel = find_fastest_attention(job)
         sides = build_contenders(config, weights)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-        with ProgressLine("bench pretrain", total=config.rounds * len(sides), closing=False) as progress:
+        with ProgressLine(
+            "bench pretrain", total=config.rounds * len(sides), closing=False
+        ) as progress:
             for number, (round_, name) in enumerate(itertools.product(range(config.rounds), sides)):
                 progress.update(number, round=f"{round_ + 1} of {config.rounds}", at=name)
                 if name == OURS:
@@ -169,7 +201,9 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
                 train, part = sides[name]
                 turns[name].append(run_turn(train, dataclasses.replace(part, kernel=kernel)))
                 if round_ == 0:
-                    check_losses({name: each[0]["loss"] for name, each in turns.items() if each}, config.bf16)
+                    check_losses(
+                        {name: each[0]["loss"] for name, each in turns.items() if each}, config.bf16
+                    )
     return summarize_turns(config, kernel, turns, median(rates))
 
 
@@ -181,14 +215,22 @@ def summarize_turns(
     documents = job.read_documents()
     attention = job.parse_objective(job.objective).attention
     predicted = turns[OURS][0]["predicted"]
-    flops = job.shape.training_flops(job.vocab_size, predicted, documents.spans(attention)) * job.passes
+    flops = (
+        job.shape.training_flops(job.vocab_size, predicted, documents.spans(attention)) * job.passes
+    )
     tokens = documents.tokens * job.passes
     sides = {}
     for side, side_turns in turns.items():
         sides[side] = {
-            "tokens_per_second": common.summarize([tokens / each["seconds"] for each in side_turns]),
-            "useful_flops_per_second": common.summarize([flops / each["seconds"] for each in side_turns]),
-            "share_of_peak": flops / median(each["seconds"] for each in side_turns) / rate if rate else None,
+            "tokens_per_second": common.summarize(
+                [tokens / each["seconds"] for each in side_turns]
+            ),
+            "useful_flops_per_second": common.summarize(
+                [flops / each["seconds"] for each in side_turns]
+            ),
+            "share_of_peak": flops / median(each["seconds"] for each in side_turns) / rate
+            if rate
+            else None,
             "cpu_seconds": common.summarize([each["cpu_seconds"] for each in side_turns]),
             "peak_memory": max(each["peak_memory"] for each in side_turns),
             "loss": side_turns[0]["loss"],
@@ -196,7 +238,9 @@ def summarize_turns(
 
     def ratio(other: str, key: str = "seconds") -> float:
         """Return the median over rounds of `key` of another contender, relative to megaenc."""
-        return median(each[key] / ours[key] for each, ours in zip(turns[other], turns[OURS], strict=True))
+        return median(
+            each[key] / ours[key] for each, ours in zip(turns[other], turns[OURS], strict=True)
+        )
 
     results = {
         "settings": dataclasses.asdict(config),
@@ -236,9 +280,13 @@ def format_table(results: dict[str, Any]) -> str:
             f"{row['useful_flops_per_second']['median'] / 1e9:>10,.1f} {'' if share is None else f'{100 * share:.0f} %':>8} "
             f"{row['cpu_seconds']['median']:>8.1f} {row['peak_memory'] / 2**30:>6.2f}"
         )
-    lines.append(f"{results['ratio_padded']:.2f} times padded transformers, {results['ratio_sorted']:.2f} times sorted by length")
+    lines.append(
+        f"{results['ratio_padded']:.2f} times padded transformers, {results['ratio_sorted']:.2f} times sorted by length"
+    )
     if "tensor_parallel_cpu_ratio" in results:
-        lines.append(f"tensor parallel: {results['tensor_parallel_cpu_ratio']:.2f} times the processor time of one process")
+        lines.append(
+            f"tensor parallel: {results['tensor_parallel_cpu_ratio']:.2f} times the processor time of one process"
+        )
     return "\n".join(lines)
 
 
@@ -246,7 +294,9 @@ def format_table(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Time all contenders, print a table, and write JSON to --output if given."""
     silence_libraries()
-    config = flags.parse(PretrainBenchConfig, argv, prog="python benchmarks/pretrain.py", description=__doc__)
+    config = flags.parse(
+        PretrainBenchConfig, argv, prog="python benchmarks/pretrain.py", description=__doc__
+    )
     start = time.monotonic()
     try:
         results = measure_pretraining(config)

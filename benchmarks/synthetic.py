@@ -48,8 +48,13 @@ class SyntheticDocuments:
     @cached_property
     def document_lengths(self) -> np.ndarray:
         """Return the documents' lengths in tokens, int64[count], uniform between the limits."""
-        draws = [counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,)) for number in range(self.count)]
-        return self.shortest + (np.concatenate(draws) * (self.longest - self.shortest + 1)).astype(np.int64)
+        draws = [
+            counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,))
+            for number in range(self.count)
+        ]
+        return self.shortest + (np.concatenate(draws) * (self.longest - self.shortest + 1)).astype(
+            np.int64
+        )
 
     @cached_property
     def _tokens(self) -> list[np.ndarray]:
@@ -61,9 +66,16 @@ class SyntheticDocuments:
             documents[-1][-1] = EOS
         return documents
 
-    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def read_spans(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> np.ndarray:
         """Return tokens `starts[i]` to `stops[i]` of document `documents[i]`, all concatenated, int64."""
-        return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
+        return np.concatenate(
+            [
+                self._tokens[number][a:b]
+                for number, a, b in zip(documents, starts, stops, strict=True)
+            ]
+        )
 
     @property
     def seq_length(self) -> int:
@@ -88,7 +100,10 @@ class SyntheticDocuments:
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
         """Return (start 0, prefix end, stop) of each document; the prefix end is its length if bidirectional, else 0."""
         is_bidirectional = attention == Attention.BIDIRECTIONAL
-        return [(0, length if is_bidirectional else 0, length) for length in self.document_lengths.tolist()]
+        return [
+            (0, length if is_bidirectional else 0, length)
+            for length in self.document_lengths.tolist()
+        ]
 
     def order_by_length(self) -> tuple[int, ...]:
         """Return the document numbers in ascending order of length."""
@@ -105,7 +120,9 @@ class BenchSetup:
     shortest: int = 12  # minimum document length
     bf16: bool = False
     learning_rate: float = 1e-4
-    kernels: dict[str, Any] = field(default_factory=dict)  # fields of KernelConfig that differ from the defaults
+    kernels: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of KernelConfig that differ from the defaults
     tensor_model_parallel_size: int = 1
 
     @property
@@ -145,11 +162,16 @@ class BenchSetup:
             shape=self.shape,
             kernels=KernelConfig(**self.kernels),
             data=dataclasses.replace(default.data, seq_length=self.seq_length),
-            layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
+            layout=dataclasses.replace(
+                default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size
+            ),
             learning_rate=dataclasses.replace(default.learning_rate, lr=self.learning_rate),
         )
         settings.check(get_world_size())
-        data, rate = RunData((), (), (), packs, None), LearningRateSchedule(self.learning_rate, 0, 0, MAX_STEPS)
+        data, rate = (
+            RunData((), (), (), packs, None),
+            LearningRateSchedule(self.learning_rate, 0, 0, MAX_STEPS),
+        )
         return Plan(settings, self.vocabulary, None, data, self.build_schedule(*objectives), rate)
 
 
@@ -192,11 +214,15 @@ def destroy_process() -> None:
     free_memory()
 
 
-def configure_batches(engine: "Engine", setup: BenchSetup, objective: str, packs: int, micro_batches: int) -> None:
+def configure_batches(
+    engine: "Engine", setup: BenchSetup, objective: str, packs: int, micro_batches: int
+) -> None:
     """Make an engine train `objective` with `micro_batches` micro-batches of `packs` packs per step from now on."""
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)
-    engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.build_schedule(objective))
+    engine.plan = dataclasses.replace(
+        engine.plan, settings=settings, schedule=setup.build_schedule(objective)
+    )
     engine.sampler = dataclasses.replace(engine.sampler, **sizes)
 
 
@@ -221,10 +247,14 @@ def fill_random_weights(encoder: "torch.nn.Module", deviation: float) -> None:
             if parameter.dim() == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device).mul_(deviation))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator, device=device).mul_(deviation)
+                )
 
 
-def build_random_engine(plan: "Plan", backend: "Backend", kind: "type[Engine] | None" = None) -> "Engine":
+def build_random_engine(
+    plan: "Plan", backend: "Backend", kind: "type[Engine] | None" = None
+) -> "Engine":
     """Return an engine for `plan` of class `kind`, or Engine, with random weights of seed 0 that are drawn on the device."""
     from megaenc.training.engine import Engine
 

@@ -37,7 +37,11 @@ class TrainingJob(BenchSetup):
     def read_documents(self) -> SyntheticDocuments:
         """Return the job's synthetic documents, in ascending order of length if `by_length`."""
         documents = self.build_documents(self.documents)
-        return dataclasses.replace(documents, order=documents.order_by_length()) if self.by_length else documents
+        return (
+            dataclasses.replace(documents, order=documents.order_by_length())
+            if self.by_length
+            else documents
+        )
 
     @property
     def timed_steps(self) -> int:
@@ -62,7 +66,11 @@ def peak_memory() -> float:
     """Return the peak bytes of tensors on the accelerator, or without one the peak resident bytes of the process."""
     import torch
 
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else common.peak_resident_bytes()
+    return (
+        float(torch.cuda.max_memory_allocated())
+        if torch.cuda.is_available()
+        else common.peak_resident_bytes()
+    )
 
 
 def synchronize_device() -> None:
@@ -87,7 +95,9 @@ def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -
     from megaenc.model.encoder import build_encoder
 
     seed = None if fill else 0
-    encoder = build_encoder(job.shape, job.vocab_size, job.seq_length, ParallelConfig(), torch.float32, seed=seed)
+    encoder = build_encoder(
+        job.shape, job.vocab_size, job.seq_length, ParallelConfig(), torch.float32, seed=seed
+    )
     if fill:
         fill(encoder)
     parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
@@ -111,7 +121,9 @@ def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
     from megaenc.training.engine import Engine
 
     results = train_engine(Engine(plan, device), job)
-    totals = torch.tensor([results["cpu_seconds"], results["peak_memory"]], dtype=torch.float64, device=device.device)
+    totals = torch.tensor(
+        [results["cpu_seconds"], results["peak_memory"]], dtype=torch.float64, device=device.device
+    )
     dist.all_reduce(totals)
     results["cpu_seconds"], results["peak_memory"] = totals.tolist()
     backend.destroy_distributed()
@@ -160,7 +172,8 @@ def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
 
     with torch.no_grad():
         losses = [
-            (float(loss) * predicted, predicted) for loss, predicted in map(compute_loss, range(job.documents // job.batch))
+            (float(loss) * predicted, predicted)
+            for loss, predicted in map(compute_loss, range(job.documents // job.batch))
         ]
     total, predicted = (sum(column) for column in zip(*losses, strict=True))
     results = {"loss": total / predicted, "predicted": predicted}
@@ -179,7 +192,11 @@ def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
     from megaenc.convert.architectures import FAMILIES, build_export_config
 
     attention = job.parse_objective(job.objective).attention
-    family, kind = ("eurobert", EuroBertForMaskedLM) if attention == Attention.BIDIRECTIONAL else ("llama", LlamaForCausalLM)
+    family, kind = (
+        ("eurobert", EuroBertForMaskedLM)
+        if attention == Attention.BIDIRECTIONAL
+        else ("llama", LlamaForCausalLM)
+    )
     return kind, build_export_config(
         FAMILIES[family],
         attention,
@@ -187,7 +204,12 @@ def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
         vocab_size=job.vocab_size,
         context=job.seq_length,
         tokenizer=SimpleNamespace(
-            mask_token_id=MASK, pad_token_id=None, eos_token_id=EOS, bos_token_id=None, cls_token_id=None, sep_token_id=None
+            mask_token_id=MASK,
+            pad_token_id=None,
+            eos_token_id=EOS,
+            bos_token_id=None,
+            cls_token_id=None,
+            sep_token_id=None,
         ),
         dtype=torch.float32,
     )
@@ -220,13 +242,19 @@ def build_padded_batch(
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    samples = [documents.targets(objective, step * job.batch + number)[1] for number in range(job.batch)]
+    samples = [
+        documents.targets(objective, step * job.batch + number)[1] for number in range(job.batch)
+    ]
     inputs = [torch.from_numpy(targets.inputs) for targets in samples]
     ids = pad_sequence(inputs, batch_first=True, padding_value=EOS)
     mask = pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True)
     labels = torch.full_like(ids, IGNORED)
     for row, targets in zip(labels, samples, strict=True):
         # Causal models of transformers shift the labels themselves.
-        row[torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(targets.labels)
+        row[torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(
+            targets.labels
+        )
     tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in samples)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(
+        len(targets.labels) for targets in samples
+    )

@@ -16,7 +16,14 @@ from pathlib import Path
 from megaenc.errors import InputError
 
 _LOCK_ATTEMPTS = 20  # other processes may keep removing the lock file
-_UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_UNWRITABLE_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 def resolve_path(path: Path) -> Path:
@@ -25,7 +32,9 @@ def resolve_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) -> Iterator[list[Path]]:
+def atomic_files(
+    *paths: Path, before_rename: Callable[[], None] | None = None
+) -> Iterator[list[Path]]:
     """Yield a temporary path for each of `paths`; after the block fsync and rename all, in order, or remove all on an error.
 
     New files appear together or not at all, but for a kill between two renames: the last path marks the set as complete. Each
@@ -50,7 +59,11 @@ def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) 
 
 def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
     """Rename each source to its target, in order; on an error or a signal remove those that are new, the last one first."""
-    new = [(source, target) for source, target in zip(sources, targets, strict=True) if not os.path.lexists(target)]
+    new = [
+        (source, target)
+        for source, target in zip(sources, targets, strict=True)
+        if not os.path.lexists(target)
+    ]
     try:
         for source, target in zip(sources, targets, strict=True):
             os.replace(source, target)
@@ -82,7 +95,9 @@ def remove_path(path: Path) -> None:
 
 def longest_file_name(*paths: Path) -> str:
     """Return, as text, the temporary file name with the most bytes of those under which `paths` would be written."""
-    return max((temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
+    return max(
+        (temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name))
+    )
 
 
 def temporary_path(path: Path) -> Path:
@@ -114,7 +129,9 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise InputError(f"{path}: created meanwhile by another process ({error.strerror}); choose another name") from None
+            raise InputError(
+                f"{path}: created meanwhile by another process ({error.strerror}); choose another name"
+            ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -157,13 +174,17 @@ def convert_write_errors(
         raise kind(str(error)) from None
     except Exception as error:
         cause = error
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # of torch's writer
+        if isinstance(error, RuntimeError) and isinstance(
+            error.__context__, OSError
+        ):  # of torch's writer
             cause = error.__context__
         is_os_error = isinstance(cause, OSError)
         final_path = (final_paths or {}).get(str(cause.filename)) if is_os_error else None
         if is_os_error and (cause.errno in errnos or not errnos):
             reason = cause.strerror
-        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_disk_full(path)):
+        elif os.strerror(errno.ENOSPC) in str(error) or (
+            not isinstance(error, OSError) and _is_disk_full(path)
+        ):
             reason = os.strerror(errno.ENOSPC)
         elif final_path is not None:
             path = final_path

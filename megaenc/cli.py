@@ -9,9 +9,18 @@ from megaenc.errors import InputError, closest_match, handle_command_errors
 
 # Name, of one or two words: (module:function, description).
 COMMANDS = {
-    "demo": ("megaenc.data.demo:main", "make an English corpus from the documentation of installed packages, without a download"),
-    "tokenizer": ("megaenc.data.tokenizer.train_command:main", "train a byte-level BPE tokenizer on text"),
-    "preprocess": ("megaenc.data.preprocess.command:main", "tokenize text to the .bin and .idx files that training reads"),
+    "demo": (
+        "megaenc.data.demo:main",
+        "make an English corpus from the documentation of installed packages, without a download",
+    ),
+    "tokenizer": (
+        "megaenc.data.tokenizer.train_command:main",
+        "train a byte-level BPE tokenizer on text",
+    ),
+    "preprocess": (
+        "megaenc.data.preprocess.command:main",
+        "tokenize text to the .bin and .idx files that training reads",
+    ),
     "data inspect": (
         "megaenc.objectives.inspection.inspect:main",
         "print statistics of a corpus, and one pack as an objective sees it",
@@ -24,9 +33,18 @@ COMMANDS = {
         "megaenc.objectives.units.collocations:main",
         "find the token n-grams of a corpus that mlm(unit=FILE) hides as a whole",
     ),
-    "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),
-    "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
-    "estimate": ("megaenc.estimate.command:main", "estimate the memory, time and GPU hours of a run, and propose a layout"),
+    "data verify": (
+        "megaenc.data.indexed.verify:main",
+        "check that the files of a corpus are complete, down to the last token",
+    ),
+    "pretrain": (
+        "megaenc.training.command:main",
+        "pretrain an encoder with CLM, MLM or a schedule of them",
+    ),
+    "estimate": (
+        "megaenc.estimate.command:main",
+        "estimate the memory, time and GPU hours of a run, and propose a layout",
+    ),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
     "finetune run": (
         "megaenc.finetune.command:run_main",
@@ -40,29 +58,62 @@ COMMANDS = {
         "megaenc.finetune.results.summary:summary_main",
         "print means and confidence intervals of a grid, and the effect of the learning rate",
     ),
-    "finetune predict": ("megaenc.finetune.predict:predict_main", "predict labels, tags or answers with a fine-tuned model"),
-    "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from installed packages"),
+    "finetune predict": (
+        "megaenc.finetune.predict:predict_main",
+        "predict labels, tags or answers with a fine-tuned model",
+    ),
+    "finetune demo": (
+        "megaenc.finetune.datasets.demo:main",
+        "make four small data sets from installed packages",
+    ),
     "embed eval": (
         "megaenc.embed.command:eval_main",
         "evaluate models without fine-tuning on retrieval, similarity and classification",
     ),
-    "embed pairs": ("megaenc.embed.text_pairs:pairs_main", "make training pairs from running text, without labels"),
-    "embed mine": ("megaenc.embed.hard_negatives:mine_main", "add to training pairs the documents that a model confuses"),
+    "embed pairs": (
+        "megaenc.embed.text_pairs:pairs_main",
+        "make training pairs from running text, without labels",
+    ),
+    "embed mine": (
+        "megaenc.embed.hard_negatives:mine_main",
+        "add to training pairs the documents that a model confuses",
+    ),
     "embed train": (
         "megaenc.embed.train_command:train_main",
         "train an embedding model on pairs of queries and documents, for sentence-transformers",
     ),
-    "fill-mask": ("megaenc.finetune.fill_mask:main", "predict masked words of a text with an exported encoder"),
-    "study plan": ("megaenc.study.plan.command:main", "print the runs of a study, the prefixes they share and their cost"),
-    "study run": ("megaenc.study.run.command:main", "train, export and fine-tune all models of a study, locally or on a cluster"),
-    "study status": ("megaenc.study.run.status:main", "print the progress of a study, its failed stages and the reasons"),
+    "fill-mask": (
+        "megaenc.finetune.fill_mask:main",
+        "predict masked words of a text with an exported encoder",
+    ),
+    "study plan": (
+        "megaenc.study.plan.command:main",
+        "print the runs of a study, the prefixes they share and their cost",
+    ),
+    "study run": (
+        "megaenc.study.run.command:main",
+        "train, export and fine-tune all models of a study, locally or on a cluster",
+    ),
+    "study status": (
+        "megaenc.study.run.status:main",
+        "print the progress of a study, its failed stages and the reasons",
+    ),
     "study report": (
         "megaenc.study.report.command:main",
         "write tables, figures and verdicts of a study, in files and as one page",
     ),
-    "plot": ("megaenc.viz.plot:main", "plot the loss of a run, or the validation losses of several runs"),
-    "summary": ("megaenc.viz.run_summary:main", "print a run's validation metrics before and after training"),
-    "doctor": ("megaenc.doctor.command:main", "check the hardware and software that training depends on, and report problems"),
+    "plot": (
+        "megaenc.viz.plot:main",
+        "plot the loss of a run, or the validation losses of several runs",
+    ),
+    "summary": (
+        "megaenc.viz.run_summary:main",
+        "print a run's validation metrics before and after training",
+    ),
+    "doctor": (
+        "megaenc.doctor.command:main",
+        "check the hardware and software that training depends on, and report problems",
+    ),
 }
 
 MOVED = {
@@ -83,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] in ("-V", "--version"):
         print(f"megaenc {megaenc.__version__}")
         return
-    if arguments[0] in _command_groups() and (len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")):
+    if arguments[0] in _command_groups() and (
+        len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")
+    ):
         print(format_usage(arguments[0]))
         return
     name, rest = _find_command(arguments)
@@ -99,7 +152,9 @@ def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
             return name, arguments[words:]
     first, both = arguments[0], " ".join(arguments[:2])
     if both in MOVED:
-        raise InputError(f"megaenc {both}: is now a script of the repository; use `{MOVED[both]}` in a clone")
+        raise InputError(
+            f"megaenc {both}: is now a script of the repository; use `{MOVED[both]}` in a clone"
+        )
     pairs = [name for name in COMMANDS if " " in name]
     if first in _command_groups():
         command, known = both, [name for name in pairs if name.startswith(f"{first} ")]
@@ -121,7 +176,11 @@ def _command_groups() -> set[str]:
 
 def format_usage(group: str = "") -> str:
     """Return the help text of `megaenc` with all commands, or of `megaenc GROUP` with only those of `group`."""
-    descriptions = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
+    descriptions = {
+        name: text
+        for name, (_, text) in COMMANDS.items()
+        if not group or name.startswith(f"{group} ")
+    }
     width = max(map(len, descriptions))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in descriptions.items())
     if group:

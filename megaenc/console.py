@@ -52,7 +52,9 @@ def silence_libraries() -> None:
 
 
 # C0 and C1 control characters, bidirectional marks and overrides, line separators, lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
@@ -60,7 +62,9 @@ def escape_unprintable(text: str, keep: str = "") -> str:
 
     Text from files is printed this way, so that it cannot move the cursor or fake output.
     """
-    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
+    return _UNPRINTABLE.sub(
+        lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
+    )
 
 
 def truncate_text(text: str, max_length: int = 200) -> str:
@@ -160,7 +164,9 @@ class ProgressLine:
         self._guard_output = _ignore_closed_output if outlives_reader else nullcontext
         self._done = 0.0
         self._fields: dict[str, Any] = {}
-        self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
+        self._first: tuple[float, float] | None = (
+            None  # time and `done` of the first update: a resumed run does not start at 0
+        )
         self._print_time = time.monotonic()
         self._printed_state: tuple | None = None
         self._live: Any = None
@@ -186,16 +192,30 @@ class ProgressLine:
         stage_width, bar_width = self._widths or (0, 24)
         columns = [text("description", ratio=3)]
         columns += [text("fields[stage]", min_width=stage_width)] if stage_width else []
-        columns += [BarColumn(bar_width=bar_width)] if self._widths or self.total is not None else []
+        columns += (
+            [BarColumn(bar_width=bar_width)] if self._widths or self.total is not None else []
+        )
         columns += [text("fields[tail]", ratio=2)]
-        return Progress(*columns, console=build_rich_console(), expand=bool(self._widths), transient=not self.closing)
+        return Progress(
+            *columns,
+            console=build_rich_console(),
+            expand=bool(self._widths),
+            transient=not self.closing,
+        )
 
     def is_due(self, live_interval: float) -> bool:
         """Return whether `live_interval` seconds (without a terminal `self.interval`) passed since the last display."""
-        return time.monotonic() - self._print_time >= (self.interval if self._live is None else live_interval)
+        return time.monotonic() - self._print_time >= (
+            self.interval if self._live is None else live_interval
+        )
 
     def update(
-        self, done: float, *, description: str | None = None, rows: Mapping[Any, ProgressRow] | None = None, **fields: Any
+        self,
+        done: float,
+        *,
+        description: str | None = None,
+        rows: Mapping[Any, ProgressRow] | None = None,
+        **fields: Any,
     ) -> None:
         """Set progress, `description` and `fields`, and display them at once on a terminal, else every `interval` seconds.
 
@@ -205,13 +225,17 @@ class ProgressLine:
         now = time.monotonic()
         self._done = done
         self._fields.update(fields)
-        self.description = self.description if description is None else escape_unprintable(description)
+        self.description = (
+            self.description if description is None else escape_unprintable(description)
+        )
         if self._first is None:
             self._first = (now, done)
         with self._guard_output():
             if self._live is not None:
                 self._print_time = now
-                self._draw(rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))})
+                self._draw(
+                    rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))}
+                )
             elif not get_rank() and now - self._print_time >= self.interval:
                 self._print(now)
 
@@ -223,11 +247,21 @@ class ProgressLine:
             else:
                 print_rank_0(text)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._guard_output():
             if self._live is not None:
                 self._live.stop()
-            elif self.closing and kind is None and not get_rank() and self._printed_state != self._state():
+            elif (
+                self.closing
+                and kind is None
+                and not get_rank()
+                and self._printed_state != self._state()
+            ):
                 self._print(time.monotonic())
 
     def _draw(self, rows: Mapping[Any, ProgressRow]) -> None:
@@ -235,7 +269,13 @@ class ProgressLine:
         for key in self._tasks.keys() - rows.keys():
             self._live.remove_task(self._tasks.pop(key))
         for key, row in rows.items():
-            fields = {"description": row.text, "completed": row.done, "total": row.total, "tail": row.tail, "stage": row.stage}
+            fields = {
+                "description": row.text,
+                "completed": row.done,
+                "total": row.total,
+                "tail": row.tail,
+                "stage": row.stage,
+            }
             if key in self._tasks:
                 self._live.update(self._tasks[key], **fields)
             else:
@@ -284,7 +324,13 @@ def format_number(value: Any) -> str:
         return str(value)
     if abs(value) >= 1e6:
         return f"{value / 1e9:.2f}G" if abs(value) >= 1e9 else f"{value / 1e6:.2f}M"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.4g}"
+    )
 
 
 def format_duration(seconds: float) -> str:

@@ -18,14 +18,18 @@ _ROUNDS = 12  # of the Feistel network; four make it pseudorandom (Luby and Rack
 _WALKED = 1 << 10  # places of a KeyedPermutation that are computed together
 
 
-def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
+def random_words(
+    seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0
+) -> np.ndarray:
     """Return uint64[count], the words of the random stream (seed, purpose, counters) from number 4 * `block` on.
 
     `counters`: sample and epoch, for example. Words before the first one cost nothing.
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
-    if not hasattr(_THREAD, "philox"):  # reused by setting its state: creating one takes five times as long
+    if not hasattr(
+        _THREAD, "philox"
+    ):  # reused by setting its state: creating one takes five times as long
         _THREAD.philox = np.random.Philox(key=0)
     _THREAD.philox.state = {
         "bit_generator": "Philox",
@@ -43,7 +47,9 @@ def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] =
     return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
-def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
+def bernoulli(
+    seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()
+) -> np.ndarray:
     """Return bool[count], equal to `uniforms(seed, purpose, count, ...) < probability`, but computed faster."""
     words = random_words(seed, purpose, count, counters=counters)
     if probability >= 1:
@@ -51,7 +57,9 @@ def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counte
     return words < np.uint64(max(0, math.ceil(probability * 2**53)) << 11)
 
 
-def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
+def permutation(
+    seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
+) -> np.ndarray:
     """Return int64[count], range(count) in a random order determined by (seed, purpose, counters)."""
     return _stable_argsort(random_words(seed, purpose, count, counters=counters))
 
@@ -70,7 +78,10 @@ class KeyedPermutation:
         self._count = count
         bits = max(2, (count - 1).bit_length())
         self._low_bits = np.uint64(bits // 2)
-        self._shifts = np.uint64(64 - bits // 2), np.uint64(64 - (bits - bits // 2))  # keep the bits of a low or high half
+        self._shifts = (
+            np.uint64(64 - bits // 2),
+            np.uint64(64 - (bits - bits // 2)),
+        )  # keep the bits of a low or high half
         self._keys = random_words(seed, purpose, _ROUNDS, counters=counters)
         self._chunk = lru_cache(maxsize=4)(self._compute_chunk)
 
@@ -98,7 +109,10 @@ class KeyedPermutation:
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
         """Return uint64[n], `values` permuted within the next power of two by rounds that each change one half."""
         low_shift, high_shift = self._shifts
-        high, low = values >> self._low_bits, values & ((np.uint64(1) << self._low_bits) - np.uint64(1))
+        high, low = (
+            values >> self._low_bits,
+            values & ((np.uint64(1) << self._low_bits) - np.uint64(1)),
+        )
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_mix(high ^ key) >> low_shift)
@@ -151,10 +165,14 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     pairs = (columns + 1) // 2
     blocks = (pairs + 3) // 4  # Philox generates four words per block; each row starts a new block
     out = np.empty((len(rows), columns), dtype=np.float32)
-    chunk = max(1, (1 << 20) // (4 * blocks))  # rows; bounds the float64 intermediates to some tens of megabytes
+    chunk = max(
+        1, (1 << 20) // (4 * blocks)
+    )  # rows; bounds the float64 intermediates to some tens of megabytes
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
-        raw = random_words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks)
+        raw = random_words(
+            seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks
+        )
         raw = raw.reshape(count, -1)[:, :pairs]
         radius = np.sqrt(-2.0 * np.log(((raw >> np.uint64(32)) + 0.5) * 2.0**-32))
         angle = (raw & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
@@ -172,7 +190,9 @@ def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
     """
     from scipy.special import erf, erfinv  # slow to import
 
-    inside = erf(values / math.sqrt(2), dtype=np.float64)  # probability within the value's distance of 0, with its sign
+    inside = erf(
+        values / math.sqrt(2), dtype=np.float64
+    )  # probability within the value's distance of 0, with its sign
     return (math.sqrt(2) * erfinv(inside * math.erf(cutoff / math.sqrt(2)))).astype(np.float32)
 
 

@@ -68,7 +68,12 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
@@ -151,4 +156,6 @@ def _has_python_ancestor() -> bool:
         programs = [read_program(parent) for parent in psutil.Process().parents()]
     except psutil.Error:  # hidden, or just ended, so that the kernel kills this process too
         return True
-    return any(program == own or os.path.basename(program).startswith("python") for program in programs)
+    return any(
+        program == own or os.path.basename(program).startswith("python") for program in programs
+    )

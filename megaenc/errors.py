@@ -58,7 +58,9 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
         _open_missing_streams()
         is_program = not args and kwargs.get("argv") is None
         if is_program:
-            atexit.register(_ignore_interrupts)  # runs last, when Python would restore the default SIGINT handler
+            atexit.register(
+                _ignore_interrupts
+            )  # runs last, when Python would restore the default SIGINT handler
         try:
             try:
                 main(*args, **kwargs)
@@ -82,7 +84,9 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             if is_program:
                 _exit_on_interrupt("")
-                exec("")  # otherwise `python -m` kills itself with SIGINT if an `exec` of a library was interrupted
+                exec(
+                    ""
+                )  # otherwise `python -m` kills itself with SIGINT if an `exec` of a library was interrupted
             if get_rank() == 0:
                 print(_STOP_MESSAGE, end="", file=sys.stderr, flush=True)
             sys.exit(130)
@@ -124,7 +128,9 @@ def _exit_on_interrupt(message: str) -> None:
     """Install a SIGINT handler that writes `message` to stderr on rank 0 and exits at once with code 130."""
 
     def handle(number: int, frame: object) -> None:
-        os.write(2, b"" if get_rank() else message.encode())  # `print` itself may have been interrupted
+        os.write(
+            2, b"" if get_rank() else message.encode()
+        )  # `print` itself may have been interrupted
         os._exit(130)
 
     with contextlib.suppress(ValueError):  # not in the main thread

@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NewType,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 import yaml
@@ -63,7 +73,9 @@ class Bounds:
             "at most {:,}": self.high,
             "less than {:,}": self.below,
         }
-        return " and ".join(text.format(bound) for text, bound in texts.items() if math.isfinite(bound))
+        return " and ".join(
+            text.format(bound) for text, bound in texts.items() if math.isfinite(bound)
+        )
 
 
 PositiveInt = Annotated[int, Bounds(low=1)]
@@ -79,7 +91,12 @@ FractionBelowOne = Annotated[float, Bounds(low=0, below=1)]
 
 
 def parse(
-    settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
+    settings: type[Settings],
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
+    default: Settings | None = None,
 ) -> Settings:
     """Return dataclass `settings` filled from the flags `argv` (None: sys.argv) over `default`; InputError if wrong.
 
@@ -95,7 +112,9 @@ def parse(
             parsed = tyro.cli(
                 settings,
                 prog=prog,
-                description=re.sub(r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description),  # an example to a line
+                description=re.sub(
+                    r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description
+                ),  # an example to a line
                 args=arguments,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -167,7 +186,9 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
 _MAX_LEVELS = 100  # Python cannot print or write much deeper values
 _MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
-_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # the other surrogates stand for bytes of file names
+_UNUSABLE = re.compile(
+    "[\0\ud800-\udc7f\udd00-\udfff]"
+)  # the other surrogates stand for bytes of file names
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -209,8 +230,15 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
         raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
     if id(node) not in sizes:
         _check_unique_keys(node)
-        sizes[id(node)] = MAX_YAML_VALUES, 0  # while it is being measured: a node that contains itself exceeds the limit
-        parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = (
+            MAX_YAML_VALUES,
+            0,
+        )  # while it is being measured: a node that contains itself exceeds the limit
+        parts = (
+            itertools.chain.from_iterable(node.value)
+            if isinstance(node, yaml.MappingNode)
+            else node.value
+        )
         counts, levels = zip((1, 0), *(_measure(part, sizes) for part in parts), strict=True)
         sizes[id(node)] = sum(counts), 1 + max(levels)
     count, level = sizes[id(node)]
@@ -232,7 +260,9 @@ def _check_unique_keys(node: yaml.Node) -> None:
             continue
         key = (key_node.tag, key_node.value)
         if key in keys:
-            raise yaml.MarkedYAMLError(None, None, f"key `{key_node.value}` is given twice", key_node.start_mark)
+            raise yaml.MarkedYAMLError(
+                None, None, f"key `{key_node.value}` is given twice", key_node.start_mark
+            )
         keys.add(key)
 
 
@@ -272,7 +302,9 @@ def read_config_file(
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
         files = (*including_files, file)
-        default = read_config_file(default, file.parent / str(base), prepare=prepare, including_files=files)
+        default = read_config_file(
+            default, file.parent / str(base), prepare=prepare, including_files=files
+        )
     try:
         default = prepare(default, fields)
     except InputError as error:
@@ -284,7 +316,9 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
     """Return the values of the YAML file of flags at `path` by field name. InputError if it is no such file."""
     values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
-        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
+        raise InputError(
+            f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines"
+        )
     return normalize_names(values, f"--config {path}")
 
 
@@ -297,7 +331,9 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name in fields:
-            raise InputError(f"{place}: field `{name}` is given twice, in two spellings, expected once")
+            raise InputError(
+                f"{place}: field `{name}` is given twice, in two spellings, expected once"
+            )
         fields[name] = value
     return fields
 
@@ -308,7 +344,11 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
     The field `preset` ends the search, as it replaces the values of files read before it: those of the file for a flag, those of
     the base `config` for a key. The fields of the file `without` do not count.
     """
-    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    names = {
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in argv
+        if word.startswith("--")
+    }
     names |= {name.removeprefix("no_") for name in names}
     path = find_flag_value(argv, "--config")
     while path and preset not in names:
@@ -318,7 +358,9 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
     return names
 
 
-def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:
+def parse_with_config(
+    settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str
+) -> Settings:
     """Return the dataclass `settings` from the flags `argv` (None: sys.argv) over the YAML file of `--config`, if any."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = find_flag_value(arguments, "--config")
@@ -342,7 +384,10 @@ _get_field_types = functools.cache(get_type_hints)
 @functools.cache
 def _get_field_bounds(settings: type) -> dict[str, Bounds | None]:
     """Return the bounds of each field of a dataclass by name, None without."""
-    return {name: _find_bounds(kind) for name, kind in get_type_hints(settings, include_extras=True).items()}
+    return {
+        name: _find_bounds(kind)
+        for name, kind in get_type_hints(settings, include_extras=True).items()
+    }
 
 
 def _find_bounds(kind: Any) -> Bounds | None:
@@ -357,7 +402,9 @@ def _check_number(place: str, bounds: Bounds | None, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if bounds and isinstance(number, (int, float)) and number not in bounds:
             expected = bounds if abs(number) < math.inf else "a finite number"
-            raise InputError(f"{place}: found {truncate_text(str(number), 40)}, expected {expected}")
+            raise InputError(
+                f"{place}: found {truncate_text(str(number), 40)}, expected {expected}"
+            )
 
 
 def check_bounds(settings: Any) -> None:
@@ -385,7 +432,9 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
             near = closest_match(str(name), known)
             if name in REMOVED:
                 raise InputError(f"{source}: `{name}` was removed; {REMOVED[name]}")
-            raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
+            raise InputError(
+                f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else "")
+            )
 
     def replace(node):
         changes = {}
@@ -415,7 +464,9 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
     except (yaml.YAMLError, ValueError, RecursionError):
         pass
     if not isinstance(values, dict):
-        raise InputError(f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}")
+        raise InputError(
+            f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}"
+        )
     return normalize_names(values, source)
 
 
@@ -437,7 +488,9 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
     choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
         return None
-    words = [word for choice in choices[1:] if get_origin(choice) is Literal for word in get_args(choice)]
+    words = [
+        word for choice in choices[1:] if get_origin(choice) is Literal for word in get_args(choice)
+    ]
     if value in words:
         return value
     kind = choices[0]
@@ -450,9 +503,13 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
         return (
             value
             if isinstance(value, str)
-            else yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False).strip()
+            else yaml.safe_dump(
+                value, default_flow_style=True, width=math.inf, sort_keys=False
+            ).strip()
         )
-    if get_origin(kind) is tuple:  # a single value is a list of one; in a list of words a number is a word
+    if (
+        get_origin(kind) is tuple
+    ):  # a single value is a list of one; in a list of words a number is a word
         return tuple(
             str(part)
             if get_args(kind)[0] is str and isinstance(part, (int, float))
@@ -460,12 +517,20 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4 and 1e400, without a point, as text
+        with contextlib.suppress(
+            TypeError, ValueError, OverflowError
+        ):  # YAML reads 5e-4 and 1e400, without a point, as text
             number = float(value)
             if isinstance(value, str) and not math.isfinite(number):
-                raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a finite number")
+                raise InputError(
+                    f"{place}: found {truncate_text(repr(value))}, expected a finite number"
+                )
             return number
-    if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+    if (
+        isinstance(kind, type)
+        and isinstance(value, kind)
+        and isinstance(value, bool) == (kind is bool)
+    ):
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
     raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a {expected}")
@@ -481,14 +546,22 @@ def check_given(settings: Any, command: str, *names: str) -> None:
             raise InputError(f"--{name}: missing; see `megaenc {command} --help`")
 
 
-_TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")
+_TITLES = re.compile(
+    "Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options"
+)
 
 
 def _simplify_error(message: str) -> str:
     """Return a boxed error message of tyro as one sentence that begins with the flag."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in message.splitlines()]
-    lines = [line for line in lines if line.strip("-")]  # tyro's rules if standard output is not UTF-8
-    lines = [line for line in lines if not line.startswith("For full helptext") and not line.endswith(" --help")]
+    lines = [
+        line for line in lines if line.strip("-")
+    ]  # tyro's rules if standard output is not UTF-8
+    lines = [
+        line
+        for line in lines
+        if not line.startswith("For full helptext") and not line.endswith(" --help")
+    ]
     lines = [line for line in lines if not _TITLES.fullmatch(line)]
     for heading in ("Argument helptext:", "Got errors:"):
         if heading in lines:
@@ -497,9 +570,13 @@ def _simplify_error(message: str) -> str:
         at = lines.index("Perhaps you meant:")
         lines = [*lines[:at], "- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
     sentence = " ".join(lines) or "the command line could not be read"
-    if match := re.search(r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence):
+    if match := re.search(
+        r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence
+    ):
         return f"{match[1]}: found {match[2]}, expected a number"
-    if match := re.match(r"invalid choice ('.*') for argument '(.+)'\. Expected one of \((.*?),?\)", sentence):
+    if match := re.match(
+        r"invalid choice ('.*') for argument '(.+)'\. Expected one of \((.*?),?\)", sentence
+    ):
         return f"{match[2]}: found {match[1]}, expected one of {match[3].replace(chr(39), '').removeprefix(', ')}"
     if match := re.match(r"Missing value for argument '(.+)'", sentence):
         return f"{match[1]}: no value given, expected one"
@@ -507,12 +584,26 @@ def _simplify_error(message: str) -> str:
         words = [part.split()[0] for part in match[1].split("(required)") if part.strip()]
         return f"{', '.join(words)}: missing, expected a value" + " for each" * (len(words) > 1)
     if match := re.match(r"Unrecognized options: ([^ ,]+).*?(?: - (did you mean .*))?$", sentence):
-        kind = "no such flag" if match[1].startswith("-") else "found a word that belongs to no flag, expected none"
-        if successor := REMOVED.get(match[1].removeprefix("--").removeprefix("no-").replace("-", "_")):
+        kind = (
+            "no such flag"
+            if match[1].startswith("-")
+            else "found a word that belongs to no flag, expected none"
+        )
+        if successor := REMOVED.get(
+            match[1].removeprefix("--").removeprefix("no-").replace("-", "_")
+        ):
             return f"{match[1]}: was removed; {successor}"
         return f"{match[1]}: {kind}" + (f"; {match[2]}" if match[2] else "")
-    if match := re.match(r"Error parsing (--\S+): no type matching (.*) could be instantiated from \[(.*)\]", sentence):
-        kinds = match[2].replace("{None}|", "").replace("INT", "a whole number").replace("FLOAT", "a number")
+    if match := re.match(
+        r"Error parsing (--\S+): no type matching (.*) could be instantiated from \[(.*)\]",
+        sentence,
+    ):
+        kinds = (
+            match[2]
+            .replace("{None}|", "")
+            .replace("INT", "a whole number")
+            .replace("FLOAT", "a number")
+        )
         kinds = re.sub(r"\{?\[(a whole number|a number) .*?\]\]\}?", r"\1 or more of them", kinds)
         return f"{match[1]}: found {match[3]}, expected {' or '.join(kinds.translate({123: None, 125: None}).split('|'))}"
     return sentence

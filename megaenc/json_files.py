@@ -23,9 +23,13 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         os.set_blocking(stream.fileno(), True)  # files on archive storage must not be read as empty
-        content = stream.read(min(limit, max(status.st_size, 1 << 16)) + 1)  # read() allocates the whole buffer at once
+        content = stream.read(
+            min(limit, max(status.st_size, 1 << 16)) + 1
+        )  # read() allocates the whole buffer at once
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the limit for such a file", str(path))
+        raise OSError(
+            errno.EFBIG, f"larger than {limit:,} bytes, the limit for such a file", str(path)
+        )
     return content
 
 

@@ -37,9 +37,13 @@ def allow_open_files(count: int, purpose: str) -> None:
     needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise InputError(f"ulimit -Hn: found a limit of {hard:,} open files, expected {needed:,} or more for {purpose}")
+        raise InputError(
+            f"ulimit -Hn: found a limit of {hard:,} open files, expected {needed:,} or more for {purpose}"
+        )
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # a kernel's own maximum may be lower than the limit that it states
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # a kernel's own maximum may be lower than the limit that it states
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -69,19 +73,30 @@ def accelerator_names() -> list[str]:
     Raises:
         InputError: torch failed to list them.
     """
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(
+        Path("/dev", name).exists() for name in ("kfd", "dxg")
+    ):
         return []
     code = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
-    result = subprocess.run(with_pdeathsig(python_command("-c", code)), env=python_environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        with_pdeathsig(python_command("-c", code)),
+        env=python_environment(),
+        capture_output=True,
+        text=True,
+    )
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["torch printed no error"]
-        raise InputError(f"the accelerators could not be counted: {lines[-1]}; `megaenc doctor` checks them")
+        raise InputError(
+            f"the accelerators could not be counted: {lines[-1]}; `megaenc doctor` checks them"
+        )
     return result.stdout.splitlines()
 
 
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return (name, first `count` entries) of HIP_VISIBLE_DEVICES if set, else of the CUDA_ one (unset: 0, 1, ...)."""
-    variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    variable = (
+        "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    )
     chosen = os.environ.get(variable, "")
     devices = chosen.split(",") if chosen else [str(number) for number in range(count)]
     return variable, devices[:count]

@@ -21,9 +21,13 @@ def refuse_existing(path: Path, flag: str) -> None:
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
     except ValueError:
-        raise InputError(f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name") from None
+        raise InputError(
+            f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name"
+        ) from None
     if is_cwd:  # the shell would keep the replaced folder as its working directory
-        raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
+        raise InputError(
+            f"{flag} {path}: the folder that this command runs in, expected another name"
+        )
     if exists and not empty:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
 
@@ -37,7 +41,9 @@ def report_stale_files(*paths: Path) -> None:
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
         size = 0
-        for file in (file for path in stale_files for file in (path, *path.rglob("*")) if not file.is_dir()):
+        for file in (
+            file for path in stale_files for file in (path, *path.rglob("*")) if not file.is_dir()
+        ):
             with contextlib.suppress(OSError):
                 size += file.stat().st_size
         print_rank_0(
@@ -58,10 +64,14 @@ def check_parent_writable(path: Path, flag: str) -> None:
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         temporary.unlink()
     except OSError as error:
-        raise InputError(f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}") from None
+        raise InputError(
+            f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}"
+        ) from None
 
 
-def check_output_file(path: Path, flag: str, *, inputs: Iterable[str | Path] = (), overwrite: bool = True) -> None:
+def check_output_file(
+    path: Path, flag: str, *, inputs: Iterable[str | Path] = (), overwrite: bool = True
+) -> None:
     """Raise InputError if the file `path` cannot or must not be written.
 
     It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of `inputs` (see
@@ -71,16 +81,26 @@ def check_output_file(path: Path, flag: str, *, inputs: Iterable[str | Path] = (
     try:
         target = resolve_path(path)
         exists = os.path.lexists(path)
-        kind = "a folder" if target.is_dir() else "" if target.is_file() or not target.exists() else "no regular file"
+        kind = (
+            "a folder"
+            if target.is_dir()
+            else ""
+            if target.is_file() or not target.exists()
+            else "no regular file"
+        )
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
     except ValueError:
-        raise InputError(f"{flag} {str(path)!r}: holds a null character; expected another name") from None
+        raise InputError(
+            f"{flag} {str(path)!r}: holds a null character; expected another name"
+        ) from None
     if kind:
         raise InputError(f"{flag} {path}: found {kind}, expected the name of a file")
     refuse_input(path, flag, inputs)
     if exists and not overwrite:
-        raise InputError(f"{flag} {path}: exists already; give --overwrite to replace it, or choose another name")
+        raise InputError(
+            f"{flag} {path}: exists already; give --overwrite to replace it, or choose another name"
+        )
     check_parent_writable(path, flag)
 
 
@@ -101,7 +121,9 @@ def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
         if os.path.exists(path) and os.path.samefile(path, source):
             raise InputError(f"{flag} {path}: is the input {source}, expected another name")
         if any(place.is_relative_to(resolve_path(Path(source))) for place in places):
-            raise InputError(f"{flag} {path}: is a file of the input {source}, expected another name")
+            raise InputError(
+                f"{flag} {path}: is a file of the input {source}, expected another name"
+            )
 
 
 def create_parent_dir(path: Path, flag: str) -> None:
@@ -110,7 +132,9 @@ def create_parent_dir(path: Path, flag: str) -> None:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{flag} {path}: cannot create the folder {parent}: {error.strerror}") from None
+        raise InputError(
+            f"{flag} {path}: cannot create the folder {parent}: {error.strerror}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -131,7 +155,9 @@ def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
     new: set[Path] = set()
     for folder in (folder for path in paths for folder in resolve_path(path).parents):
         if folder not in existing and folder not in new:
-            with contextlib.suppress(OSError):  # such as too long a name, which its creation will report
+            with contextlib.suppress(
+                OSError
+            ):  # such as too long a name, which its creation will report
                 (existing if folder.exists() else new).add(folder)
     try:
         yield

@@ -36,7 +36,9 @@ class Registry(Generic[T]):
         if defect := self._find_defect(name, value):
             raise ValueError(f"{value!r} {defect}")
         if name in self._own:
-            raise ValueError(f"{self.kind} `{name}` is registered twice: {self._own[name]} and {value}")
+            raise ValueError(
+                f"{self.kind} `{name}` is registered twice: {self._own[name]} and {value}"
+            )
         self._own[name] = value
 
     def names(self) -> list[str]:
@@ -63,7 +65,9 @@ class Registry(Generic[T]):
             hint = f"; did you mean `{near}`?" if near else ""
             raise InputError(f"unknown {title}, expected one of {', '.join(self.names())}{hint}")
         if own is not None:
-            raise InputError(f"{title}: {_format_package(offers[0])} offers it, but {_import_path(own)} has that name already")
+            raise InputError(
+                f"{title}: {_format_package(offers[0])} offers it, but {_import_path(own)} has that name already"
+            )
         if len(offers) > 1:
             packages = " and by ".join(_format_package(offer) for offer in offers)
             raise InputError(f"{title}: offered by {packages}, expected one of them")
@@ -71,9 +75,13 @@ class Registry(Generic[T]):
             value = offers[0].load()
         except Exception as error:  # importing a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
-            raise InputError(f"{title}: {_format_package(offers[0])} cannot be loaded: {reason}") from error
+            raise InputError(
+                f"{title}: {_format_package(offers[0])} cannot be loaded: {reason}"
+            ) from error
         if defect := self._find_defect(name, value):
-            raise InputError(f"{title}: {_format_package(offers[0])} offers {offers[0].value}, which {defect}")
+            raise InputError(
+                f"{title}: {_format_package(offers[0])} offers {offers[0].value}, which {defect}"
+            )
         return value
 
     def package_origin(self, name: str, value: T) -> str | None:

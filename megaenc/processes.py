@@ -28,8 +28,15 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
     It also applies to the programs that they start: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH,
     which mean the current folder, are removed.
     """
-    folders = [str(Path(megaenc.__file__).parents[1]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders))), "PYTHONSAFEPATH": "1"}
+    folders = [
+        str(Path(megaenc.__file__).parents[1]),
+        *environment.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders))),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 @contextlib.contextmanager
@@ -53,7 +60,10 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
     Start it in this process's main thread, with a `python_environment`.
     """
     return python_command(
-        "-c", "from megaenc.processes import exec_with_pdeathsig; exec_with_pdeathsig()", str(os.getpid()), *command
+        "-c",
+        "from megaenc.processes import exec_with_pdeathsig; exec_with_pdeathsig()",
+        str(os.getpid()),
+        *command,
     )
 
 
@@ -108,7 +118,11 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO | int | None = None, pass_fds: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO | int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.process = subprocess.Popen(
             command,
@@ -128,7 +142,13 @@ class ChildProcess:
                 ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # reaped elsewhere in this process
                 return self.process.poll()
-            return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            return (
+                None
+                if ended is None
+                else ended.si_status
+                if ended.si_code == os.CLD_EXITED
+                else -ended.si_status
+            )
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:

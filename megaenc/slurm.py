@@ -60,12 +60,18 @@ def import_submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
+        raise InputError(
+            "--slurm: submitit is not installed; install it with `pip install submitit`"
+        ) from None
     return submitit
 
 
 def submit_tasks(
-    tasks: Sequence[Callable[[], Any]], logs: Path, name: str, cluster: ClusterConfig, parameters: Mapping[str, Any]
+    tasks: Sequence[Callable[[], Any]],
+    logs: Path,
+    name: str,
+    cluster: ClusterConfig,
+    parameters: Mapping[str, Any],
 ) -> list[Any]:
     """Submit picklable `tasks` as a job, several as an array, and return their Jobs.
 
@@ -73,10 +79,21 @@ def submit_tasks(
     """
     submitit = import_submitit()
     try:
-        executor = submitit.AutoExecutor(folder=logs / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_MAX_TIMEOUTS)
+        executor = submitit.AutoExecutor(
+            folder=logs / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_MAX_TIMEOUTS
+        )
         executor.update_parameters(name=name, timeout_min=cluster.slurm_minutes, **parameters)
         is_array = len(tasks) > 1
-        with set_child_environment(python_environment()), executor.batch() if is_array else contextlib.nullcontext():
+        with (
+            set_child_environment(python_environment()),
+            executor.batch() if is_array else contextlib.nullcontext(),
+        ):
             return [executor.submit(task) for task in tasks]
-    except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        NameError,
+        OSError,
+        submitit.core.utils.FailedJobError,
+    ) as error:
         raise InputError(f"--slurm: {name} could not be submitted: {error}") from None

@@ -15,7 +15,9 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 
 def escape_markdown(value: object) -> str:
     """Return `value` as one line of Markdown text in which links, code, HTML and table separators are escaped."""
-    escaped = _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
+    escaped = (
+        _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
+    )
     return _WWW.sub(r"\1&#46;", escaped)
 
 
@@ -27,7 +29,13 @@ def inline_code(value: object, *, cell: bool = False) -> str:
 
 def format_facts(facts: Mapping[str, object]) -> str:
     """Return a table of two columns, without heading: names as they are, and their values as code."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {inline_code(value, cell=True)} |" for name, value in facts.items())])
+    return "\n".join(
+        [
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {inline_code(value, cell=True)} |" for name, value in facts.items()),
+        ]
+    )
 
 
 def _one_line(value: object) -> str:
@@ -42,12 +50,17 @@ def format_csv(lines: Iterable[Iterable[object]]) -> str:
     return stream.getvalue()
 
 
-def format_markdown(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def format_markdown(
+    names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
+) -> str:
     """Return a Markdown table.
 
     Columns `names` are left-aligned, with escaped cells, and `numbers` right-aligned.
     """
-    lines = [f"| {' | '.join([*names, *numbers])} |", "|---" * len(names) + "|---:" * len(numbers) + "|"]
+    lines = [
+        f"| {' | '.join([*names, *numbers])} |",
+        "|---" * len(names) + "|---:" * len(numbers) + "|",
+    ]
     for row in rows:
         cells = [*map(escape_markdown, row[: len(names)]), *row[len(names) :]]
         lines.append(f"| {' | '.join(cells)} |")
@@ -59,7 +72,9 @@ def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+    )
     for name in names:
         table.add_column(name, overflow="fold")
     for name in numbers:
@@ -70,6 +85,8 @@ def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -
 def print_tables(tables: Iterable[Any], width: int) -> None:
     """Print rich's tables, `width` characters wide if the output is not a terminal."""
     # Names may look like rich's markup.
-    console = build_rich_console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else width)
+    console = build_rich_console(
+        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else width
+    )
     for table in tables:
         console.print(table)

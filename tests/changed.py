@@ -23,7 +23,9 @@ Definition = tuple[str, str]
 
 def run_git(*arguments: str) -> str:
     """Return what git prints."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 class Reach:
@@ -57,7 +59,9 @@ class Reach:
             when_imported = edges.setdefault((path, IMPORT), set(self._list_packages(path)))
             for statement in tree.body:
                 if isinstance(statement, ast.Import | ast.ImportFrom):
-                    when_imported.update((module, IMPORT) for module in self._list_modules(statement))
+                    when_imported.update(
+                        (module, IMPORT) for module in self._list_modules(statement)
+                    )
                 for name in _name_statement(statement):
                     named = edges.setdefault((path, name), {(path, IMPORT)})
                     named.update(self._list_named(path, statement, imported))
@@ -70,14 +74,18 @@ class Reach:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name in self.modules:
-                        imported[(alias.asname or alias.name).split(".")[0]].append((self.modules[alias.name], "*"))
+                        imported[(alias.asname or alias.name).split(".")[0]].append(
+                            (self.modules[alias.name], "*")
+                        )
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
                     if whole in self.modules:
                         imported[alias.asname or alias.name].append((self.modules[whole], "*"))
                     elif node.module in self.modules:
-                        imported[alias.asname or alias.name].append((self.modules[node.module], alias.name))
+                        imported[alias.asname or alias.name].append(
+                            (self.modules[node.module], alias.name)
+                        )
         return imported
 
     def _list_modules(self, node: ast.Import | ast.ImportFrom) -> set[str]:
@@ -87,7 +95,9 @@ class Reach:
             names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
         return {self.modules[name] for name in names if name in self.modules}
 
-    def _list_named(self, path: str, statement: ast.stmt, imported: dict[str, list[Definition]]) -> Iterator[Definition]:
+    def _list_named(
+        self, path: str, statement: ast.stmt, imported: dict[str, list[Definition]]
+    ) -> Iterator[Definition]:
         """Yield the definitions that a statement of a module names."""
         attributes = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
         for node in ast.walk(statement):
@@ -98,7 +108,9 @@ class Reach:
                 for module, what in imported.get(name, ()):
                     yield module, IMPORT
                     if what == "*":
-                        yield from ((module, attribute) for attribute in attributes & self.names[module])
+                        yield from (
+                            (module, attribute) for attribute in attributes & self.names[module]
+                        )
                     else:
                         yield module, what
                 for fixtures in self._list_fixtures(path):
@@ -133,7 +145,12 @@ class Reach:
         """Return the definitions that the lines `first` to `last` of a module are part of."""
         found = set()
         for statement in self.trees[path].body:
-            top = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", ()))])
+            top = min(
+                [
+                    statement.lineno,
+                    *(node.lineno for node in getattr(statement, "decorator_list", ())),
+                ]
+            )
             if top <= last and first <= statement.end_lineno:
                 found |= {(path, name) for name in _name_statement(statement)}
         return found
@@ -145,7 +162,11 @@ class Reach:
             new = [other for other in self.naming[definition] if other not in found]
             found.update(dict.fromkeys(new))
             queue += new
-        return [f"{path}::{name}" for path, name in found if Path(path).name.startswith("test_") and name.startswith("test_")]
+        return [
+            f"{path}::{name}"
+            for path, name in found
+            if Path(path).name.startswith("test_") and name.startswith("test_")
+        ]
 
     @functools.cached_property
     def naming(self) -> dict[Definition, list[Definition]]:
@@ -163,7 +184,11 @@ def _name_statement(statement: ast.stmt) -> list[str]:
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return []
-    names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names = [
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
     return names or [IMPORT]
 
 
@@ -176,7 +201,9 @@ def list_changed(revision: str, reach: Reach) -> set[Definition]:
     changed = set()
     for path in run_git("ls-files", "--others", "--exclude-standard").split():
         changed |= {(path, name) for name in reach.names.get(path, ())} | {(path, IMPORT)}
-    for part in re.split(r"^diff --git ", run_git("diff", "--unified=0", revision), flags=re.MULTILINE)[1:]:
+    for part in re.split(
+        r"^diff --git ", run_git("diff", "--unified=0", revision), flags=re.MULTILINE
+    )[1:]:
         path = part.split("\n")[0].rpartition(" b/")[2]
         if path not in reach.trees:
             changed.add((path, IMPORT))
@@ -190,8 +217,15 @@ def list_changed(revision: str, reach: Reach) -> set[Definition]:
 
 def main() -> None:
     """Print one test a line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", default="HEAD", help="revision of git to compare the working tree with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "revision",
+        nargs="?",
+        default="HEAD",
+        help="revision of git to compare the working tree with",
+    )
     revision = parser.parse_args().revision
     reach = Reach(run_git("ls-files", "--cached", "--others", "--exclude-standard").split())
     print("\n".join(reach.find_tests(list_changed(revision, reach))))

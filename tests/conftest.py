@@ -24,7 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, where workers share the tests."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.path.parent.name not in _LONG and item.path.stem != "test_mistakes")
+        items.sort(
+            key=lambda item: (
+                item.path.parent.name not in _LONG and item.path.stem != "test_mistakes"
+            )
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +71,14 @@ class SmallCorpus:
     @property
     def flags(self) -> list[str]:
         """For the pretraining command. A tenth of the documents is held out."""
-        return ["--data-path", str(self.prefix), "--tokenizer", str(self.tokenizer), "--split", "90,10,0"]
+        return [
+            "--data-path",
+            str(self.prefix),
+            "--tokenizer",
+            str(self.tokenizer),
+            "--split",
+            "90,10,0",
+        ]
 
 
 @pytest.fixture(scope="session")

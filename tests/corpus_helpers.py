@@ -29,15 +29,25 @@ def write_corpus(prefix: Path, documents: list[list[list[int]]], dtype: type = n
     return str(prefix)
 
 
-def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "uint16", **changes) -> str:
+def write_whole_corpus(
+    prefix: Path, documents: list[list[int]], dtype: str = "uint16", **changes
+) -> str:
     """Write documents that end in id 0, with a .json in which `changes` are made, and return the prefix."""
     writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
-    writer.add_documents(np.concatenate(documents).astype(np.uint32), lengths, np.ones_like(lengths))
+    writer.add_documents(
+        np.concatenate(documents).astype(np.uint32), lengths, np.ones_like(lengths)
+    )
     sha256 = writer.finish()
     sidecar = {
         "format": 1,
-        "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1, "text_fingerprint": None},
+        "tokenizer": {
+            "name": "demo",
+            "fingerprint": VOCABULARY.fingerprint,
+            "eos_id": 0,
+            "mask_id": 1,
+            "text_fingerprint": None,
+        },
         "vocab_size": 100,
         "eod": 0,
         "append_eod": True,
@@ -67,9 +77,13 @@ def damage(path: str | Path, offset: int, content: bytes) -> None:
         stream.write(content)
 
 
-def open_data(*data_path: str, split: str = "80,20,0", packing: str = "concat", seed: int = 1, **options) -> RunData:
+def open_data(
+    *data_path: str, split: str = "80,20,0", packing: str = "concat", seed: int = 1, **options
+) -> RunData:
     """The data of a run with packs of 32 tokens."""
-    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=32, seed=seed, **options)
+    return RunData.open(
+        data_path, VOCABULARY, split=split, packing=packing, seq_length=32, seed=seed, **options
+    )
 
 
 class Numbered:
@@ -81,7 +95,12 @@ class Numbered:
 
     def read_spans(self, documents, starts, stops):
         pieces = zip(documents, starts, stops, strict=True)
-        return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
+        return np.concatenate(
+            [
+                1_000_000 * self.name + 1000 * document + np.arange(*piece)
+                for document, *piece in pieces
+            ]
+        )
 
 
 class Sentences(Numbered):
@@ -89,7 +108,9 @@ class Sentences(Numbered):
 
     def __init__(self, documents):
         super().__init__(list(map(sum, documents)))
-        self.sequence_lengths = np.array([length for document in documents for length in document], dtype=np.int32)
+        self.sequence_lengths = np.array(
+            [length for document in documents for length in document], dtype=np.int32
+        )
         self.first_sequences = np.cumsum([0, *map(len, documents)])
 
 
@@ -105,7 +126,9 @@ def expected_packs(documents, seq_length, seed, epochs):
             offset = 0
             for length in documents[nonempty[place]]:
                 for at in range(length):
-                    stream.append((epoch, 1000 * nonempty[place] + offset + at, at == 0, offset + at == 0))
+                    stream.append(
+                        (epoch, 1000 * nonempty[place] + offset + at, at == 0, offset + at == 0)
+                    )
                 offset += length
     packs = []
     at = 0
@@ -124,9 +147,19 @@ def read_in_any_order(packs, count):
     found = {}
     for sample in np.random.default_rng(0).permutation(count).tolist():
         pack = packs[sample]
-        assert (pack.tokens.dtype, pack.edges.dtype, pack.positions.dtype) == (np.int64, np.int32, np.int64)
-        assert packs.first_sample_of_epoch(pack.epoch) <= sample < packs.first_sample_of_epoch(pack.epoch + 1)
+        assert (pack.tokens.dtype, pack.edges.dtype, pack.positions.dtype) == (
+            np.int64,
+            np.int32,
+            np.int64,
+        )
+        assert (
+            packs.first_sample_of_epoch(pack.epoch)
+            <= sample
+            < packs.first_sample_of_epoch(pack.epoch + 1)
+        )
         assert (pack.sample, packs.epoch_of_sample(sample)) == (sample, pack.epoch)
-        assert pack.positions.tolist() == [place for length in np.diff(pack.edges) for place in range(length)]
+        assert pack.positions.tolist() == [
+            place for length in np.diff(pack.edges) for place in range(length)
+        ]
         found[sample] = (pack.epoch, pack.tokens.tolist(), pack.edges.tolist())
     return [found[sample] for sample in range(count)]

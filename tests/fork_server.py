@@ -57,7 +57,9 @@ def serve(requests: socket.socket) -> str | None:
         message, streams, *_ = socket.recv_fds(requests, 1 << 20, 2)
         if not message:
             return None
-        assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: it would be missing in a fork"
+        assert len(os.listdir("/proc/self/task")) == 1, (
+            "a thread was started: it would be missing in a fork"
+        )
         server = os.getpid()
         if child := os.fork():
             for stream in streams:
@@ -101,15 +103,36 @@ def launch(count: int) -> None:
         os.setsid()
         folder = logs / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "ROLE_RANK": rank}
-        here |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": count, "ROLE_NAME": "default"}
-        here |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_ERROR_FILE": folder / "error.json"}
+        here = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "ROLE_RANK": rank,
+        }
+        here |= {
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_WORLD_SIZE": count,
+            "ROLE_NAME": "default",
+        }
+        here |= {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_ERROR_FILE": folder / "error.json",
+        }
         here |= {"TORCHELASTIC_RUN_ID": logs.name, "TORCHELASTIC_USE_AGENT_STORE": True}
         here |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
         os.environ.update({name: str(value) for name, value in here.items()})
         sys.stdout.reconfigure(write_through=True)  # it starts them with -u
         return
-    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    store = TCPStore(
+        "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
     failed = watch(ranks)
     shutil.rmtree(logs)
     del store
@@ -131,7 +154,11 @@ def watch(ranks: dict[int, int]) -> bool:
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
         if code and not failed:
             failed = True
-            print(f"rank {rank} failed (exitcode: {code}), the others are ended", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} failed (exitcode: {code}), the others are ended",
+                file=sys.stderr,
+                flush=True,
+            )
             end(signal.SIGTERM)
             signal.alarm(TO_STOP)
     return failed

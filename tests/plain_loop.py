@@ -16,7 +16,9 @@ def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> to
     same = document[:, None] == document[None]
     seen = same if attention == "bidirectional" else same.tril()
     if attention == "prefix":
-        in_prefix = torch.arange(edges[-1]) < torch.tensor([*(np.array(edges[:-1]) + prefixes)])[document]
+        in_prefix = (
+            torch.arange(edges[-1]) < torch.tensor([*(np.array(edges[:-1]) + prefixes)])[document]
+        )
         seen = seen | (same & in_prefix[:, None] & in_prefix[None])
     return torch.where(seen, 0.0, float("-inf"))[None, None]
 
@@ -26,7 +28,9 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
     mask = allowed(edges, attention, prefixes)
     if config.model_type not in ("modernbert", "modernbert-decoder", "gemma3_text"):
         return mask
-    reach = config.sliding_window - (config.model_type != "modernbert")  # the others' windows count the token itself
+    reach = config.sliding_window - (
+        config.model_type != "modernbert"
+    )  # the others' windows count the token itself
     inside = torch.ones(mask.shape[2:], dtype=torch.bool).triu(-reach).tril(reach)
     return {"full_attention": mask, "sliding_attention": mask.masked_fill(~inside, float("-inf"))}
 
@@ -34,31 +38,50 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the batch of update number `step`, summed over its predictions by their weights, and its divisor."""
     loss_sum, count, batch_size = torch.zeros(()), 0, plan.settings.global_batch_size
-    passes = itertools.product(plan.schedule.objectives(step), range((step - 1) * batch_size, step * batch_size))
+    passes = itertools.product(
+        plan.schedule.objectives(step), range((step - 1) * batch_size, step * batch_size)
+    )
     for (factor, objective), sample in passes:
         pack = plan.packs[sample]
-        targets = objective.targets(pack, SampleRandomness(plan.settings.seed, pack.sample, pack.epoch))
+        targets = objective.targets(
+            pack, SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
+        )
         logits = model(
             input_ids=torch.from_numpy(targets.inputs)[None],
             position_ids=torch.from_numpy(pack.positions)[None],
-            attention_mask=attention_masks(model.config, pack.edges.tolist(), objective.attention, targets.prefixes),
+            attention_mask=attention_masks(
+                model.config, pack.edges.tolist(), objective.attention, targets.prefixes
+            ),
         ).logits[0]
-        predicted, labels = logits[torch.from_numpy(targets.predict_at)], torch.from_numpy(targets.labels)
+        predicted, labels = (
+            logits[torch.from_numpy(targets.predict_at)],
+            torch.from_numpy(targets.labels),
+        )
         if targets.soft_labels is not None:  # torch takes distributions over the whole vocabulary
             ids, probabilities = map(torch.from_numpy, targets.soft_labels)
             labels = torch.zeros_like(predicted).scatter_add_(1, ids, probabilities)
         losses = torch.nn.functional.cross_entropy(predicted, labels, reduction="none")
-        weights = torch.ones(len(losses)) if targets.weights is None else torch.from_numpy(targets.weights)
+        weights = (
+            torch.ones(len(losses))
+            if targets.weights is None
+            else torch.from_numpy(targets.weights)
+        )
         loss_sum = loss_sum + factor * (losses * weights).sum()
         count += factor * (len(targets.labels) if targets.count is None else targets.count)
     return loss_sum, count
 
 
-def train(model, plan: Plan, steps: int, learning_rate: Callable[[int], float], clip: float) -> tuple[list[float], list[float]]:
+def train(
+    model, plan: Plan, steps: int, learning_rate: Callable[[int], float], clip: float
+) -> tuple[list[float], list[float]]:
     """Losses and norms of the gradients of updates 1..steps, which change `model`."""
     model.train()
-    model.get_input_embeddings().padding_idx = None  # pad is eos here, and eos is a token that is trained
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(1), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    model.get_input_embeddings().padding_idx = (
+        None  # pad is eos here, and eos is a token that is trained
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(1), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1
+    )
     losses, norms = [], []
     for step in range(1, steps + 1):
         loss_sum, count = summed_loss(model, plan, step)

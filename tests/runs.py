@@ -42,7 +42,12 @@ STANDSTILL = [
 
 def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     """JSONL of made-up English-like documents with a skewed word frequency, 5 to 150 words each."""
-    words = [a + b + c for a in ("st", "pl", "gr", "m", "th", "l") for b in ("a", "e", "o", "ai") for c in ("n", "rk", "th", "m")]
+    words = [
+        a + b + c
+        for a in ("st", "pl", "gr", "m", "th", "l")
+        for b in ("a", "e", "o", "ai")
+        for c in ("n", "rk", "th", "m")
+    ]
     lines = []
     for number in range(documents):
         length = 5 + int(145 * uniforms(seed, "length", 1, counters=(number,))[0])
@@ -60,7 +65,17 @@ def make_corpus(folder: Path) -> None:
     text = str(write_text(folder / "text.jsonl"))
     tokenizer = str(folder / "tokenizer")
     train_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
-    preprocess.main(["--input", text, "--output-prefix", str(folder / "small"), "--tokenizer", tokenizer, "--append-eod"])
+    preprocess.main(
+        [
+            "--input",
+            text,
+            "--output-prefix",
+            str(folder / "small"),
+            "--tokenizer",
+            tokenizer,
+            "--append-eod",
+        ]
+    )
 
 
 def surroundings(packages: Path | None = None) -> dict[str, str]:
@@ -96,7 +111,9 @@ def run(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers die with it
         out, err = process.communicate()
-        raise AssertionError(f"{command} took more than {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
+        raise AssertionError(
+            f"{command} took more than {timeout} s\n{out[-2000:]}\n{err[-4000:]}"
+        ) from None
     return checked(subprocess.CompletedProcess(command, process.returncode, out, err), expect)
 
 
@@ -104,7 +121,9 @@ def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subproces
     """`ended`, if it ended as expected."""
     if expect is not None and ended.returncode != expect:
         said = f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
-        raise AssertionError(f"{ended.args} ended with {ended.returncode}, expected {expect}\n{said}")
+        raise AssertionError(
+            f"{ended.args} ended with {ended.returncode}, expected {expect}\n{said}"
+        )
     return ended
 
 
@@ -114,7 +133,9 @@ def fork_server() -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(there.fileno())]
     nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    server = subprocess.Popen(command, **nowhere, env=surroundings(), pass_fds=[there.fileno()], start_new_session=True)
+    server = subprocess.Popen(
+        command, **nowhere, env=surroundings(), pass_fds=[there.fileno()], start_new_session=True
+    )
     there.close()
     atexit.register(lambda: (here.close(), server.wait()))
     return here
@@ -135,10 +156,16 @@ def forked(
     def answer(seconds: float | None) -> int:
         server.settimeout(seconds)
         if not (said := server.recv(64)):
-            raise AssertionError("the fork server has ended; the lines above on standard error say why")
+            raise AssertionError(
+                "the fork server has ended; the lines above on standard error say why"
+            )
         return int(said)
 
-    request = {"command": command, "processes": processes, "environment": surroundings(packages) | (environment or {})}
+    request = {
+        "command": command,
+        "processes": processes,
+        "environment": surroundings(packages) | (environment or {}),
+    }
     request["packages"] = packages and str(packages)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         socket.send_fds(server, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
@@ -151,7 +178,9 @@ def forked(
             code = answer(None)
             if not isinstance(error, TimeoutError):
                 raise
-            raise AssertionError(f"{command} took more than {timeout} s\n{_text(out)[-2000:]}\n{_text(err)[-4000:]}") from None
+            raise AssertionError(
+                f"{command} took more than {timeout} s\n{_text(out)[-2000:]}\n{_text(err)[-4000:]}"
+            ) from None
         return checked(subprocess.CompletedProcess(command, code, _text(out), _text(err)), expect)
 
 
@@ -160,17 +189,25 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
-def script(path: Path, arguments: list[str], *, processes: int = 1, fresh: bool = False, **how) -> subprocess.CompletedProcess:
+def script(
+    path: Path, arguments: list[str], *, processes: int = 1, fresh: bool = False, **how
+) -> subprocess.CompletedProcess:
     """Run a Python script, under torchrun (which picks a free port) where there are several processes.
 
     Unless it is `fresh`, a process that has imported everything stands for the interpreter and for torchrun, and forks
     (fork_server.py): that spares most of the time of a short run. `fresh` is for what depends on torchrun's own words, on an
     import, or on a variable that is read by one.
     """
-    assert processes == 1 or ranks_allowed, "a test that starts several ranks is marked: @pytest.mark.multiprocess"
+    assert processes == 1 or ranks_allowed, (
+        "a test that starts several ranks is marked: @pytest.mark.multiprocess"
+    )
     if not fresh:
         return forked([str(path), *arguments], processes, **how)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes > 1
+        else []
+    )
     return run([sys.executable, *launcher, str(path), *arguments], **how)
 
 
@@ -193,7 +230,12 @@ def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.C
     """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
-    return script(WORKERS / "in_turn.py", [str(file)], processes=max(job.processes for job in jobs), timeout=timeout)
+    return script(
+        WORKERS / "in_turn.py",
+        [str(file)],
+        processes=max(job.processes for job in jobs),
+        timeout=timeout,
+    )
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -228,7 +270,11 @@ def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
     """The checkpoints of `step` of two runs hold the same weights, bit by bit."""
     here, there = weights(run_folder, step), weights(reference, step)
     assert here.keys() == there.keys()
-    assert [name for name in here if here[name].dtype != there[name].dtype or not here[name].equal(there[name])] == []
+    assert [
+        name
+        for name in here
+        if here[name].dtype != there[name].dtype or not here[name].equal(there[name])
+    ] == []
 
 
 def validations(folder: Path) -> list[dict]:
@@ -242,7 +288,10 @@ def _rows(file: Path) -> list[dict]:
 
 def largest_difference(name: str, run_folder: Path, reference: Path, after: int = 0) -> float:
     """Of `name` in the steps beyond `after`, which both runs must have: the largest difference relative to `reference`."""
-    here, there = ({row["step"]: row[name] for row in metrics(run) if row["step"] > after} for run in (run_folder, reference))
+    here, there = (
+        {row["step"]: row[name] for row in metrics(run) if row["step"] > after}
+        for run in (run_folder, reference)
+    )
     assert here.keys() == there.keys() != set()
     return max(abs(here[step] / there[step] - 1) for step in there)
 
@@ -253,4 +302,6 @@ def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4
     for name in ("step", "objective", "learning_rate", "tokens", "predicted_tokens"):
         assert [row[name] for row in here] == [row[name] for row in there], name
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([row[name] for row in here], [row[name] for row in there], rtol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            [row[name] for row in here], [row[name] for row in there], rtol=tolerance, err_msg=name
+        )

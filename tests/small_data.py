@@ -78,7 +78,9 @@ def beir_files(
 ) -> dict[str, str]:
     """The files of a BEIR folder: (id, title, text), (id, text), and (query, document, grade) for each split."""
     files = {
-        "corpus.jsonl": to_jsonl({"_id": key, "title": title, "text": text} for key, title, text in documents),
+        "corpus.jsonl": to_jsonl(
+            {"_id": key, "title": title, "text": text} for key, title, text in documents
+        ),
         "queries.jsonl": to_jsonl({"_id": key, "text": text} for key, text in queries),
     }
     for split, rows in qrels.items():
@@ -107,10 +109,20 @@ def write_families(root: Path) -> None:
         classified, tagged, asked = [], [], []
         for at, text in enumerate(some):
             words = text.split()
-            classified.append({"id": at, "text": text, "label": "good" if words[0] in ("stan", "mill") else "bad"})
-            tagged.append({"id": at, "tokens": words, "tags": ["B-X" if word == "dove" else "O" for word in words]})
+            classified.append(
+                {"id": at, "text": text, "label": "good" if words[0] in ("stan", "mill") else "bad"}
+            )
+            tagged.append(
+                {
+                    "id": at,
+                    "tokens": words,
+                    "tags": ["B-X" if word == "dove" else "O" for word in words],
+                }
+            )
             answers = [{"text": words[0], "answer_start": 0}]
-            asked.append({"id": f"{split}{at}", "question": "which?", "context": text, "answers": answers})
+            asked.append(
+                {"id": f"{split}{at}", "question": "which?", "context": text, "answers": answers}
+            )
         write_file(root / "sc" / f"{split}.jsonl", classified)
         write_file(root / "tc" / f"{split}.jsonl", tagged)
         write_file(root / "qa" / f"{split}.json", squad(asked))

@@ -15,7 +15,13 @@ SIZES = {
 }
 
 
-def save_model(folder: Path, kind: str, tokenizer: Any = None, auto: Any = transformers.AutoModel, **values: Any) -> Any:
+def save_model(
+    folder: Path,
+    kind: str,
+    tokenizer: Any = None,
+    auto: Any = transformers.AutoModel,
+    **values: Any,
+) -> Any:
     """Write a model of the `model_type` `kind`, with its tokenizer if it has one, and return it.
 
     `auto`: the class of transformers that makes it of its configuration; `values`: of that, in the place of SIZES.

@@ -35,10 +35,20 @@ def test_files_appear_together_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError(), KeyboardInterrupt(), FileNotFoundError(errno.ENOENT, "missing"), RuntimeError("a bug")], ids=repr
+    "error",
+    [
+        ValueError(),
+        KeyboardInterrupt(),
+        FileNotFoundError(errno.ENOENT, "missing"),
+        RuntimeError("a bug"),
+    ],
+    ids=repr,
 )
 def test_a_block_that_fails_leaves_nothing_and_its_error_stays_what_it_is(tmp_path, error):
-    with pytest.raises(type(error)) as raised, atomic_files(tmp_path / "a", tmp_path / "b") as temporary:
+    with (
+        pytest.raises(type(error)) as raised,
+        atomic_files(tmp_path / "a", tmp_path / "b") as temporary,
+    ):
         temporary[0].write_text("half")
         raise error
     assert raised.value is error
@@ -51,7 +61,12 @@ def test_a_block_that_fails_leaves_nothing_and_its_error_stays_what_it_is(tmp_pa
 
 @pytest.mark.parametrize(
     ("old", "left"),
-    [([], {}), (["a", "b", "c"], {"a": "new", "b": "old", "c": "old"}), (["c"], {"c": "old"}), (["a"], {"a": "new"})],
+    [
+        ([], {}),
+        (["a", "b", "c"], {"a": "new", "b": "old", "c": "old"}),
+        (["c"], {"c": "old"}),
+        (["a"], {"a": "new"}),
+    ],
     ids=["all new", "all old", "the last old", "the first old"],
 )
 @pytest.mark.parametrize("stop", [signal.SIGTERM, errno.ESTALE], ids=["signal", "error"])
@@ -120,14 +135,24 @@ print(interrupted, torn, incomplete)
 
 def test_a_signal_at_any_moment_leaves_whole_files_and_whole_sets(tmp_path):
     """300 signals into a loop of writes that replace a file and add three new ones."""
-    done = subprocess.run([sys.executable, "-c", SIGNALS, str(tmp_path), "300"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS, str(tmp_path), "300"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.stdout == "300 0 0\n", done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM]
+)
 @pytest.mark.parametrize("write", [atomic_files, atomic_dir])
 def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, write, number):
-    with pytest.raises(InputError, match=f"cannot be written to: {os.strerror(number)}"), write(tmp_path / "a"):
+    with (
+        pytest.raises(InputError, match=f"cannot be written to: {os.strerror(number)}"),
+        write(tmp_path / "a"),
+    ):
         raise OSError(number, os.strerror(number))
     assert not names(tmp_path)
 
@@ -147,7 +172,10 @@ def test_a_disk_that_becomes_read_only_is_one_line_too(tmp_path, monkeypatch):
         patch.setattr(os, "unlink", read_only)
         read_only()
     monkeypatch.setattr(os, "mkdir", read_only)
-    with pytest.raises(InputError, match="cannot be written to: Read-only file system"), atomic_dir(tmp_path / "c"):
+    with (
+        pytest.raises(InputError, match="cannot be written to: Read-only file system"),
+        atomic_dir(tmp_path / "c"),
+    ):
         pass
 
 
@@ -174,7 +202,9 @@ def test_what_an_attempt_left_behind_is_found_by_its_name(tmp_path):
         path.write_text("half")
         for name in (".a.bin.tmp", ".b.bin.12-0123abcd.tmp", "a.bin"):
             (tmp_path / name).touch()
-        assert find_stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted([path, folder])
+        assert find_stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted(
+            [path, folder]
+        )
         assert longest_file_name(tmp_path / "a", tmp_path / "a.bin").startswith(".a.bin.")
         assert len(longest_file_name(tmp_path / "a.bin")) == len(path.name)
     assert find_stale_temp_files(tmp_path / "none" / "a.bin") == []
@@ -189,8 +219,14 @@ def test_a_folder_appears_whole_in_place_of_an_empty_one_and_a_link_to_it_stays_
 
 
 def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
-    for name, take in {"folder": lambda path: (path / "a").mkdir(parents=True), "file": lambda path: path.touch()}.items():
-        with pytest.raises(InputError, match=rf"{name}: .* meanwhile .*; choose another name"), atomic_dir(tmp_path / name):
+    for name, take in {
+        "folder": lambda path: (path / "a").mkdir(parents=True),
+        "file": lambda path: path.touch(),
+    }.items():
+        with (
+            pytest.raises(InputError, match=rf"{name}: .* meanwhile .*; choose another name"),
+            atomic_dir(tmp_path / name),
+        ):
             take(tmp_path / name)
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["a"]
 
@@ -198,8 +234,16 @@ def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
 @pytest.mark.parametrize("write", [atomic_files, atomic_dir])
 def test_a_name_that_cannot_be_is_one_line_with_that_name(tmp_path, write):
     (tmp_path / "file").touch()
-    for path in (tmp_path / (300 * "x"), tmp_path / "file/x", tmp_path / "none/x", Path("/proc/nowhere")):
-        with pytest.raises(InputError, match=f"{path}: cannot be written to: "), write(path) as made:
+    for path in (
+        tmp_path / (300 * "x"),
+        tmp_path / "file/x",
+        tmp_path / "none/x",
+        Path("/proc/nowhere"),
+    ):
+        with (
+            pytest.raises(InputError, match=f"{path}: cannot be written to: "),
+            write(path) as made,
+        ):
             (made[0] if write is atomic_files else made / "x").write_text("whole")
     assert names(tmp_path) == ["file"]
 
@@ -211,7 +255,10 @@ def test_a_full_disk_is_one_line_from_libraries_that_hide_the_number(tmp_path, m
         ("wrong (os error 28)", InputError, "^wrong"),
         ("bad merges (os error 2)", ValueError, "bad merges"),
     ):
-        with pytest.raises(InputError if message == full else error, match=message), atomic_dir(tmp_path / "a"):
+        with (
+            pytest.raises(InputError if message == full else error, match=message),
+            atomic_dir(tmp_path / "a"),
+        ):
             raise error(text)
     monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_blocks=8, f_bavail=0))
     with pytest.raises(InputError, match=full), atomic_dir(tmp_path / "a"):
@@ -231,7 +278,11 @@ def test_an_error_of_torchs_writer_has_the_reason_of_its_cause(tmp_path):
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, rename = [], os.rename
     monkeypatch.setattr(
-        os, "fsync", lambda descriptor: synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        os,
+        "fsync",
+        lambda descriptor: synced.append(
+            os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        ),
     )
 
     def renamed(here, there):
@@ -247,7 +298,11 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_sigterm_runs_the_finally_clauses(tmp_path):
-    with pytest.raises(SystemExit) as stop, exit_on_sigterm(), atomic_files(tmp_path / "a") as (path,):
+    with (
+        pytest.raises(SystemExit) as stop,
+        exit_on_sigterm(),
+        atomic_files(tmp_path / "a") as (path,),
+    ):
         path.write_text("half")
         signal.raise_signal(signal.SIGTERM)
     assert stop.value.code == 143

@@ -21,7 +21,10 @@ def test_the_first_of_two_words_lists_its_commands(capsys, arguments):
     cli.main(arguments.split())
     shown = capsys.readouterr().out
     assert shown.startswith("usage: megaenc data COMMAND")
-    assert [name for name in cli.COMMANDS if f"  {name} " in shown] == ["data inspect", "data verify"]
+    assert [name for name in cli.COMMANDS if f"  {name} " in shown] == [
+        "data inspect",
+        "data verify",
+    ]
 
 
 def test_a_command_of_two_words_gets_what_follows_them(monkeypatch):
@@ -68,7 +71,9 @@ def test_each_command_explains_itself(capsys, name):
 def test_a_refused_command_leaves_no_folder(tmp_path, refusal, words):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a"}\n')
-    refusal(cli.main, [*words.replace("TEXT", str(text)).split(), tmp_path / "new" / "folder" / "file"])
+    refusal(
+        cli.main, [*words.replace("TEXT", str(text)).split(), tmp_path / "new" / "folder" / "file"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
@@ -76,10 +81,19 @@ def test_a_refused_command_leaves_no_folder(tmp_path, refusal, words):
     ("code", "needed"),
     [
         ("from megaenc.cli import main; main([])", set()),
-        ("import megaenc.doctor.command", set()),  # what is broken is broken in the process of the checks alone
-        ("from megaenc.cli import main; main(['estimate', '--model', '610m', '--gpu', 'mi250x'])", {"numpy"}),
+        (
+            "import megaenc.doctor.command",
+            set(),
+        ),  # what is broken is broken in the process of the checks alone
+        (
+            "from megaenc.cli import main; main(['estimate', '--model', '610m', '--gpu', 'mi250x'])",
+            {"numpy"},
+        ),
     ],
 )
 def test_what_needs_no_model_imports_nothing_heavy(code, needed):
     heavy = {"torch", "numpy", "transformers", "megatron"} - needed
-    subprocess.run([sys.executable, "-c", f"{code}; import sys; assert not {heavy} & set(sys.modules)"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys; assert not {heavy} & set(sys.modules)"],
+        check=True,
+    )

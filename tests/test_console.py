@@ -6,25 +6,41 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, build_rich_console, escape_unprintable, format_duration, print_rank_0
+from megaenc.console import (
+    ProgressLine,
+    build_rich_console,
+    escape_unprintable,
+    format_duration,
+    print_rank_0,
+)
 from megaenc.errors import InputError, handle_command_errors
 
 
 def test_durations():
     seconds = (42, 3_723.4, 172_799, 172_800, 216_000)
-    assert [format_duration(count) for count in seconds] == ["0:42", "1:02:03", "47:59:59", "2.0 days", "2.5 days"]
+    assert [format_duration(count) for count in seconds] == [
+        "0:42",
+        "1:02:03",
+        "47:59:59",
+        "2.0 days",
+        "2.5 days",
+    ]
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))  # every look at the clock is a second later
+    monkeypatch.setattr(
+        console.time, "monotonic", lambda: next(clock)
+    )  # every look at the clock is a second later
     with ProgressLine("tokenising", total=200, interval=10) as progress:
         for done in range(0, 100, 5):
             progress.update(done, **{"MB/s": 12.345}, documents=1204, tokens=3_100_000)
         progress.update(200, description="done")
     lines = capsys.readouterr().out.splitlines()
     assert 2 <= len(lines) <= 4
-    assert re.fullmatch(r"tokenising  \d+ %  MB/s 12\.35  documents 1,204  tokens 3\.10M  0:\d\d left", lines[0])
+    assert re.fullmatch(
+        r"tokenising  \d+ %  MB/s 12\.35  documents 1,204  tokens 3\.10M  0:\d\d left", lines[0]
+    )
     assert lines[-1] == "done  100 %  MB/s 12.35  documents 1,204  tokens 3.10M"
 
 
@@ -133,7 +149,11 @@ def test_text_that_a_terminal_acts_on_is_spelled(capsys):
     with pytest.raises(SystemExit):
         main()
     said = capsys.readouterr().err
-    assert escape_unprintable(said, keep="\n") == said and said.count("\n") == 1 and r"a\x1b[2J b\x9b31mc\u202ed" in said
+    assert (
+        escape_unprintable(said, keep="\n") == said
+        and said.count("\n") == 1
+        and r"a\x1b[2J b\x9b31mc\u202ed" in said
+    )
 
 
 def test_a_live_line_spells_what_a_terminal_acts_on(monkeypatch):

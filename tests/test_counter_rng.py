@@ -19,7 +19,14 @@ def test_numbers_are_the_same_for_ever():
 
 @pytest.mark.parametrize(
     "other",
-    [(8, "mask", (3, 1)), (7, "order", (3, 1)), (7, "mask", (4, 1)), (7, "mask", (3, 2)), (7, "mask", (31,)), (7, "mask", ())],
+    [
+        (8, "mask", (3, 1)),
+        (7, "order", (3, 1)),
+        (7, "mask", (4, 1)),
+        (7, "mask", (3, 2)),
+        (7, "mask", (31,)),
+        (7, "mask", ()),
+    ],
 )
 def test_seed_purpose_and_counters_all_matter(other):
     one = counter_rng.random_words(7, "mask", 64, counters=(3, 1))
@@ -46,15 +53,24 @@ def test_uniforms_are_uniform():
 @pytest.mark.parametrize("probability", [0.0, 1e-300, 2.0**-53, 0.15, 0.4, 0.5, 1 - 2.0**-53, 1.0])
 def test_chances_are_uniforms_below_a_probability(probability):
     drawn = counter_rng.uniforms(3, "mask", 100_000, counters=(2, 0))
-    for least in (probability, float(drawn[7]), float(np.nextafter(drawn[7], 1))):  # a draw itself is not below itself
-        assert (counter_rng.bernoulli(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
+    for least in (
+        probability,
+        float(drawn[7]),
+        float(np.nextafter(drawn[7], 1)),
+    ):  # a draw itself is not below itself
+        assert (
+            counter_rng.bernoulli(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)
+        ).all()
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 513])
 def test_a_row_of_normals_depends_on_its_number_alone(columns):
     whole = counter_rng.normal_rows(5, "layer.weight", range(50), columns)
     assert whole.shape == (50, columns) and whole.dtype == np.float32
-    parts = [counter_rng.normal_rows(5, "layer.weight", rows, columns) for rows in (range(13), range(13, 14), range(14, 50))]
+    parts = [
+        counter_rng.normal_rows(5, "layer.weight", rows, columns)
+        for rows in (range(13), range(13, 14), range(14, 50))
+    ]
     assert (np.concatenate(parts) == whole).all()
     assert len(np.unique(whole, axis=0)) == 50
     assert (whole != counter_rng.normal_rows(5, "other.weight", range(50), columns)).any()
@@ -80,7 +96,10 @@ def test_normals_are_normal():
 def test_a_sample_has_numbers_of_its_own():
     one = counter_rng.SampleRandomness(seed=1, sample=5, epoch=0)
     assert (one.uniforms("mask", 4) == counter_rng.uniforms(1, "mask", 4, counters=(5, 0))).all()
-    assert (one.uniforms("mask", 4) != counter_rng.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)).all()
+    assert (
+        one.uniforms("mask", 4)
+        != counter_rng.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)
+    ).all()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 999, 1000, 1001, 70_000])
@@ -94,7 +113,9 @@ def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kind
         few = np.random.default_rng(0).integers(0, kinds, count, dtype=np.uint64)
         words = few << np.uint64(40) | (words & np.uint64(3))
     drawn = {(3, "order", count, (4,)): words}
-    monkeypatch.setattr(counter_rng, "random_words", lambda *asked, counters: drawn[(*asked, counters)])
+    monkeypatch.setattr(
+        counter_rng, "random_words", lambda *asked, counters: drawn[(*asked, counters)]
+    )
     found = counter_rng.permutation(3, "order", count, counters=(4,))
     assert found.dtype == np.int64
     assert np.array_equal(found, np.argsort(words, kind="stable"))
@@ -126,14 +147,31 @@ def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
 
 def test_places_of_a_keyed_permutation_are_uniform_and_independent():
     """Chi-square over (place, number) of all keys, and over the distance between the numbers of neighbouring places."""
-    count, keys, bins = 5003, 400, 20  # 8,192 is the next power of two: a third of the numbers are walked
-    numbers = np.stack([counter_rng.KeyedPermutation(key, "packs", count).apply(np.arange(count)) for key in range(keys)])
-    binned = np.stack([np.bincount(column, minlength=bins) for column in (numbers * bins // count)[:, :50].T])
+    count, keys, bins = (
+        5003,
+        400,
+        20,
+    )  # 8,192 is the next power of two: a third of the numbers are walked
+    numbers = np.stack(
+        [
+            counter_rng.KeyedPermutation(key, "packs", count).apply(np.arange(count))
+            for key in range(keys)
+        ]
+    )
+    binned = np.stack(
+        [np.bincount(column, minlength=bins) for column in (numbers * bins // count)[:, :50].T]
+    )
     expected = keys / bins
-    assert ((binned - expected) ** 2 / expected).sum() < 950 + 4 * np.sqrt(2 * 950)  # 50 places of 19 degrees of freedom
-    distances = np.bincount((np.diff(numbers, axis=1) % count * bins // count).ravel(), minlength=bins)
+    assert ((binned - expected) ** 2 / expected).sum() < 950 + 4 * np.sqrt(
+        2 * 950
+    )  # 50 places of 19 degrees of freedom
+    distances = np.bincount(
+        (np.diff(numbers, axis=1) % count * bins // count).ravel(), minlength=bins
+    )
     expected = distances.sum() / bins
-    assert ((distances - expected) ** 2 / expected).sum() < 43.8  # 19 degrees of freedom: by chance once in a thousand
+    assert (
+        (distances - expected) ** 2 / expected
+    ).sum() < 43.8  # 19 degrees of freedom: by chance once in a thousand
     fixed = (numbers == np.arange(count)).sum()
     assert abs(fixed - keys) < 4 * np.sqrt(keys)  # one in each permutation
 

@@ -48,7 +48,9 @@ def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_the_code_is_recorded_where_the_caller_of_torchrun_asks_for_it(worker, monkeypatch, tmp_path):
+def test_the_code_is_recorded_where_the_caller_of_torchrun_asks_for_it(
+    worker, monkeypatch, tmp_path
+):
     worker("one", 0)
     monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "code"))
     exit_without_restart(75)

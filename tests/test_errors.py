@@ -77,10 +77,18 @@ def test_a_program_that_calls_a_command_keeps_its_ctrl_c(monkeypatch):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
     with open("/dev/full", "w") as full:
-        command, environment = [sys.executable, "-m", "megaenc", "--help"], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+        command, environment = (
+            [sys.executable, "-m", "megaenc", "--help"],
+            {**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+        )
     assert ended.returncode == 2
-    assert ended.stderr == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"
+    assert (
+        ended.stderr
+        == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"
+    )
 
 
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
@@ -104,4 +112,7 @@ main(calls[sys.argv[1]])
     for kind, place in (("atomic", "out"), ("copy", "out/copy")):
         command = [sys.executable, "-c", code, kind]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert (ended.returncode, ended.stderr) == (2, f"error: {place}: cannot be written to: File too large\n")
+        assert (ended.returncode, ended.stderr) == (
+            2,
+            f"error: {place}: cannot be written to: File too large\n",
+        )

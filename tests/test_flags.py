@@ -53,11 +53,28 @@ def parse(*arguments, **options):
 
 
 def test_flags_are_flat_and_have_the_fields_names():
-    settings = parse("--save", "there", "--lr", "0.5", "--no-bf16", "--split", "98", "2", "--tensor-model-parallel-size", "4")
+    settings = parse(
+        "--save",
+        "there",
+        "--lr",
+        "0.5",
+        "--no-bf16",
+        "--split",
+        "98",
+        "2",
+        "--tensor-model-parallel-size",
+        "4",
+    )
     assert settings == Settings("there", 0.5, False, (98, 2), Layout(4))
     assert parse("--save", "there") == Settings("there")
     assert parse("--lr", "2", default=DEFAULT) == Settings("here", 2.0)
-    assert list(flags.flatten(DEFAULT)) == ["save", "lr", "bf16", "split", "tensor_model_parallel_size"]
+    assert list(flags.flatten(DEFAULT)) == [
+        "save",
+        "lr",
+        "bf16",
+        "split",
+        "tensor_model_parallel_size",
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--json-key", "--json-keys", "--json_key"])
@@ -67,7 +84,9 @@ def test_the_json_key_has_one_flag_in_every_command(flag):
         (TrainTokenizerConfig, "--input a --output b", "title"),
         (FillMaskConfig, "--input a --model b", "title"),
     ):
-        settings = flags.parse(kind, [*required.split(), flag, "title"], prog="command", description="What it does.")
+        settings = flags.parse(
+            kind, [*required.split(), flag, "title"], prog="command", description="What it does."
+        )
         assert value in vars(settings).values()
 
 
@@ -105,7 +124,10 @@ def test_the_line_begins_with_the_flag(arguments, sentence, monkeypatch):
     ("text", "found"),
     [
         ("", DEFAULT),
-        ("lr: 1\ntensor-model-parallel-size: 2\nsplit: [90, 10]", Settings("here", 1.0, True, (90, 10), Layout(2))),
+        (
+            "lr: 1\ntensor-model-parallel-size: 2\nsplit: [90, 10]",
+            Settings("here", 1.0, True, (90, 10), Layout(2)),
+        ),
         ("split: &parts [90, 10]\nlr: 1\n", Settings("here", 1.0, split=(90, 10))),
         ("packing: sentences", Choices("sentences")),
         ("data_path: out/a", Choices(data_path=("out/a",))),
@@ -124,8 +146,12 @@ def test_yaml_fills_in_fields(tmp_path, text, found):
 def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/recipe.yaml").write_text("lr: 1\nbf16: false\n")
-    (tmp_path / "layout.yaml").write_text("config: recipes/recipe.yaml\ntensor_model_parallel_size: 2\nlr: 3\n")
-    assert flags.read_config_file(DEFAULT, tmp_path / "layout.yaml") == Settings("here", 3.0, False, layout=Layout(2))
+    (tmp_path / "layout.yaml").write_text(
+        "config: recipes/recipe.yaml\ntensor_model_parallel_size: 2\nlr: 3\n"
+    )
+    assert flags.read_config_file(DEFAULT, tmp_path / "layout.yaml") == Settings(
+        "here", 3.0, False, layout=Layout(2)
+    )
 
     (tmp_path / "recipes/recipe.yaml").write_text("config: ../layout.yaml\n")
     with pytest.raises(InputError, match=r"layout.yaml: field `config` leads back to this file"):
@@ -134,11 +160,16 @@ def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
 
 def doubled(levels: int) -> str:
     """YAML of some lines whose last value is a list of 2 ** `levels` numbers."""
-    lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, levels))]
+    lines = [
+        "a0: &a0 [1, 1]",
+        *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, levels)),
+    ]
     return "\n".join(lines) + "\n"
 
 
-MERGED = "a0: &a0 {lr: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))
+MERGED = "a0: &a0 {lr: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40)
+)
 EXPAND = "its aliases expand to more than 100,000 values"
 UNUSABLE = {
     b"tensor_model_paralel_size: 2": "unknown field `tensor_model_paralel_size`; did you mean `tensor_model_parallel_size`?",
@@ -156,7 +187,8 @@ UNUSABLE = {
     b"lr: &a [*a]": EXPAND,
     b"lr: " + 5000 * b"[": "nested too deeply",
     b"lr: " + 200 * b"[" + 200 * b"]": "nested too deeply",  # deeper than can be written
-    b"a0: &a0 1\n" + b"".join(b"a%d: &a%d [*a%d]\n" % (n, n, n - 1) for n in range(1, 3000)): "nested too deeply",
+    b"a0: &a0 1\n"
+    + b"".join(b"a%d: &a%d [*a%d]\n" % (n, n, n - 1) for n in range(1, 3000)): "nested too deeply",
     b"#" * (1 << 20) + b"\n": "larger than 1,048,576 bytes",
     b"lr: 1\nsave: a\nlr: 2": "key `lr` is given twice",
     b"lr: {a: 1, 'a': 2}": "key `a` is given twice",
@@ -168,7 +200,9 @@ UNUSABLE = {
     b'save: "\\uD83D"': "found the character '\\ud83d', which neither texts nor file names have",
     b'lr: !!int ""': "found '', expected a value of tag:yaml.org,2002:int",
     b"save: !!python/object/apply:os.system [x]": "not YAML: could not determine a constructor",
-    b"lr: 1" + 300 * b":1" + b".5": "expected a value of tag:yaml.org,2002:float",  # to the base of 60
+    b"lr: 1"
+    + 300 * b":1"
+    + b".5": "expected a value of tag:yaml.org,2002:float",  # to the base of 60
     b"save: 0x" + 4000 * b"f": "found a number of 4,002 characters",
     b"lr: [" + 900 * b"1," + b"1]": "field `lr`: found [1, 1",
 }
@@ -180,7 +214,11 @@ def test_a_yaml_file_that_no_command_can_use_is_one_short_line(tmp_path, content
     path.write_bytes(content)
     with pytest.raises(InputError) as error:
         flags.read_config_file(DEFAULT, path)
-    assert message in str(error.value) and str(path) in str(error.value) and len(str(error.value)) < 500
+    assert (
+        message in str(error.value)
+        and str(path) in str(error.value)
+        and len(str(error.value)) < 500
+    )
 
 
 def test_only_a_regular_file_is_a_yaml_file_and_the_words_to_choose_from_are_named(tmp_path):
@@ -192,7 +230,9 @@ def test_only_a_regular_file_is_a_yaml_file_and_the_words_to_choose_from_are_nam
         flags.read_config_file(DEFAULT, path)
     path.unlink()
     path.write_text("packing: words")
-    with pytest.raises(InputError, match="field `packing`: found 'words', expected one of concat, sentences"):
+    with pytest.raises(
+        InputError, match="field `packing`: found 'words', expected one of concat, sentences"
+    ):
         flags.read_config_file(Choices(), path)
 
 
@@ -201,7 +241,11 @@ def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys,
     def main():
         raise InputError("line 3:\n  what was found")
 
-    for rank, shown in [(None, "error: line 3: what was found\n"), ("0", "error: line 3: what was found\n"), ("1", "")]:
+    for rank, shown in [
+        (None, "error: line 3: what was found\n"),
+        ("0", "error: line 3: what was found\n"),
+        ("1", ""),
+    ]:
         monkeypatch.delenv("RANK", raising=False)
         if rank is not None:
             monkeypatch.setenv("RANK", rank)
@@ -256,12 +300,28 @@ def test_a_field_out_of_bounds_is_refused_with_its_file(tmp_path):
     path = tmp_path / "run.yaml"
     for text in ("steps: 0", "rates: [1, 0]"):
         path.write_text(text)
-        with pytest.raises(InputError, match=r"run.yaml: field `(steps|rates)`: found 0(\.0)?, expected (1 or more|more than 0)"):
+        with pytest.raises(
+            InputError,
+            match=r"run.yaml: field `(steps|rates)`: found 0(\.0)?, expected (1 or more|more than 0)",
+        ):
             flags.read_config_file(WithNumbers(), path)
 
 
 def test_the_ends_of_bounds_and_words_are_taken():
-    argv = ["--steps", "all", "--warmup", "0", "--mask", "1", "--buckets", "1000", "--most", "-5", "--rates", "1e-30"]
+    argv = [
+        "--steps",
+        "all",
+        "--warmup",
+        "0",
+        "--mask",
+        "1",
+        "--buckets",
+        "1000",
+        "--most",
+        "-5",
+        "--rates",
+        "1e-30",
+    ]
     expected = Numbers("all", 0.0, 1.0, 1000, -5.0, (1e-30,))
     assert flags.parse(WithNumbers, argv, prog="command", description="").numbers == expected
     values = {"steps": 1, "warmup": 0, "mask": 1, "buckets": 1}

@@ -55,10 +55,16 @@ def script(tmp_path):
 def test_a_script_finds_what_it_finds_under_the_real_thing(script):
     look = script(LOOK)
     fresh, forked = (
-        runs.script(look, ["--flag", "value"], processes=2, fresh=fresh, environment={"ONE_MORE": "1"}) for fresh in (True, False)
+        runs.script(
+            look, ["--flag", "value"], processes=2, fresh=fresh, environment={"ONE_MORE": "1"}
+        )
+        for fresh in (True, False)
     )
     # Nothing but time tells which rank's exit comes before the other's last line.
-    assert (sorted(forked.stdout.splitlines()), forked.stderr) == (sorted(fresh.stdout.splitlines()), fresh.stderr)
+    assert (sorted(forked.stdout.splitlines()), forked.stderr) == (
+        sorted(fresh.stdout.splitlines()),
+        fresh.stderr,
+    )
     assert forked.stdout.splitlines().count("at exit") == 2
     assert os.environ.get("ONE_MORE") is None
 

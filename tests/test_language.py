@@ -9,13 +9,33 @@ import runs
 from changed import Reach, run_git
 
 FILES = sorted((runs.ROOT / "megaenc").rglob("*.py"))
-OPENINGS = re.compile(r"(What|Whether|Which|Who|Whose|Whatever|That|Those|Of|Where|When|How|As|In|By|For|From|If|With)\b")
-IDENTIFIERS = {"found", "asked", "made", "there", "wanted", "said", "here", "told", "seen", "shown", "beside", "begun", "looked"}
+OPENINGS = re.compile(
+    r"(What|Whether|Which|Who|Whose|Whatever|That|Those|Of|Where|When|How|As|In|By|For|From|If|With)\b"
+)
+IDENTIFIERS = {
+    "found",
+    "asked",
+    "made",
+    "there",
+    "wanted",
+    "said",
+    "here",
+    "told",
+    "seen",
+    "shown",
+    "beside",
+    "begun",
+    "looked",
+}
 
 
 def walk() -> list[tuple[str, ast.AST]]:
     """(file, node) of everything in the package."""
-    return [(f"{path.relative_to(runs.ROOT)}", node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    return [
+        (f"{path.relative_to(runs.ROOT)}", node)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
 
 
 NODES = walk()
@@ -25,7 +45,11 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     """Of modules, classes, functions, fields and constants."""
     wrong = []
     for file, node in NODES:
-        text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+        text = (
+            node.value.value
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            else None
+        )
         if isinstance(text, str) and OPENINGS.match(text.strip()):
             wrong.append(f"{file}:{node.lineno}: {text[:80]}")
     assert not wrong, "\n".join(wrong)
@@ -38,18 +62,29 @@ def test_names_are_no_participles_or_pronouns():
         name = getattr(node, "arg", None) or getattr(node, "name", None)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
-        if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef) and name and name.strip("_") in IDENTIFIERS:
+        if (
+            isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef)
+            and name
+            and name.strip("_") in IDENTIFIERS
+        ):
             wrong.append(f"{file}:{node.lineno}: {name}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_class_name_exists_once():
-    classes = [node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
     assert sorted(classes) == sorted(set(classes))
 
 
 def test_folders_of_the_package_have_few_files():
-    counts = Counter(path.parent for path in FILES if path.name not in ("__init__.py", "__main__.py"))
+    counts = Counter(
+        path.parent for path in FILES if path.name not in ("__init__.py", "__main__.py")
+    )
     most = {runs.ROOT / "megaenc/training": 22}
     assert {folder: count for folder, count in counts.items() if count > most.get(folder, 15)} == {}
 
@@ -72,5 +107,10 @@ def test_what_reaches_a_change_is_run():
         test.startswith("tests/training/test_resume.py::")
         for test in reach.find_tests({("megaenc/training/engine.py", "Engine")})
     )
-    assert any(test.startswith("tests/convert/") for test in reach.find_tests({("tests/conftest.py", "small_corpus")}))
-    assert "tests/docker/test_install.py" in {test.split("::")[0] for test in reach.find_tests({("install.sh", "")})}
+    assert any(
+        test.startswith("tests/convert/")
+        for test in reach.find_tests({("tests/conftest.py", "small_corpus")})
+    )
+    assert "tests/docker/test_install.py" in {
+        test.split("::")[0] for test in reach.find_tests({("install.sh", "")})
+    }

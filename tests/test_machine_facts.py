@@ -10,5 +10,8 @@ from megaenc.machine import check_process_count
 def test_far_more_processes_than_cores_are_refused(monkeypatch, cores, most):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     check_process_count("--workers", most)
-    with pytest.raises(InputError, match=f"--workers: found {most + 1}, expected at most {most} with {cores} usable cores"):
+    with pytest.raises(
+        InputError,
+        match=f"--workers: found {most + 1}, expected at most {most} with {cores} usable cores",
+    ):
         check_process_count("--workers", most + 1)

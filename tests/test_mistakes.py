@@ -43,18 +43,32 @@ def complete(line: str) -> str:
 @pytest.fixture(scope="module")
 def ends(shared_folder, request) -> dict[str, Ended]:
     """Return the end of each command that was asked for, by its line; all run once, in one working folder."""
-    asked = [item.callspec.params["line"] for item in request.session.items if "ends" in item.fixturenames]
+    asked = [
+        item.callspec.params["line"]
+        for item in request.session.items
+        if "ends" in item.fixturenames
+    ]
 
     def make(place: Path) -> None:
         work = place / "work"
         work.mkdir()
         folder.write_texts(work)
         commands = [shlex.split(complete(line)) for line in (*folder.SETUP, *asked)]
-        jobs = {"folder": str(work), "seconds": SECONDS, "keep": len(folder.SETUP), "commands": commands}
+        jobs = {
+            "folder": str(work),
+            "seconds": SECONDS,
+            "keep": len(folder.SETUP),
+            "commands": commands,
+        }
         (place / "jobs.json").write_text(json.dumps(jobs))
         environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache"), "SLURM_JOB_ID": ""}
         script = runs.WORKERS / "commands_in_turn.py"
-        command = [sys.executable, str(script), str(place / "jobs.json"), str(place / "results.jsonl")]
+        command = [
+            sys.executable,
+            str(script),
+            str(place / "jobs.json"),
+            str(place / "results.jsonl"),
+        ]
         runs.run(command, timeout=900, environment=environment, packages=runs.ROOT / "tests")
 
     results = shared_folder("mistakes", make) / "results.jsonl"
@@ -77,5 +91,8 @@ def test_a_mistake_is_one_line(ends, line):
 def test_every_command_has_three_mistakes():
     lines = [complete(line) for line in ROWS]
     assert len(set(lines)) == len(lines)
-    counts = {name: sum(f"{line} ".startswith(f"megaenc {name} ") for line in lines) for name in cli.COMMANDS}
+    counts = {
+        name: sum(f"{line} ".startswith(f"megaenc {name} ") for line in lines)
+        for name in cli.COMMANDS
+    }
     assert {name: count for name, count in counts.items() if count < 3} == {}

@@ -10,8 +10,30 @@ import runs
 from megaenc.processes import python_command, python_environment
 
 HERE = Path(__file__).parent
-THIRD_PARTY = ("megaenc", "numpy", "psutil", "rich", "submitit", "tokenizers", "torch", "transformers", "tyro", "yaml")
-EARLY = ("collections", "functools", "keyword", "operator", "pkgutil", "re", "reprlib", "types", "typing", "warnings")
+THIRD_PARTY = (
+    "megaenc",
+    "numpy",
+    "psutil",
+    "rich",
+    "submitit",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "tyro",
+    "yaml",
+)
+EARLY = (
+    "collections",
+    "functools",
+    "keyword",
+    "operator",
+    "pkgutil",
+    "re",
+    "reprlib",
+    "types",
+    "typing",
+    "warnings",
+)
 """What Python itself imports for -m, after it has put the current folder first and before it reads megaenc/__main__.py."""
 
 
@@ -21,7 +43,11 @@ def planted(tmp_path) -> Path:
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in {*sys.stdlib_module_names, *THIRD_PARTY} - {*sys.builtin_module_names}:
-        lines = ("import sys", f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')", f"raise ImportError({name!r})")
+        lines = (
+            "import sys",
+            f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')",
+            f"raise ImportError({name!r})",
+        )
         (folder / f"{name}.py").write_text("\n".join(lines))
     return folder
 
@@ -31,7 +57,9 @@ def run_in(planted: Path, words: list[object], **how) -> str:
     marker = planted.parent / "imported"
     ended = runs.run([sys.executable, *map(str, words)], cwd=planted, expect=None, **how)
     imported = marker.read_text() if marker.exists() else ""
-    assert (imported, ended.returncode) == ("", 0), f"{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    assert (imported, ended.returncode) == ("", 0), (
+        f"{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    )
     return ended.stdout
 
 
@@ -43,19 +71,34 @@ def test_a_planted_module_is_imported_without_protection(planted):
 
 def test_only_one_function_starts_python():
     package = Path(runs.ROOT, "megaenc")
-    users = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if "sys.executable" in path.read_text()]
+    users = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "sys.executable" in path.read_text()
+    ]
     assert users == ["processes.py"]
     for folder in ("benchmarks", "examples", "tools"):
         for path in Path(runs.ROOT, folder).rglob("*.py"):
-            assert not any(f'sys.executable, "-{letter}"' in path.read_text() for letter in "cm"), path
+            assert not any(f'sys.executable, "-{letter}"' in path.read_text() for letter in "cm"), (
+                path
+            )
 
 
 def test_the_environment_of_a_child_keeps_the_users_module_path_and_no_empty_entry():
     assert python_command("-m", "megaenc") == [sys.executable, "-P", "-m", "megaenc"]
-    for given in ({}, {"PYTHONPATH": ""}, {"PYTHONPATH": os.pathsep}, {"PYTHONPATH": str(runs.ROOT)}):
+    for given in (
+        {},
+        {"PYTHONPATH": ""},
+        {"PYTHONPATH": os.pathsep},
+        {"PYTHONPATH": str(runs.ROOT)},
+    ):
         assert python_environment(given) == {"PYTHONPATH": str(runs.ROOT), "PYTHONSAFEPATH": "1"}
     given = {"PYTHONPATH": os.pathsep.join(["", "/a", "", "b"]), "HOME": "/home"}
-    expected = {"PYTHONPATH": os.pathsep.join([str(runs.ROOT), "/a", "b"]), "PYTHONSAFEPATH": "1", "HOME": "/home"}
+    expected = {
+        "PYTHONPATH": os.pathsep.join([str(runs.ROOT), "/a", "b"]),
+        "PYTHONSAFEPATH": "1",
+        "HOME": "/home",
+    }
     assert python_environment(given) == expected
 
 
@@ -66,11 +109,20 @@ def test_python_m_megaenc_leaves_the_current_folder_out(planted):
 
 
 def test_workers_and_the_doctor(planted, small_corpus, tmp_path):
-    flags = ["--input", small_corpus.text, "--output-prefix", tmp_path / "again", "--tokenizer", small_corpus.tokenizer]
+    flags = [
+        "--input",
+        small_corpus.text,
+        "--output-prefix",
+        tmp_path / "again",
+        "--tokenizer",
+        small_corpus.tokenizer,
+    ]
     run_in(planted, [runs.ROOT / "tools" / "preprocess_data.py", *flags, "--workers", "5"])
     program = tmp_path / "program.py"
     program.write_text("from megaenc.cli import main\nmain()\n")
-    assert "no problem" in run_in(planted, [program, "doctor", "--only", "machine", "variables", "--save", tmp_path])
+    assert "no problem" in run_in(
+        planted, [program, "doctor", "--only", "machine", "variables", "--save", tmp_path]
+    )
 
 
 GRID = """
@@ -87,8 +139,19 @@ runpy.run_path(sys.argv.pop(), run_name="__main__")
 def test_the_fork_server_of_a_grid(planted, tmp_path):
     program = tmp_path / "grid.py"
     program.write_text(GRID)
-    flags = [tmp_path / "toy", tmp_path / "results", "--datasets", "sc1", "--learning-rates", "2e-5", "--seeds", "1"]
-    run_in(planted, [program, *flags, runs.WORKERS / "grid_of_fakes.py"], packages=HERE / "finetune")
+    flags = [
+        tmp_path / "toy",
+        tmp_path / "results",
+        "--datasets",
+        "sc1",
+        "--learning-rates",
+        "2e-5",
+        "--seeds",
+        "1",
+    ]
+    run_in(
+        planted, [program, *flags, runs.WORKERS / "grid_of_fakes.py"], packages=HERE / "finetune"
+    )
     assert list((tmp_path / "results").rglob("results.json"))
 
 
@@ -115,7 +178,15 @@ sys.exit(str(failed) if failed else 0)
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_study_and_the_workers_of_its_torchrun(planted, small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *runs.STANDSTILL, "--global-batch-size", "2", "--no-bf16", "--save", tmp_path / "study" / "run"]
+    flags = [
+        *small_corpus.flags,
+        *runs.STANDSTILL,
+        "--global-batch-size",
+        "2",
+        "--no-bf16",
+        "--save",
+        tmp_path / "study" / "run",
+    ]
     program = tmp_path / "study.py"
     program.write_text(STUDY)
     run_in(planted, [program, tmp_path / "study", "pretrain", *flags], packages=HERE / "study")

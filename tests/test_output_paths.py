@@ -16,7 +16,12 @@ from megaenc.errors import InputError
 from megaenc.estimate.command import main as estimate_main
 from megaenc.finetune.predict import predict_main
 from megaenc.finetune.results.summary import summary_main
-from megaenc.output_paths import check_output_file, create_parent_dir, create_parent_with_rollback, refuse_existing
+from megaenc.output_paths import (
+    check_output_file,
+    create_parent_dir,
+    create_parent_with_rollback,
+    refuse_existing,
+)
 
 PREDICT = (predict_main, "--model kept --input in.jsonl")
 MINE = (mine_main, "--model kept --data in.jsonl --corpus beir")
@@ -29,11 +34,19 @@ ESTIMATE = (estimate_main, "--gpu h100 --config run.json --data-path corpus")
 def folder(tmp_path, monkeypatch):
     """A working folder with inputs of every command, links to some, and a result."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"text": f"one {n}\n\ntwo {n}", "query": f"q {n}", "document": f"d {n}"} for n in range(4)]
+    rows = [
+        {"text": f"one {n}\n\ntwo {n}", "query": f"q {n}", "document": f"d {n}"} for n in range(4)
+    ]
     write_file(Path("in.jsonl"), rows)
     os.link("in.jsonl", "hard.jsonl")
     os.symlink("in.jsonl", "soft.jsonl")
-    for name in ("beir/corpus.jsonl", "beir/queries.jsonl", "kept/scores.json", "done.jsonl", "done.json"):
+    for name in (
+        "beir/corpus.jsonl",
+        "beir/queries.jsonl",
+        "kept/scores.json",
+        "done.jsonl",
+        "done.json",
+    ):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text("{}\n")
     os.symlink("beir", "linked")
@@ -62,7 +75,11 @@ def read_all(folder):
         ((eval_main, "--config run.json --data beir"), "run.json", "is the input run.json"),
         (ESTIMATE, "run.json", "is the input run.json"),
         (ESTIMATE, "corpus.json", "is the input corpus.json"),
-        ((summary_main, "tree"), "tree/m/SC/d/lr1e-04_sd0/results.json", "is a file of the input tree/m/SC/d/lr1e-04_sd0"),
+        (
+            (summary_main, "tree"),
+            "tree/m/SC/d/lr1e-04_sd0/results.json",
+            "is a file of the input tree/m/SC/d/lr1e-04_sd0",
+        ),
     ],
 )
 def test_an_input_is_never_replaced(folder, refusal, command, output, found):
@@ -77,13 +94,17 @@ def test_an_input_is_never_replaced(folder, refusal, command, output, found):
 
 
 @pytest.mark.parametrize(
-    ("command", "output"), [(PREDICT, "done.jsonl"), (MINE, "done.jsonl"), (PAIRS, "done.jsonl"), (EVAL, "done.json")]
+    ("command", "output"),
+    [(PREDICT, "done.jsonl"), (MINE, "done.jsonl"), (PAIRS, "done.jsonl"), (EVAL, "done.json")],
 )
 def test_results_that_cost_work_are_replaced_only_on_request(folder, refusal, command, output):
     main, flags = command
     before = read_all(folder)
     message = refusal(main, [*flags.split(), "--output", output])
-    assert message == f"error: --output {output}: exists already; give --overwrite to replace it, or choose another name"
+    assert (
+        message
+        == f"error: --output {output}: exists already; give --overwrite to replace it, or choose another name"
+    )
     assert read_all(folder) == before
 
 
@@ -96,7 +117,9 @@ def test_with_the_flag_results_are_replaced(folder):
 def test_summaries_and_estimates_replace_their_own_file(folder):
     shutil.rmtree("kept")
     for main, flags in (ESTIMATE, (summary_main, "tree")):
-        flags = flags.replace(" --data-path corpus", "").replace("run.json", "run.json --no-suggest")
+        flags = flags.replace(" --data-path corpus", "").replace(
+            "run.json", "run.json --no-suggest"
+        )
         for _ in range(2):
             main([*flags.split(), "--output", "done.json"])
             assert Path("done.json").read_text() != "{}\n"
@@ -106,7 +129,9 @@ def test_summaries_and_estimates_replace_their_own_file(folder):
 def test_new_files_in_an_input_folder_are_allowed(folder):
     check_output_file(Path("beir/new.json"), "--output", inputs=["beir"], overwrite=False)
     check_output_file(Path("done.json"), "--output", inputs=["beir", "nobody/model", ""])
-    with pytest.raises(InputError, match="is a file of the input"):  # the link would be replaced, which the input contains
+    with pytest.raises(
+        InputError, match="is a file of the input"
+    ):  # the link would be replaced, which the input contains
         os.symlink(Path("done.json").resolve(), "beir/more.json")
         check_output_file(Path("beir/more.json"), "--output", inputs=["beir"])
 
@@ -144,11 +169,16 @@ def test_what_stands_in_the_place_of_an_output_folder(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"--output .*: exists already"):
             refuse_existing(tmp_path / path, "--output")
     for name in ("a\0b", "\udcff"):
-        with pytest.raises(InputError, match=r"--output '.*': not UTF-8, or holds a null character"):
+        with pytest.raises(
+            InputError, match=r"--output '.*': not UTF-8, or holds a null character"
+        ):
             refuse_existing(Path(name), "--output")
     monkeypatch.chdir(tmp_path / "empty")
     for path in (Path(), tmp_path / "link", Path("none/..")):
-        with pytest.raises(InputError, match=r"--output .*: the folder that this command runs in, expected another name"):
+        with pytest.raises(
+            InputError,
+            match=r"--output .*: the folder that this command runs in, expected another name",
+        ):
             refuse_existing(path, "--output")
 
 
@@ -179,7 +209,10 @@ def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_
         with pytest.raises(KeyError), create_parent_with_rollback(path, "--output"):
             raise KeyError
     assert names(tmp_path) == ["old"] and not names(tmp_path / "old")
-    with pytest.raises(KeyError), create_parent_with_rollback(tmp_path / "a" / "b" / "file", "--output"):
+    with (
+        pytest.raises(KeyError),
+        create_parent_with_rollback(tmp_path / "a" / "b" / "file", "--output"),
+    ):
         (tmp_path / "a" / "kept").touch()
         raise KeyError
     assert names(tmp_path / "a") == ["kept"]

@@ -17,7 +17,9 @@ from megaenc.processes import ChildProcess, exit_on_sigterm, python_environment,
 def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
     with open(tmp_path / "said", "wb") as stream:
         child = ChildProcess(
-            with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream
+            with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]),
+            python_environment(),
+            stream,
         )
     try:
         said = tmp_path / "said"
@@ -39,9 +41,13 @@ time.sleep(600)
 
 
 def test_a_child_ends_with_a_parent_that_is_killed():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=runs.surroundings(), stdout=subprocess.PIPE, text=True
+    )
     child = psutil.Process(int(parent.stdout.readline()))
-    wait_until(lambda: child.cmdline()[:1] == ["sleep"])  # empty for a moment, while one program replaces the other
+    wait_until(
+        lambda: child.cmdline()[:1] == ["sleep"]
+    )  # empty for a moment, while one program replaces the other
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -50,7 +56,9 @@ def test_a_child_ends_with_a_parent_that_is_killed():
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # as nohup does
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL
+    )  # as nohup does
     try:
         with contextlib.ExitStack() as stack:
             if not ignored:

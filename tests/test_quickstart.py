@@ -10,7 +10,9 @@ import pytest
 from megaenc import cli
 
 ROOT = Path(__file__).parents[1]
-COMMAND = re.compile(r"^(?:OMP_NUM_THREADS=1 )?(?:megaenc|python tools/|torchrun) ?.*$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?:OMP_NUM_THREADS=1 )?(?:megaenc|python tools/|torchrun) ?.*$", re.MULTILINE
+)
 
 
 def joined(text: str) -> str:
@@ -28,8 +30,19 @@ def commands_of_quickstart() -> list[str]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_readme_shows_each_step_of_the_quickstart():
     steps = commands_of_quickstart()
-    words = ["demo", "tokenizer", "preprocess_data", "pretrain_encoder", "to-hf", "plot", "fill-mask", "summary"]
-    assert len(steps) == len(words) and all(word in step for word, step in zip(words, steps, strict=True)), steps
+    words = [
+        "demo",
+        "tokenizer",
+        "preprocess_data",
+        "pretrain_encoder",
+        "to-hf",
+        "plot",
+        "fill-mask",
+        "summary",
+    ]
+    assert len(steps) == len(words) and all(
+        word in step for word, step in zip(words, steps, strict=True)
+    ), steps
     readme = joined((ROOT / "README.md").read_text())
     for step in steps:
         assert step in readme, step
@@ -49,7 +62,9 @@ def commands_named(path: str) -> list[tuple[str, str]]:
     return re.findall(r"megaenc ([a-z-]+)(?: ([a-z-]+))?", " ".join(shown))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_configurations_can_be_read(path):
     from megaenc.training.config import read_config_file
 

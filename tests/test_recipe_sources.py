@@ -16,10 +16,18 @@ from megaenc.training.config import PretrainConfig, parse_config
 from megaenc.training.planning import build_plan
 
 RECIPES = runs.ROOT / "configs" / "recipes"
-SOURCES, READING = yaml.safe_load_all((runs.ROOT / "tests" / "recipe_sources.yaml").read_text(encoding="utf-8"))
+SOURCES, READING = yaml.safe_load_all(
+    (runs.ROOT / "tests" / "recipe_sources.yaml").read_text(encoding="utf-8")
+)
 GPUS = {"modernbert": 8, "ettin": 4, "mmbert": 8, "eurobert": 192, "neobert": 8}
 # The phases of the recipe that the phases of the source are.
-PHASES = {"modernbert": [0, 1, 2], "ettin": [0, 1, 2], "mmbert": [0, 1, 2], "eurobert": [0], "neobert": [0, 2]}
+PHASES = {
+    "modernbert": [0, 1, 2],
+    "ettin": [0, 1, 2],
+    "mmbert": [0, 1, 2],
+    "eurobert": [0],
+    "neobert": [0, 2],
+}
 
 
 class _Anything:
@@ -64,7 +72,11 @@ def composer_schedules(settings: PretrainConfig, *_: object) -> set[str]:
     rates = settings.learning_rate
     if not is_decaying(settings):
         return {"warmup_stable_decay", "constant_with_warmup"}
-    whole = rates.lr_decay_style == "WSD" and rates.lr_wsd_decay_fraction == 1 and not rates.lr_warmup_iters
+    whole = (
+        rates.lr_decay_style == "WSD"
+        and rates.lr_wsd_decay_fraction == 1
+        and not rates.lr_warmup_iters
+    )
     return {"one_minus_sqrt"} if whole and rates.lr_wsd_decay_style == "minus_sqrt" else set()
 
 
@@ -86,21 +98,31 @@ FLEX_BERT: dict[str, Rule] = {
     "mlm_probability": share("mask"),
     "model.model_config.bert_layer": lambda s, *_: "prenorm" if not s.shape.post_norms else "",
     "model.model_config.normalization": lambda s, *_: s.shape.normalization.lower(),
-    "model.model_config.head_pred_act": lambda s, *_: s.shape.activation if s.shape.prediction_head else "",
-    "model.model_config.local_attn_rotary_emb_base": lambda s, *_: s.shape.local_rotary_base or s.shape.rotary_base,
+    "model.model_config.head_pred_act": lambda s, *_: (
+        s.shape.activation if s.shape.prediction_head else ""
+    ),
+    "model.model_config.local_attn_rotary_emb_base": lambda s, *_: (
+        s.shape.local_rotary_base or s.shape.rotary_base
+    ),
     "model.model_config.sliding_window": lambda s, *_: 2 * s.shape.window_size,
     "train_loader.dataset.mlm_probability": share("mask"),
-    "train_loader.batch_size_warmup_min_size": lambda s, r, n: rampup(s, 0) / n if s.rampup_batch_size else ANYTHING,
+    "train_loader.batch_size_warmup_min_size": lambda s, r, n: (
+        rampup(s, 0) / n if s.rampup_batch_size else ANYTHING
+    ),
     "train_loader.batch_size_warmup_tokens": lambda s, *_: tokens(rampup(s, 2) * s.data.seq_length),
     "eval_loader.dataset.mlm_probability": lambda s, r, _: evaluated_mask(s, r),
     "scheduler.name": composer_schedules,
     "scheduler.t_warmup": lambda s, *_: tokens(s.tokens_after(s.learning_rate.lr_warmup_iters)),
-    "scheduler.alpha_f": lambda s, *_: s.learning_rate.min_lr / s.learning_rate.lr if is_decaying(s) else ANYTHING,
+    "scheduler.alpha_f": lambda s, *_: (
+        s.learning_rate.min_lr / s.learning_rate.lr if is_decaying(s) else ANYTHING
+    ),
     "scheduler.t_decay": lambda s, *_: phase_tokens(s) if is_decaying(s) else "0 tokens",
     "scheduler.t_max": phase_tokens,
     "optimizer.name": lambda s, *_: f"decoupled_{s.optimizer.optimizer.replace('_', '')}",
     "optimizer.betas": betas,
-    "optimizer.weight_decay": lambda s, r, _: s.optimizer.weight_decay * r.phase_configs[0].settings.learning_rate.lr,
+    "optimizer.weight_decay": lambda s, r, _: (
+        s.optimizer.weight_decay * r.phase_configs[0].settings.learning_rate.lr
+    ),
     "max_duration": phase_tokens,
     "eval_interval": lambda s, r, _: f"{r.output.eval_interval} steps",
     "save_interval": lambda s, r, _: f"{r.output.save_interval} steps",
@@ -111,7 +133,9 @@ FLEX_BERT: dict[str, Rule] = {
 }
 OPTIMUS: dict[str, Rule] = {
     "train.optimizer": lambda s, *_: {"adamw": "AdamW"}[s.optimizer.optimizer],
-    "train.weight_decay": lambda s, *_: 0 if s.optimizer.no_weight_decay_norm_bias else s.optimizer.weight_decay,
+    "train.weight_decay": lambda s, *_: (
+        0 if s.optimizer.no_weight_decay_norm_bias else s.optimizer.weight_decay
+    ),
     "train.lr_scheduler": lambda s, *_: "WarmupStableDecayLR" if not is_decaying(s) else "",
     "train.run_validation": lambda s, r, _: r.output.eval_interval is not None,
     "train.save_step": lambda s, r, _: r.output.save_interval,
@@ -120,10 +144,14 @@ OPTIMUS: dict[str, Rule] = {
     "train.random_probability": share("random"),
     "train.original_probability": share("keep"),
     "model.dropout": lambda s, *_: s.shape.attention_output_dropout or None,
-    "code.init_std": lambda s, *_: s.shape.init_method_std if s.shape.init_method == "normal" else None,
+    "code.init_std": lambda s, *_: (
+        s.shape.init_method_std if s.shape.init_method == "normal" else None
+    ),
 }
 NEOBERT: dict[str, Rule] = {
-    "model.intermediate_size": lambda s, *_: 3 * s.shape.ffn_hidden_size // 2,  # of which SwiGLU takes two thirds
+    "model.intermediate_size": lambda s, *_: (
+        3 * s.shape.ffn_hidden_size // 2
+    ),  # of which SwiGLU takes two thirds
     "model.rms_norm": lambda s, *_: s.shape.normalization == "RMSNorm",
     "model.hidden_act": lambda s, *_: {"silu": "swiglu"}[s.shape.activation],
     "model.embedding_init_range": lambda s, *_: 3**0.5 * s.shape.init_method_std,
@@ -136,13 +164,20 @@ NEOBERT: dict[str, Rule] = {
     "scheduler.decay": lambda s, *_: s.learning_rate.lr_decay_style if is_decaying(s) else ANYTHING,
     "datacollator.mlm_probability": share("mask"),
     "datacollator.mask_all": lambda s, *_: shown_as_mask(s) == 1,
-    "trainer.max_steps": lambda s, r, _: s.train_iters if not is_decaying(s) else r.phase_configs[1].last_step,
-    "trainer.gradient_accumulation_steps": lambda s, r, n: s.global_batch_size / (n * {1024: 64, 4096: 8}[s.data.seq_length]),
+    "trainer.max_steps": lambda s, r, _: (
+        s.train_iters if not is_decaying(s) else r.phase_configs[1].last_step
+    ),
+    "trainer.gradient_accumulation_steps": lambda s, r, n: (
+        s.global_batch_size / (n * {1024: 64, 4096: 8}[s.data.seq_length])
+    ),
     "trainer.model.save_steps": lambda s, r, _: r.output.save_interval,
     "tokenizer.vocab_size": lambda s, *_: s.shape.vocab_size or 30522,
 }
 RULES = {"flex_bert": FLEX_BERT, "optimus": OPTIMUS, "neobert": NEOBERT}
-KINDS = dict.fromkeys(("modernbert", "ettin", "mmbert"), "flex_bert") | {"eurobert": "optimus", "neobert": "neobert"}
+KINDS = dict.fromkeys(("modernbert", "ettin", "mmbert"), "flex_bert") | {
+    "eurobert": "optimus",
+    "neobert": "neobert",
+}
 
 
 def evaluated_mask(settings: PretrainConfig, recipe: PretrainConfig) -> float:
@@ -169,10 +204,19 @@ def is_equal(value: Any, cited: Any) -> bool:
     """Whether a value of the recipe is the cited one; numbers of steps are rounded."""
     if isinstance(value, set):
         return cited in value
-    if isinstance(value, str) and isinstance(cited, str) and value.endswith(" tokens") and cited.endswith(" tokens"):
+    if (
+        isinstance(value, str)
+        and isinstance(cited, str)
+        and value.endswith(" tokens")
+        and cited.endswith(" tokens")
+    ):
         value, cited = (int(text.split()[0]) for text in (value, cited))
     if isinstance(value, (int, float, list)) and not isinstance(value, bool):
-        return cited is not None and not isinstance(cited, str) and value == pytest.approx(cited, rel=1e-3)
+        return (
+            cited is not None
+            and not isinstance(cited, str)
+            and value == pytest.approx(cited, rel=1e-3)
+        )
     return value == cited
 
 
@@ -180,7 +224,9 @@ def cited_phases(name: str) -> list[dict[str, Any]]:
     """The keys and values of each phase of a source."""
     values, phases = {}, []
     for phase in SOURCES[name]["phases"]:
-        values = {key: value for key, value in values.items() if key not in phase.get("without", ())} | phase["values"]
+        values = {
+            key: value for key, value in values.items() if key not in phase.get("without", ())
+        } | phase["values"]
         phases.append(values)
     return phases
 
@@ -213,17 +259,32 @@ def test_a_recipe_is_what_it_cites_but_for_what_it_says(name):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_engine_of_its_tiny_cut_has_its_weight_decay_and_dropout(name, small_corpus, one_process):
+def test_the_engine_of_its_tiny_cut_has_its_weight_decay_and_dropout(
+    name, small_corpus, one_process
+):
     from megaenc.training.engine import Engine
     from megaenc.training.optimizers import list_shards
 
-    flags = ["--config", str(RECIPES / "tiny" / f"{name}.yaml"), *small_corpus.flags, "--no-bf16", "--eval-interval", "0"]
-    plan = build_plan(parse_config([*flags, "--phases", "{objective: mlm, train_iters: 2, seq_length: 128}"], "test"))
+    flags = [
+        "--config",
+        str(RECIPES / "tiny" / f"{name}.yaml"),
+        *small_corpus.flags,
+        "--no-bf16",
+        "--eval-interval",
+        "0",
+    ]
+    plan = build_plan(
+        parse_config(
+            [*flags, "--phases", "{objective: mlm, train_iters: 2, seq_length: 128}"], "test"
+        )
+    )
     engine = Engine(plan, one_process)
     cited = cited_phases(name)[0]
     optimizer = engine.optimizer.chained_optimizers[0]
     [chunk] = engine.chunks
-    for (key, weight), shard in zip(chunk.named_parameters(), list_shards(engine.chunks, optimizer), strict=True):
+    for (key, weight), shard in zip(
+        chunk.named_parameters(), list_shards(engine.chunks, optimizer), strict=True
+    ):
         decays = weight.dim() == 2 or not cited.get("optimizer.filter_bias_norm_wd")
         assert optimizer.param_groups[shard.group]["wd_mult"] == decays, key
     dropout = cited.get("model.model_config.attn_out_dropout_prob", 0)

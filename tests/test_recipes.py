@@ -18,10 +18,30 @@ TINY = sorted(file.stem for file in (RECIPES / "tiny").iterdir())
 # By recipe: the GPUs of its paper, tokens in billions and context of each phase, learning rates of first, middle and last steps.
 FROM_SCRATCH = {
     "eurobert": (192, [4800, 200], [2048, 8192], [(5e-8, 1e-4, 1e-4), (1e-4, 5e-5, 0)]),
-    "modernbert": (8, [1719, 250, 50], [1024, 8192, 8192], [(2.1e-7, 8e-4, 8e-4), (3e-4,) * 3, (3e-4, 8.8e-5, 3.14e-7)]),
-    "ettin": (4, [1700, 250, 50], [1024, 7999, 7999], [(1.26e-6, 8e-4, 8e-4), (8e-4, 5.17e-4, 4e-4), (4e-4, 1.28e-4, 1.6e-5)]),
-    "mmbert": (8, [2300, 600, 100], [1024, 8192, 8192], [(1.05e-7, 8e-4, 8e-4), (8e-4,) * 3, (8e-4, 2.46e-4, 1.6e-5)]),
-    "neobert": (8, [1887, 210, 105], [1024, 1024, 4096], [(3e-7, 3.3e-4, 6e-5), (6e-5,) * 3, (6e-5,) * 3]),
+    "modernbert": (
+        8,
+        [1719, 250, 50],
+        [1024, 8192, 8192],
+        [(2.1e-7, 8e-4, 8e-4), (3e-4,) * 3, (3e-4, 8.8e-5, 3.14e-7)],
+    ),
+    "ettin": (
+        4,
+        [1700, 250, 50],
+        [1024, 7999, 7999],
+        [(1.26e-6, 8e-4, 8e-4), (8e-4, 5.17e-4, 4e-4), (4e-4, 1.28e-4, 1.6e-5)],
+    ),
+    "mmbert": (
+        8,
+        [2300, 600, 100],
+        [1024, 8192, 8192],
+        [(1.05e-7, 8e-4, 8e-4), (8e-4,) * 3, (8e-4, 2.46e-4, 1.6e-5)],
+    ),
+    "neobert": (
+        8,
+        [1887, 210, 105],
+        [1024, 1024, 4096],
+        [(3e-7, 3.3e-4, 6e-5), (6e-5,) * 3, (6e-5,) * 3],
+    ),
 }
 # The models that the others start from, by the folder in which their recipes look for them.
 STARTED = {"dapt": "encoder", "bidirlm": "decoder"}
@@ -50,7 +70,9 @@ def test_a_recipe_has_the_lengths_and_rates_of_its_paper(name):
     learning_rate = build_learning_rate(recipe)
     for phase, expected in zip(recipe.phase_configs, rates, strict=True):
         steps = phase.first_step, (phase.first_step + phase.last_step) // 2, phase.last_step
-        assert [learning_rate(step) for step in steps] == pytest.approx(expected, rel=0.02, abs=2e-8)
+        assert [learning_rate(step) for step in steps] == pytest.approx(
+            expected, rel=0.02, abs=2e-8
+        )
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
@@ -59,12 +81,23 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
         for phase in recipe.phase_configs:
             settings = phase.settings
             rates = settings.learning_rate
-            yield settings.objective_schedule, settings.data.blend_temperature, settings.shape.rotary_base
+            yield (
+                settings.objective_schedule,
+                settings.data.blend_temperature,
+                settings.shape.rotary_base,
+            )
             yield rates.lr_decay_style, rates.lr_wsd_decay_style, rates.lr_wsd_decay_fraction
             yield bool(rates.lr_warmup_iters), round(rates.min_lr / rates.lr, 6)
 
     def shape(recipe):
-        ignored = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"}
+        ignored = {
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "vocab_size",
+        }
         return {key: value for key, value in vars(recipe.shape).items() if key not in ignored}
 
     recipe, tiny = config(name), config(f"tiny/{name}")
@@ -74,7 +107,11 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
 
 
 def test_every_recipe_has_a_tiny_cut_and_is_tested():
-    assert TINY == sorted(file.stem for file in RECIPES.glob("*.yaml")) == sorted({**FROM_SCRATCH, **STARTED})
+    assert (
+        TINY
+        == sorted(file.stem for file in RECIPES.glob("*.yaml"))
+        == sorted({**FROM_SCRATCH, **STARTED})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +132,45 @@ def folder(shared_folder):
             "matplotlib/",
             "networkx/algorithms",
         )
-        with mock.patch.object(demo, "_find_source_files", lambda: (source for source in sources() if source[0].startswith(few))):
+        with mock.patch.object(
+            demo,
+            "_find_source_files",
+            lambda: (source for source in sources() if source[0].startswith(few)),
+        ):
             paths = demo.ensure_demo(folder / "demo")
         tokenizer = AutoTokenizer.from_pretrained(paths.tokenizer)
         for kind, (model_type, auto, options) in MODELS.items():
-            sizes = dict(hidden_size=64, intermediate_size=96, num_key_value_heads=2, max_position_embeddings=512)
+            sizes = dict(
+                hidden_size=64,
+                intermediate_size=96,
+                num_key_value_heads=2,
+                max_position_embeddings=512,
+            )
             save_model(folder / "hf" / kind, model_type, tokenizer, auto, **(sizes | options))
-            convert(["from-hf", "--input", str(folder / "hf" / kind), "--output", str(folder / "core" / kind)])
+            convert(
+                [
+                    "from-hf",
+                    "--input",
+                    str(folder / "hf" / kind),
+                    "--output",
+                    str(folder / "core" / kind),
+                ]
+            )
         corpora = {
             "dapt-own": (paths.heldout, "encoder"),
             "dapt-general": (paths.corpus, "encoder"),
             "bidirlm": (paths.corpus, "decoder"),
         }
         for name, (text, kind) in corpora.items():
-            tokenizer = ["--tokenizer", str(folder / "core" / kind / "tokenizer"), "--special-tokens", "template"]
-            preprocess(["--input", str(text), "--output-prefix", str(folder / "data" / name), *tokenizer])
+            tokenizer = [
+                "--tokenizer",
+                str(folder / "core" / kind / "tokenizer"),
+                "--special-tokens",
+                "template",
+            ]
+            preprocess(
+                ["--input", str(text), "--output-prefix", str(folder / "data" / name), *tokenizer]
+            )
 
     return shared_folder("recipes", make)
 

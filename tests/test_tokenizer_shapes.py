@@ -25,9 +25,41 @@ TEMPLATES = {
     "t5": ("A </s>", "A </s> B </s>"),
     "deberta": ("[CLS] A [SEP]", "[CLS] A [SEP] B [SEP]"),
 }
-MODEL = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 48, "--num-attention-heads", 2, "--num-query-groups", 2]
-RUN = [*MODEL, "--seq-length", 64, "--micro-batch-size", 2, "--global-batch-size", 4, "--train-iters", 10, "--split", "90,10,0"]
-RUN += ["--objective-schedule", "mlm(mask=0.3)", "--lr", "1e-3", "--lr-warmup-iters", 2, "--eval-interval", 0]
+MODEL = [
+    "--num-layers",
+    1,
+    "--hidden-size",
+    32,
+    "--ffn-hidden-size",
+    48,
+    "--num-attention-heads",
+    2,
+    "--num-query-groups",
+    2,
+]
+RUN = [
+    *MODEL,
+    "--seq-length",
+    64,
+    "--micro-batch-size",
+    2,
+    "--global-batch-size",
+    4,
+    "--train-iters",
+    10,
+    "--split",
+    "90,10,0",
+]
+RUN += [
+    "--objective-schedule",
+    "mlm(mask=0.3)",
+    "--lr",
+    "1e-3",
+    "--lr-warmup-iters",
+    2,
+    "--eval-interval",
+    0,
+]
 
 
 # One of each way: tokens around a text, one before it, none, one after it.
@@ -48,7 +80,9 @@ def made(request, shared_folder) -> SimpleNamespace:
     name = request.param
 
     def make(folder: Path) -> None:
-        tokenizer = tokenizer_shapes.save(tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]()), folder / "tokenizer")
+        tokenizer = tokenizer_shapes.save(
+            tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]()), folder / "tokenizer"
+        )
         text = runs.write_text(folder / "text.jsonl", 40)
         command(preprocess, "--input", text, "--output-prefix", folder / "corpus", "--tokenizer", tokenizer,
                 "--special-tokens", "template", "--workers", 1)  # fmt: skip
@@ -76,8 +110,17 @@ def load(folder: Path):
 
 def surround(tokenizer, template: str, *texts: str) -> list[int]:
     """The ids of texts in a template."""
-    ids = dict(zip("AB", (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts), strict=False))
-    parts = [ids[word] if word in ids else [tokenizer.convert_tokens_to_ids(word)] for word in template.split()]
+    ids = dict(
+        zip(
+            "AB",
+            (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts),
+            strict=False,
+        )
+    )
+    parts = [
+        ids[word] if word in ids else [tokenizer.convert_tokens_to_ids(word)]
+        for word in template.split()
+    ]
     return [token for part in parts for token in part]
 
 
@@ -96,10 +139,14 @@ def test_a_document_of_the_corpus_is_a_text_in_the_export(made):
     # An empty text harms no client.
     assert len(tokenizer("")["input_ids"]) == len(single.split()) - 1 > 0
     model = AutoModelForMaskedLM.from_pretrained(made.hf)
-    inputs = tokenizer([*made.texts[:2], ""], padding=True, truncation=True, max_length=24, return_tensors="pt")
+    inputs = tokenizer(
+        [*made.texts[:2], ""], padding=True, truncation=True, max_length=24, return_tensors="pt"
+    )
     model(**inputs).logits.square().mean().backward()
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
-    features = pipeline("feature-extraction", model=AutoModel.from_pretrained(made.hf), tokenizer=tokenizer)
+    features = pipeline(
+        "feature-extraction", model=AutoModel.from_pretrained(made.hf), tokenizer=tokenizer
+    )
     assert np.isfinite(np.array(features("")[0])).all()
 
 
@@ -122,13 +169,42 @@ def test_the_other_commands_take_the_tokenizer(made, tmp_path):
     pairs = [{"query": text[:20], "document": text} for text in made.texts[:8]]
     write_file(tmp_path / "pairs.jsonl", pairs)
     settings = ["--batch-size", 4, "--max-steps", 2, "--max-length", 24, "--precision", "fp32"]
-    command(train_main, "--model", made.hf, "--data", tmp_path / "pairs.jsonl", "--output", tmp_path / "embedder", *settings)
+    command(
+        train_main,
+        "--model",
+        made.hf,
+        "--data",
+        tmp_path / "pairs.jsonl",
+        "--output",
+        tmp_path / "embedder",
+        *settings,
+    )
     embedder = load(tmp_path / "embedder")
-    assert embedder("stan plark")["input_ids"] == surround(embedder, TEMPLATES[made.name][0], "stan plark")
+    assert embedder("stan plark")["input_ids"] == surround(
+        embedder, TEMPLATES[made.name][0], "stan plark"
+    )
     # A teacher's tokenizer may add other special tokens than the run's.
-    taught = [*data, *RUN, "--objective-schedule", f"distill(teacher={made.hf})", "--train-iters", 2, "--lr-warmup-iters", 1]
+    taught = [
+        *data,
+        *RUN,
+        "--objective-schedule",
+        f"distill(teacher={made.hf})",
+        "--train-iters",
+        2,
+        "--lr-warmup-iters",
+        1,
+    ]
     # The corpus is that of the imported model too, whose tokenizer differs at most in its template.
     core = tmp_path / "core"
-    imported = ["--config", core / "config.yaml", "--init-from", core, *data[:2], *runs.STANDSTILL, "--split", "90,10,0"]
+    imported = [
+        "--config",
+        core / "config.yaml",
+        "--init-from",
+        core,
+        *data[:2],
+        *runs.STANDSTILL,
+        "--split",
+        "90,10,0",
+    ]
     for flags in (taught, imported):
         runs.script(runs.PRETRAIN, [str(word) for word in flags])

@@ -45,7 +45,11 @@ def small_tokenizer():
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     """One {"id", "text"} a line."""
-    path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
+    path.write_text(
+        "".join(
+            json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)
+        )
+    )
     return path
 
 
@@ -69,14 +73,20 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
+    pq.write_table(
+        pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size
+    )
     return path
 
 
-def parse_blocks(blocks, keys=("text",), *, skip_bad: bool = False) -> tuple[list[tuple[str, ...]], int]:
+def parse_blocks(
+    blocks, keys=("text",), *, skip_bad: bool = False
+) -> tuple[list[tuple[str, ...]], int]:
     """The texts of all documents of blocks, and how many were skipped."""
     parsed = [block.parse(keys, skip_bad) for block in blocks]
-    return [texts for documents in parsed for texts in documents.texts], sum(documents.skipped for documents in parsed)
+    return [texts for documents in parsed for texts in documents.texts], sum(
+        documents.skipped for documents in parsed
+    )
 
 
 def every_source(folder: Path) -> tuple[list[Path], list[str]]:
@@ -94,8 +104,15 @@ def every_source(folder: Path) -> tuple[list[Path], list[str]]:
     rows.write_bytes(zstd.compress(rows.read_bytes()))
     table = write_parquet(folder / "table", TEXTS)
     saved = folder / "saved"
-    datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(saved, num_shards=2)
-    return [lines, mixed, packed_lines, rows, table, saved], [*TEXTS, *inside.values(), *TEXTS[:2], *TEXTS * 4]
+    datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(
+        saved, num_shards=2
+    )
+    return [lines, mixed, packed_lines, rows, table, saved], [
+        *TEXTS,
+        *inside.values(),
+        *TEXTS[:2],
+        *TEXTS * 4,
+    ]
 
 
 def corpus_settings(corpus: Path, tokenizer: str, name: str = "out", **changes) -> PreprocessConfig:
@@ -123,7 +140,9 @@ def contents(prefix: Path) -> list[bytes]:
     return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
 
 
-def text_encoder(tokenizer, max_length: int, *, add_bos: bool = False, add_eos: bool = True) -> TextEncoder:
+def text_encoder(
+    tokenizer, max_length: int, *, add_bos: bool = False, add_eos: bool = True
+) -> TextEncoder:
     """A TextEncoder with --add-bos and --add-eos as given."""
     protocol = FinetuneConfig(add_bos=add_bos, add_eos=add_eos)
     return TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol))
@@ -139,5 +158,9 @@ def serve_hub(folder: Path, monkeypatch, tables: list[dict]) -> None:
     for number, columns in enumerate(tables):
         pq.write_table(pa.table(columns), folder / "hub" / f"train-{number}.parquet")
     real = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(folder / "hub"), *rest, **options))
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, *rest, **options: real(str(folder / "hub"), *rest, **options),
+    )
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))

@@ -8,11 +8,15 @@ from typing import Any
 import psutil
 
 
-def wait_until(found: Callable[[], Any], seconds: float = 60, *, log: Path | None = None, pause: float = 0.02) -> Any:
+def wait_until(
+    found: Callable[[], Any], seconds: float = 60, *, log: Path | None = None, pause: float = 0.02
+) -> Any:
     """Return what `found` finds as soon as it finds something; AssertionError after `seconds`, with the end of `log`."""
     deadline = time.monotonic() + seconds
     while not (result := found()):
-        assert time.monotonic() < deadline, log.read_text()[-3000:] if log and log.exists() else "waited in vain"
+        assert time.monotonic() < deadline, (
+            log.read_text()[-3000:] if log and log.exists() else "waited in vain"
+        )
         time.sleep(pause)
     return result
 

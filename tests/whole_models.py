@@ -10,14 +10,21 @@ from megaenc.model import ModelConfig
 def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, Tensor]]:
     """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
     with run.load_encoder(step) as (found, encoder):
-        return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
+        return found, {
+            name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()
+        }
 
 
-def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None) -> dict[str, Tensor]:
+def core_to_hf(
+    state: dict[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
+) -> dict[str, Tensor]:
     """Hugging Face's state dict, with `family`'s names, of a megatron-core one, without rows that pad the vocabulary."""
     return dict(iter_hf_tensors(state, model, vocab_size, family))
 
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The way back, without vocabulary padding."""
-    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in iter_mappings(model)}
+    return {
+        core: rule.to_core(tuple(state[name] for name in names), model)
+        for rule, core, names in iter_mappings(model)
+    }

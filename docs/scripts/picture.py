@@ -39,8 +39,13 @@ def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list
     drawn = [
         f'<rect x="{x}" y="{top}" width="{BOX}" height="{HIGH}" rx="8" fill="{STATION if code else THING}" stroke="{LINE}"/>'
     ]
-    drawn.append(f'<text x="{middle}" y="{top + 25}" font-weight="600" font-size="15">{escape(title)}</text>')
-    drawn += [f'<text x="{middle}" y="{top + 48 + 18 * at}">{escape(line)}</text>' for at, line in enumerate(lines)]
+    drawn.append(
+        f'<text x="{middle}" y="{top + 25}" font-weight="600" font-size="15">{escape(title)}</text>'
+    )
+    drawn += [
+        f'<text x="{middle}" y="{top + 48 + 18 * at}">{escape(line)}</text>'
+        for at, line in enumerate(lines)
+    ]
     return drawn
 
 
@@ -74,12 +79,21 @@ def picture() -> str:
         label(last - 84, (first + HIGH + second) / 2 + 4, "checkpoints"),
     ]
     drawn += [arrow(last + 30, second - 2, last + 30, first + HIGH + 3, dashed=True)]
-    drawn += [label(last + 62, (first + HIGH + second) / 2 - 4, "goes"), label(last + 62, (first + HIGH + second) / 2 + 12, "on")]
+    drawn += [
+        label(last + 62, (first + HIGH + second) / 2 - 4, "goes"),
+        label(last + 62, (first + HIGH + second) / 2 + 12, "on"),
+    ]
     convert = LEFT + 3 * (BOX + GAP) + BOX / 2
     drawn.append(arrow(convert + 18, second + HIGH + 40, last - 3, second + HIGH + 40, dashed=True))
     drawn.append(arrow(last, second + HIGH + 40, last, second + HIGH + 3, dashed=True))
     drawn.append(label(convert - 75, second + HIGH + 44, "from-hf: a decoder comes in"))
-    drawn.append(label(LEFT + BOX + 20, second + HIGH + 44, "blue: a package of megaenc; imports go the way of the data"))
+    drawn.append(
+        label(
+            LEFT + BOX + 20,
+            second + HIGH + 44,
+            "blue: a package of megaenc; imports go the way of the data",
+        )
+    )
     title = "Data flow: text, data, objectives, model, training, run directory, convert, finetune, study, report"
     return "\n".join(
         [

@@ -60,7 +60,12 @@ PUBLIC = [
     ),
     ("", "", "megaenc.study.results.evidence", ["read_evidence", "Evidence"]),
     ("", "", "megaenc.study.results.published", ["published", "raw"]),
-    ("", "", "megaenc.study.manifest.model_key", ["ModelKey", "format_model_name", "parse_model_name"]),
+    (
+        "",
+        "",
+        "megaenc.study.manifest.model_key",
+        ["ModelKey", "format_model_name", "parse_model_name"],
+    ),
 ]
 
 
@@ -75,7 +80,10 @@ def api() -> str:
     for heading, purpose, module, names in PUBLIC:
         if heading:
             parts += [f"## {heading}", purpose]
-        parts += [_describe(getattr(importlib.import_module(module), name), f"{module}.{name}") for name in names]
+        parts += [
+            _describe(getattr(importlib.import_module(module), name), f"{module}.{name}")
+            for name in names
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,8 +100,17 @@ def _describe(thing: type | Callable, path: str) -> str:
     for method, function in vars(thing).items():
         plain = getattr(function, "__func__", getattr(function, "fget", function))
         plain = getattr(plain, "func", plain)  # of a cached property
-        if not method.startswith("_") and callable(plain) and plain.__doc__ and inspect.isfunction(plain):
-            called = "" if isinstance(function, (property, functools.cached_property)) else _signature(plain, of_class=True)
+        if (
+            not method.startswith("_")
+            and callable(plain)
+            and plain.__doc__
+            and inspect.isfunction(plain)
+        ):
+            called = (
+                ""
+                if isinstance(function, (property, functools.cached_property))
+                else _signature(plain, of_class=True)
+            )
             lines.append(f"**`{method}{called}`**: {_text(plain)}")
     return "\n\n".join(lines)
 
@@ -118,12 +135,18 @@ def _text(thing: object) -> str:
 
 def _fields(thing: type) -> Iterator[str]:
     """The fields that the class itself declares and says something of, or that are options of an objective."""
-    said = {name: text for owner in reversed(thing.__mro__) for name, text in field_docstrings(owner).items()}
+    said = {
+        name: text
+        for owner in reversed(thing.__mro__)
+        for name, text in field_docstrings(owner).items()
+    }
     for name, kind in vars(thing).get("__annotations__", {}).items():
         field = getattr(thing, "__dataclass_fields__", {}).get(name)
         help = said.get(name) or (field.metadata.get("help") if field is not None else None)
         shown = kind if isinstance(kind, str) else _kind(kind)
-        default = "" if field is None or field.default is dataclasses.MISSING else f" = {field.default!r}"
+        default = (
+            "" if field is None or field.default is dataclasses.MISSING else f" = {field.default!r}"
+        )
         yield f"- `{name}: {shown}{default}`" + (f": {help}" if help else "")
 
 
@@ -137,7 +160,9 @@ def field_docstrings(thing: type) -> dict[str, str]:
     return {
         field.target.id: " ".join(text.value.value.split())
         for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
     }
 
 
@@ -158,14 +183,22 @@ def flag_pages() -> str:
             own_rows = {row for _, rows in groups for row in rows}
             # A flag is printed once: a command that takes many flags of an earlier one links to it.
             base, shared = max(
-                ((other, rows & own_rows) for other, rows in printed.items()), key=lambda pair: len(pair[1]), default=("", ())
+                ((other, rows & own_rows) for other, rows in printed.items()),
+                key=lambda pair: len(pair[1]),
+                default=("", ()),
             )
             if len(shared) >= _SHARED_FLAGS:
                 left_out = sorted(row.split("`")[1] for row in printed[base] - own_rows)
-                exceptions = f", except {', '.join(f'`{flag}`' for flag in left_out)}" if left_out else ""
+                exceptions = (
+                    f", except {', '.join(f'`{flag}`' for flag in left_out)}" if left_out else ""
+                )
                 link = base.replace(" ", "-")
-                parts.append(f"Takes the flags of [megaenc {base}](#megaenc-{link}) with the same defaults{exceptions}, and:")
-                groups = [(title, [row for row in rows if row not in shared]) for title, rows in groups]
+                parts.append(
+                    f"Takes the flags of [megaenc {base}](#megaenc-{link}) with the same defaults{exceptions}, and:"
+                )
+                groups = [
+                    (title, [row for row in rows if row not in shared]) for title, rows in groups
+                ]
             parts += [_table(title, rows) for title, rows in groups if rows]
             printed[words] = own_rows
     return "\n\n".join(parts) + "\n"
@@ -190,7 +223,11 @@ def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]
     """The flags of a dataclass by the dataclasses nested in it, each group with its title."""
     own, nested = [], []
     hints = typing.get_type_hints(settings, include_extras=True)
-    said = {name: text for owner in reversed(settings.__mro__) for name, text in field_docstrings(owner).items()}
+    said = {
+        name: text
+        for owner in reversed(settings.__mro__)
+        for name, text in field_docstrings(owner).items()
+    }
     for field in dataclasses.fields(settings):
         kind, value = hints[field.name], _default(field, default)
         if dataclasses.is_dataclass(kind):
@@ -221,7 +258,9 @@ def _default(field: dataclasses.Field, default: object) -> object:
         return getattr(default, field.name)
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory() if isinstance(field.default_factory, type) else dataclasses.MISSING
+    return (
+        field.default_factory() if isinstance(field.default_factory, type) else dataclasses.MISSING
+    )
 
 
 def _table(title: str, rows: list[str]) -> str:

@@ -55,26 +55,67 @@ class ContinuedPretrainingConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run import, preprocessing, pretraining and export in sequence."""
     silence_libraries()
-    settings = flags.parse(ContinuedPretrainingConfig, argv, prog="continue_pretraining.py", description=__doc__)
+    settings = flags.parse(
+        ContinuedPretrainingConfig, argv, prog="continue_pretraining.py", description=__doc__
+    )
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    resolve_inputs(InputConfig((settings.input,)), ["text"])  # fails before the output directory is created
+    resolve_inputs(
+        InputConfig((settings.input,)), ["text"]
+    )  # fails before the output directory is created
     source = settings.model or str(create_model(settings.family, settings.input, out / "source"))
     mask = ["--add-mask-token"] if settings.add_mask_token else []
     run_megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
     tokenizer = out / "core" / "tokenizer"
-    corpus = ["--input", settings.input, "--output-prefix", out / "corpus", "--tokenizer", tokenizer, "--append-eod"]
+    corpus = [
+        "--input",
+        settings.input,
+        "--output-prefix",
+        out / "corpus",
+        "--tokenizer",
+        tokenizer,
+        "--append-eod",
+    ]
     run_megaenc("preprocess", *corpus)
-    schedule = ["--objective-schedule", "mlm:1.0", "--train-iters", settings.train_iters, "--lr", settings.lr]
-    batch = ["--micro-batch-size", settings.micro_batch_size, "--global-batch-size", settings.global_batch_size]
+    schedule = [
+        "--objective-schedule",
+        "mlm:1.0",
+        "--train-iters",
+        settings.train_iters,
+        "--lr",
+        settings.lr,
+    ]
+    batch = [
+        "--micro-batch-size",
+        settings.micro_batch_size,
+        "--global-batch-size",
+        settings.global_batch_size,
+    ]
     run_pretrain(
         settings.processes,
-        *("--config", out / "core" / "config.yaml", "--init-from", out / "core", "--data-path", out / "corpus_text_document"),
+        *(
+            "--config",
+            out / "core" / "config.yaml",
+            "--init-from",
+            out / "core",
+            "--data-path",
+            out / "corpus_text_document",
+        ),
         *(*schedule, *batch, "--seq-length", settings.seq_length, "--save", out / "run"),
     )
     run_megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "hf")
-    run_megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "sentences", "--sentence-transformers")
-    print_rank_0(f"{out / 'hf'} loads with transformers, {out / 'sentences'} with sentence-transformers")
+    run_megaenc(
+        "convert",
+        "to-hf",
+        "--load",
+        out / "run",
+        "--output",
+        out / "sentences",
+        "--sentence-transformers",
+    )
+    print_rank_0(
+        f"{out / 'hf'} loads with transformers, {out / 'sentences'} with sentence-transformers"
+    )
 
 
 def create_model(family: str, text: str, folder: Path) -> Path:
@@ -84,7 +125,13 @@ def create_model(family: str, text: str, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    sizes = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     ids = dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **sizes, **ids, head_dim=16, max_position_embeddings=512)
@@ -101,10 +148,17 @@ def run_pretrain(processes: int, *words: object) -> None:
     """Run pretraining, under torchrun for several processes."""
     if processes > 1:
         words = (*words, "--tensor-model-parallel-size", processes)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        if processes > 1
+        else []
+    )
     script = ROOT / "examples" / "pretrain_encoder.py"
     text = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
-    run_command([*torchrun, script, *words], f"{text} {script.relative_to(ROOT)} {shlex.join(map(str, words))}")
+    run_command(
+        [*torchrun, script, *words],
+        f"{text} {script.relative_to(ROOT)} {shlex.join(map(str, words))}",
+    )
 
 
 def run_command(words: list[object], text: str) -> None:

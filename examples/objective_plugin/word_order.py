@@ -29,7 +29,9 @@ class WordOrder(Objective):
         is_complete = np.bincount(window, weights=text) == self.length
         is_drawn = randomness.uniforms("word order: windows", len(is_complete)) < self.share
         chosen = (is_complete & is_drawn)[window]
-        shuffled = np.lexsort((randomness.uniforms("word order: tokens", count), window))  # within each window
+        shuffled = np.lexsort(
+            (randomness.uniforms("word order: tokens", count), window)
+        )  # within each window
         inputs = np.where(chosen, pack.tokens[shuffled], pack.tokens)
         predict_at = np.flatnonzero(chosen)
         return Targets(inputs, predict_at, pack.tokens[predict_at])

@@ -72,7 +72,9 @@ def install() -> None:
     """Install the patches that let megatron-core run on a CPU, once per process; RuntimeError with CUDA or HIP."""
     global _installed
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU patches are for machines without an accelerator; this one has CUDA or HIP")
+        raise RuntimeError(
+            "the CPU patches are for machines without an accelerator; this one has CUDA or HIP"
+        )
     if _installed:
         return
     for name in _LAZY_MODULES:
@@ -101,7 +103,9 @@ def _replace_torch() -> None:
         synchronize=_do_nothing,
         empty_cache=_do_nothing,
     )
-    proxy = _ModuleProxy(torch, cuda=cuda, **{name: _force_cpu_device(getattr(torch, name)) for name in _FACTORIES})
+    proxy = _ModuleProxy(
+        torch, cuda=cuda, **{name: _force_cpu_device(getattr(torch, name)) for name in _FACTORIES}
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy
@@ -117,7 +121,9 @@ def _replace_norm() -> None:
 
     def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
         zero = torch.zeros((), dtype=torch.float64)
-        squares = sum((_sum_of_squares(tensor) for tensors in tensor_lists for tensor in tensors), zero)
+        squares = sum(
+            (_sum_of_squares(tensor) for tensors in tensor_lists for tensor in tensors), zero
+        )
         return squares.sqrt().float().reshape(1), None
 
     if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:
@@ -129,7 +135,10 @@ def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
     flat = tensor.reshape(-1)
     end = flat.numel() // width * width
     parts = (flat[:end].view(-1, width), flat[end:].view(1, -1))
-    return sum(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum() for part in parts)
+    return sum(
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum()
+        for part in parts
+    )
 
 
 class _Embedding(torch.autograd.Function):
@@ -144,7 +153,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (numbers,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), numbers, ctx.rows, -1, False).to(gradient.dtype)
+        return None, torch.ops.aten.embedding_dense_backward(
+            gradient.float(), numbers, ctx.rows, -1, False
+        ).to(gradient.dtype)
 
 
 def _replace_embedding() -> None:
@@ -153,7 +164,11 @@ def _replace_embedding() -> None:
 
     def embedding(numbers, weight):
         plain = weight.dtype == torch.float32
-        return torch.nn.functional.embedding(numbers, weight) if plain else _Embedding.apply(numbers, weight)
+        return (
+            torch.nn.functional.embedding(numbers, weight)
+            if plain
+            else _Embedding.apply(numbers, weight)
+        )
 
     layers.F = _ModuleProxy(torch.nn.functional, embedding=embedding)
 

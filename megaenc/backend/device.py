@@ -78,13 +78,21 @@ class Backend:
     @property
     def description(self) -> str:
         """Return the name of the accelerator, or `cpu, N threads`, for the console."""
-        return f"cpu, {torch.get_num_threads()} threads" if self.is_cpu else torch.cuda.get_device_name(self.device)
+        return (
+            f"cpu, {torch.get_num_threads()} threads"
+            if self.is_cpu
+            else torch.cuda.get_device_name(self.device)
+        )
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s in `dtype`: measured on a CPU, else the table's for bfloat16; 0.0 if unknown."""
         if self.is_cpu:
             return _measure_gemm_flops(dtype)
-        return peak_bf16_flops(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
+        return (
+            peak_bf16_flops(torch.cuda.get_device_name(self.device))
+            if dtype == torch.bfloat16
+            else 0.0
+        )
 
 
 @functools.cache
@@ -104,7 +112,9 @@ def detect_backend() -> Backend:
             )
         device = torch.device("cuda", get_local_rank())
         name = "rocm" if torch.version.hip else "cuda"
-        return Backend(name, device, "nccl", torch.cuda.is_bf16_supported(including_emulation=False))
+        return Backend(
+            name, device, "nccl", torch.cuda.is_bf16_supported(including_emulation=False)
+        )
     return Backend("cpu", torch.device("cpu"), "gloo", cpu_has_bf16())
 
 
@@ -112,7 +122,9 @@ def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     """Return the instruction sets that the file `cpuinfo` lists; none if it is unreadable."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
-            return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
+            return frozenset(
+                next((line for line in file if line.startswith(("flags", "Features"))), "").split()
+            )
     except OSError:
         return frozenset()
 
@@ -126,7 +138,9 @@ def uses_tf32(device: torch.device) -> bool:
     """Return whether float32 matrix products on `device` use TensorFloat-32, by torch's setting or NVIDIA_TF32_OVERRIDE."""
     if device.type != "cuda":
         return False
-    return torch.get_float32_matmul_precision() != "highest" or os.environ.get("NVIDIA_TF32_OVERRIDE", "") not in ("", "0")
+    return torch.get_float32_matmul_precision() != "highest" or os.environ.get(
+        "NVIDIA_TF32_OVERRIDE", ""
+    ) not in ("", "0")
 
 
 @functools.cache

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.parallel_config import ParallelConfig
-from megaenc.dist_env import LAUNCHER_VARIABLES, get_local_world_size, get_rank, get_world_size, is_launched
+from megaenc.dist_env import (
+    LAUNCHER_VARIABLES,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    is_launched,
+)
 from megaenc.errors import InputError
 from megaenc.machine import usable_core_count
 
@@ -21,7 +27,9 @@ _TRIM_THRESHOLD = -1
 _MMAP_MAX = -4
 
 
-def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
+def init_distributed(
+    layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)
+) -> Backend:
     """Initialize torch.distributed and megatron-core's groups; return the Backend; InputError if `layout` does not fit.
 
     `chunks`: model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`); `timeout`: of each collective. Raises
@@ -58,18 +66,28 @@ def check_launcher_variables() -> None:
     for name in LAUNCHER_VARIABLES:
         value = os.environ.get(name, "")
         if value and not value.isdecimal():
-            raise InputError(f"{name}: found {value!r} in the environment, expected a whole number; torchrun sets it")
+            raise InputError(
+                f"{name}: found {value!r} in the environment, expected a whole number; torchrun sets it"
+            )
     if is_launched() and get_rank() >= get_world_size():
-        raise InputError(f"RANK: found {get_rank()} in the environment, expected less than WORLD_SIZE, {get_world_size()}")
+        raise InputError(
+            f"RANK: found {get_rank()} in the environment, expected less than WORLD_SIZE, {get_world_size()}"
+        )
     if not is_launched() and get_world_size() > 1:
         place = "in the environment without RANK"
-        raise InputError(f"WORLD_SIZE: found {get_world_size()} {place}, expected both, as torchrun sets them, or neither")
+        raise InputError(
+            f"WORLD_SIZE: found {get_world_size()} {place}, expected both, as torchrun sets them, or neither"
+        )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if is_launched() and not os.environ.get(name):
-            raise InputError(f"{name}: missing in the environment, which has RANK: start with torchrun, or unset RANK")
+            raise InputError(
+                f"{name}: missing in the environment, which has RANK: start with torchrun, or unset RANK"
+            )
     tasks = os.environ.get("SLURM_NTASKS", "")
     if not is_launched() and tasks.isdecimal() and int(tasks) > 1:
-        print(f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; docker/slurm has job files for all")
+        print(
+            f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; docker/slurm has job files for all"
+        )
 
 
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -77,7 +95,9 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
     if is_launched():
         store, rank, size = rendezvous(timeout)
         # Without `device_id`, with which all ranks take part in creating each group: ten for each rank, one after another.
-        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout
+        )
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -136,13 +156,17 @@ def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelt
     attempt = own_name = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", own_name)
     if rank:
-        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(" ")  # blocks until it is set
+        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(
+            " "
+        )  # blocks until it is set
     children = range(_FAN_OUT * rank + 1, min(_FAN_OUT * (rank + 1) + 1, size))
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"{own_name}/present", 0) < len(children):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {size} processes joined within {timeout.total_seconds():.0f} s")
+            raise RuntimeError(
+                f"not all of {size} processes joined within {timeout.total_seconds():.0f} s"
+            )
         for other in children:
             key = f"megaenc/process {other}"
             if store.check([key]) and (name := _decode_answer(store.get(key))) not in answered:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 
-def accumulate_matmul(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool) -> Tensor:
+def accumulate_matmul(
+    sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool
+) -> Tensor:
     """Return `sum_VH` (None: zeros) plus a b in float32, added in place; `in_float32`: without rounding the product.
 
     `in_float32` with 16-bit matrices works only on accelerators.
@@ -21,7 +23,11 @@ def accumulate_matmul(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_f
         return torch.addmm(sum_VH, a_Vn, b_nH, out_dtype=torch.float32, out=sum_VH)
     if sum_VH is None:
         return torch.mm(a_Vn, b_nH).float()
-    return sum_VH.addmm_(a_Vn, b_nH) if a_Vn.dtype == sum_VH.dtype else sum_VH.add_(torch.mm(a_Vn, b_nH))
+    return (
+        sum_VH.addmm_(a_Vn, b_nH)
+        if a_Vn.dtype == sum_VH.dtype
+        else sum_VH.add_(torch.mm(a_Vn, b_nH))
+    )
 
 
 def _add_weight_gradient(input_TK: Tensor, gradient_TN: Tensor, main_grad_NK: Tensor) -> None:
@@ -34,7 +40,9 @@ def install() -> None:
     from megatron.core.tensor_parallel import layers
 
     if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_add_weight_gradient
+        )
         layers._grad_accum_fusion_available = True
 
 

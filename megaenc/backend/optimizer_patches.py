@@ -23,7 +23,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     grad_scale: float = 1.0
     """Divisor of all gradients in the next step, which saves passes over them that divide and clip."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
+    ):
         if not adam_w_mode:
             raise ValueError("only decoupled weight decay (adam_w_mode=True) is provided")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -42,7 +44,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
             if p.grad is not None and not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
-    def update_adamw(self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor) -> None:
+    def update_adamw(
+        self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor
+    ) -> None:
         """Update those of `params` that have a gradient by the AdamW step that `begin_step` has counted in their `group`."""
         params = [p for p in params if p.grad is not None]
         if not params:
@@ -54,9 +58,15 @@ class GroupStepAdamW(torch.optim.Optimizer):
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
             # One count per parameter, which the kernel increments.
-            list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
+            list(
+                torch.full(
+                    (len(params),), float(group["step"] - 1), device=params[0].device
+                ).unbind()
+            ),
             fused=True,
-            grad_scale=None if self.grad_scale == 1 else torch.full((), self.grad_scale, device=params[0].device),
+            grad_scale=None
+            if self.grad_scale == 1
+            else torch.full((), self.grad_scale, device=params[0].device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -82,7 +92,9 @@ def install() -> None:
         return
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
-    if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:  # on a CPU it is replaced already
+    if (
+        clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm
+    ):  # on a CPU it is replaced already
         clip_grads.l2_norm_impl = multi_tensor_l2norm
 
 

@@ -75,9 +75,15 @@ class ParallelConfig:
                 f"expected a multiple of {tensor * pipeline} (torchrun --nproc-per-node)"
             )
         if self.sequence_parallel and tensor == 1:
-            raise InputError("--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more")
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
-            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
+            raise InputError(
+                "--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more"
+            )
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise InputError(
+                "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"
+            )
 
     def check_device(self) -> None:
         """Raise InputError for a flag that needs an accelerator if this machine has none."""
@@ -88,7 +94,9 @@ class ParallelConfig:
             ("--overlap-param-gather", self.overlap_param_gather),
         ):
             if enabled and detect_backend().is_cpu:
-                raise InputError(f"{flag}: needs an accelerator, and this machine has none; leave the flag out")
+                raise InputError(
+                    f"{flag}: needs an accelerator, and this machine has none; leave the flag out"
+                )
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return each model chunk's number of layers, chunk c on stage c % stages; InputError if they cannot be split.
@@ -102,7 +110,9 @@ class ParallelConfig:
             ("--num-layers-per-virtual-pipeline-stage", each),
         ):
             if value and stages == 1:
-                raise InputError(f"{flag}: found --pipeline-model-parallel-size 1, expected 2 or more")
+                raise InputError(
+                    f"{flag}: found --pipeline-model-parallel-size 1, expected 2 or more"
+                )
         if self.pipeline_model_parallel_layout:
             if each:
                 raise InputError(
@@ -117,7 +127,9 @@ class ParallelConfig:
                 )
             return (each,) * (num_layers // each)
         if num_layers < stages:
-            raise InputError(f"--pipeline-model-parallel-size: found {stages}, expected at most the {num_layers} layers")
+            raise InputError(
+                f"--pipeline-model-parallel-size: found {stages}, expected at most the {num_layers} layers"
+            )
         return _even_split(num_layers, stages)
 
     def chunks_per_stage(self, num_layers: int) -> int:
@@ -151,15 +163,25 @@ class ParallelConfig:
         method, number = self.full_recompute
         split = self.layers_per_chunk(num_layers)
         for layers in split:
-            if method == "uniform" and layers % number:  # megatron-core would read past the last layer
-                raise InputError(f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage")
+            if (
+                method == "uniform" and layers % number
+            ):  # megatron-core would read past the last layer
+                raise InputError(
+                    f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage"
+                )
         if number > max(split):
-            raise InputError(f"--recompute-num-layers: found {number}, expected at most the {max(split)} layers of a stage")
+            raise InputError(
+                f"--recompute-num-layers: found {number}, expected at most the {max(split)} layers of a stage"
+            )
 
     @property
     def selected_recompute_modules(self) -> tuple[str, ...]:
         """Return the parts of a layer that are recomputed, by default core_attn; none unless recomputation is selective."""
-        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+        return (
+            (self.recompute_modules or ("core_attn",))
+            if self.recompute_granularity == "selective"
+            else ()
+        )
 
     @property
     def selects_rows(self) -> bool:
@@ -193,7 +215,11 @@ def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int
         expanded = re.sub(pattern, lambda match: match[1] * int(match[2]), expanded)
     parts = expanded.split("|")
     if "".join(parts) != f"E{'t' * num_layers}L":
-        raise InputError(f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts")
+        raise InputError(
+            f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts"
+        )
     if len(parts) % stages or not all(parts):
-        raise InputError(f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of them empty")
+        raise InputError(
+            f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of them empty"
+        )
     return tuple(part.count("t") for part in parts)

@@ -17,7 +17,9 @@ from megaenc.backend.device import detect_backend
 Value = TypeVar("Value")
 
 
-def reduce_over_ranks(values: Sequence[float], op: ReduceOp.RedOpType, dtype: torch.dtype = torch.int64) -> list[float]:
+def reduce_over_ranks(
+    values: Sequence[float], op: ReduceOp.RedOpType, dtype: torch.dtype = torch.int64
+) -> list[float]:
     """Return each of `values`, as many on every rank, reduced over all ranks by `op`, in `dtype`."""
     tensor = torch.tensor(values, dtype=dtype, device=detect_backend().device)
     dist.all_reduce(tensor, op)
@@ -39,7 +41,9 @@ def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value]
     [count] = reduce_over_ranks([value is not None], ReduceOp.SUM)
     lowest = -1
     while len(values) < min(count, limit):
-        [lowest] = reduce_over_ranks([size if value is None or rank <= lowest else rank], ReduceOp.MIN)
+        [lowest] = reduce_over_ranks(
+            [size if value is None or rank <= lowest else rank], ReduceOp.MIN
+        )
         values[lowest] = broadcast_object(value, lowest)
     return values, count
 

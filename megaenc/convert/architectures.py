@@ -53,21 +53,31 @@ class ModelFamily:
         """Return the attention that transformers' class of the family can have."""
         if self.model_type == modernbert.DECODER_TYPE:
             return (Attention.CAUSAL,)
-        return (Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)
+        return (
+            (Attention.BIDIRECTIONAL,)
+            if self.is_encoder
+            else (Attention.BIDIRECTIONAL, Attention.CAUSAL)
+        )
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
         if attention not in self.attentions:
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
-            return "norms of queries and keys" if model.qk_layernorm else "queries and keys without norms"
+            return (
+                "norms of queries and keys"
+                if model.qk_layernorm
+                else "queries and keys without norms"
+            )
         if model.add_qkv_bias and self.qkv_bias == "never":
             return "biases of queries, keys and values"
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
         options = self.options
         for option in fields(ModelConfig):
-            value, text = self.layers.FIXED.get(option.name, (option.default, option.metadata.get("feature")))
+            value, text = self.layers.FIXED.get(
+                option.name, (option.default, option.metadata.get("feature"))
+            )
             actual = getattr(model, option.name)
             if actual != value and option.name not in options:
                 return text or f"--{option.name.replace('_', '-')} {actual}"
@@ -76,8 +86,17 @@ class ModelFamily:
     @property
     def options(self) -> set[str]:
         """Return the fields of ModelConfig that models of this family may have any value of, and those without an effect."""
-        free = {option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"}
-        return {*free, *self.layers.FIELDS.values(), *self.layers.OPTIONS, "add_qkv_bias", "qk_layernorm", "vocab_size"}
+        free = {
+            option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"
+        }
+        return {
+            *free,
+            *self.layers.FIELDS.values(),
+            *self.layers.OPTIONS,
+            "add_qkv_bias",
+            "qk_layernorm",
+            "vocab_size",
+        }
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
         """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
@@ -88,19 +107,33 @@ class ModelFamily:
         """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
-        return tuple(f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(model.num_layers))
+        return tuple(
+            f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(model.num_layers)
+        )
 
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        ModelFamily("eurobert", llama, "EuroBertForMaskedLM", "optional", is_encoder=True, poolings=("bos", "mean", "late")),
+        ModelFamily(
+            "eurobert",
+            llama,
+            "EuroBertForMaskedLM",
+            "optional",
+            is_encoder=True,
+            poolings=("bos", "mean", "late"),
+        ),
         ModelFamily("llama", llama, "LlamaForCausalLM", "optional"),
         ModelFamily("mistral", llama, "MistralForCausalLM", "never"),
         ModelFamily("qwen2", llama, "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", llama, "Qwen3ForCausalLM", "optional", qk_norms=True),
         ModelFamily(
-            modernbert.MODEL_TYPE, modernbert, "ModernBertForMaskedLM", "never", is_encoder=True, poolings=("cls", "mean")
+            modernbert.MODEL_TYPE,
+            modernbert,
+            "ModernBertForMaskedLM",
+            "never",
+            is_encoder=True,
+            poolings=("cls", "mean"),
         ),
         ModelFamily(modernbert.DECODER_TYPE, modernbert, "ModernBertDecoderForCausalLM", "never"),
         ModelFamily(neobert.MODEL_TYPE, neobert, "NeoBERTLMHead", "never", is_encoder=True),
@@ -122,7 +155,9 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
     """Return the ModelFamily for `model_type` in a config.json's content `values`; InputError, naming `file`, if unknown."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"{file}: field `model_type`: found {shorten_repr(model_type)}, expected one of {KNOWN_FAMILIES}")
+        raise InputError(
+            f"{file}: field `model_type`: found {shorten_repr(model_type)}, expected one of {KNOWN_FAMILIES}"
+        )
     return FAMILIES[model_type]
 
 
@@ -132,13 +167,19 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
     """
     family = find_family(values, file)
-    if family.is_encoder and values.get("is_causal"):  # only some of transformers' kernels follow it
-        raise InputError(f"{file}: field `is_causal`: found true, expected false: {family.model_type} models are bidirectional")
+    if family.is_encoder and values.get(
+        "is_causal"
+    ):  # only some of transformers' kernels follow it
+        raise InputError(
+            f"{file}: field `is_causal`: found true, expected false: {family.model_type} models are bidirectional"
+        )
     if family.export_as:  # defaults of the export family are of another model
         fields = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
         for name in _FIELDS_WITHOUT_SHAPE:
             if name not in fields:
-                raise InputError(f"{file}: field `{name}`: missing, expected the value that the model was trained with")
+                raise InputError(
+                    f"{file}: field `{name}`: missing, expected the value that the model was trained with"
+                )
     return build_hf_config(values, family.export_family.model_type, file)
 
 
@@ -150,7 +191,8 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     options |= {ours: getattr(config, theirs) for theirs, ours in layers.FIELDS.items()}
     model = ModelConfig(
         **options,
-        add_qkv_bias=family.qkv_bias == "always" or (family.qkv_bias == "optional" and bool(config.attention_bias)),
+        add_qkv_bias=family.qkv_bias == "always"
+        or (family.qkv_bias == "optional" and bool(config.attention_bias)),
         qk_layernorm=family.qk_norms,
     )
     try:
@@ -162,7 +204,11 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
     """Return the attention that transformers uses for `config`: causal for a decoder unless the config says otherwise."""
-    return Attention.BIDIRECTIONAL if family.is_encoder or not is_causal_decoder(config) else Attention.CAUSAL
+    return (
+        Attention.BIDIRECTIONAL
+        if family.is_encoder or not is_causal_decoder(config)
+        else Attention.CAUSAL
+    )
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
@@ -174,7 +220,11 @@ def infer_objective(config: Any, family: ModelFamily) -> str:
 
 def able_families(model: ModelConfig, attention: Attention) -> list[str]:
     """Return the names of the families that exports of `model` under `attention` can have."""
-    return [name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)]
+    return [
+        name
+        for name, other in FAMILIES.items()
+        if not other.export_as and not other.unsupported_feature(model, attention)
+    ]
 
 
 def build_export_config(
@@ -196,7 +246,11 @@ def build_export_config(
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)
-        others = f"expected --as {' or '.join(able)}" if able else "no family here has all layers of this model"
+        others = (
+            f"expected --as {' or '.join(able)}"
+            if able
+            else "no family here has all layers of this model"
+        )
         raise InputError(f"--as {family.model_type}: has no {missing}; {others}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -227,17 +281,25 @@ def build_export_config(
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
-        values["use_cache"] = False  # keys of a text read both ways are of no use later, and cannot go to ONNX
+        values["use_cache"] = (
+            False  # keys of a text read both ways are of no use later, and cannot go to ONNX
+        )
         if layers is llama:
             values["is_causal"] = False
     source = source or {}
     if source.get("classifier_pooling") in family.poolings and family.is_encoder:
         values["classifier_pooling"] = source["classifier_pooling"]
     for name in _SPECIAL_IDS:
-        if name in values and name in source and _is_kept_id(name, source[name], tokenizer, vocab_size):
+        if (
+            name in values
+            and name in source
+            and _is_kept_id(name, source[name], tokenizer, vocab_size)
+        ):
             values[name] = source[name]
     if family.model_type == modernbert.DECODER_TYPE:  # its class refuses null there
-        values |= {name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None}
+        values |= {
+            name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None
+        }
     register_neobert(family.model_type)
     return CONFIG_MAPPING[family.export_family.model_type](**values)
 
@@ -269,6 +331,12 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
         if value == came:
             continue
         is_role = value == getattr(tokenizer, name, None)
-        reason = "as in the tokenizer" if is_role else f"which this {config.model_type} model cannot have"
-        lines.append(f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came in, {reason}")
+        reason = (
+            "as in the tokenizer"
+            if is_role
+            else f"which this {config.model_type} model cannot have"
+        )
+        lines.append(
+            f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came in, {reason}"
+        )
     return lines

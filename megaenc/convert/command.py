@@ -37,7 +37,17 @@ class ToHFConfig:
     """folder to write; must not exist"""
     architecture: Annotated[
         Literal[
-            *("eurobert", "gemma3_text", "llama", "mistral", "modernbert", "modernbert-decoder", "neobert", "qwen2", "qwen3"),
+            *(
+                "eurobert",
+                "gemma3_text",
+                "llama",
+                "mistral",
+                "modernbert",
+                "modernbert-decoder",
+                "neobert",
+                "qwen2",
+                "qwen3",
+            ),
             "source",
         ]
         | None,
@@ -115,7 +125,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         *others, last = _DIRECTIONS
         known = f"{', '.join(others)} or {last}"
         raise InputError(
-            f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near}?" if near else "")
+            f"{prog}: unknown direction {words[0]!r}, expected {known}"
+            + (f"; did you mean {near}?" if near else "")
         )
     kind, description, convert = _DIRECTIONS[words[0]]
     prog = f"{prog} {words[0]}"
@@ -134,7 +145,11 @@ def _to_hf(options: ToHFConfig) -> None:
 
     load = Path(options.load)
     output = Path(options.output)
-    export_options = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
+    export_options = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("load", "output", "ckpt_step", "all")
+    }
     if not options.all:
         step = to_hf(load, output, step=options.ckpt_step, **export_options)
         print_rank_0(f"{options.output}: step {step} of {options.load} {_describe_proof(output)}")
@@ -150,7 +165,9 @@ def _describe_proof(folder: Path) -> str:
     from megaenc.convert.to_hf import CERTIFICATE
 
     proof = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
-    largest = max(number for kernel in proof["largest_difference"].values() for number in kernel.values())
+    largest = max(
+        number for kernel in proof["largest_difference"].values() for number in kernel.values()
+    )
     return f"as {proof['class']}, {proof['attention']}; {proof['compared']} differ by at most {largest:.1e}"
 
 
@@ -176,11 +193,15 @@ def _merge(options: MergeConfig) -> None:
     """Merge checkpoints, and print them with the flags that start a run from the result."""
     from megaenc.convert.merge.checkpoints import merge
 
-    merge_options = {name: value for name, value in vars(options).items() if name not in ("load", "output")}
+    merge_options = {
+        name: value for name, value in vars(options).items() if name not in ("load", "output")
+    }
     record = merge(options.load, Path(options.output), **merge_options)
     names = ", ".join(one.describe() for one in record.checkpoints)
     base = f", base {record.base.label}, density {record.density:g}" if record.base else ""
-    print_rank_0(f"{options.output}: {record.method} merge of {names}{base}\n{_describe_start(options.output)}")
+    print_rank_0(
+        f"{options.output}: {record.method} merge of {names}{base}\n{_describe_start(options.output)}"
+    )
 
 
 def _describe_start(output: str) -> str:
@@ -189,11 +210,19 @@ def _describe_start(output: str) -> str:
 
 
 _DIRECTIONS = {
-    "to-hf": (ToHFConfig, "Write a run's checkpoint and tokenizer as a Hugging Face folder.", _to_hf),
+    "to-hf": (
+        ToHFConfig,
+        "Write a run's checkpoint and tokenizer as a Hugging Face folder.",
+        _to_hf,
+    ),
     "from-hf": (
         FromHFConfig,
         "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.",
         _from_hf,
     ),
-    "merge": (MergeConfig, "Merge checkpoints of one or several runs as a run folder that other runs start from.", _merge),
+    "merge": (
+        MergeConfig,
+        "Merge checkpoints of one or several runs as a run folder that other runs start from.",
+        _merge,
+    ),
 }

@@ -23,7 +23,12 @@ from megaenc.convert.architectures import (
 )
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
-from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
+from megaenc.convert.tokenizer_io import (
+    MaskToken,
+    ensure_mask_token,
+    read_tokenizer,
+    write_tokenizer,
+)
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -63,7 +68,9 @@ class HFSource:
     @property
     def config_fields(self) -> dict[str, Any]:
         """Return the fields of config.json that exports keep, without any defaults."""
-        return {name: self.folder.config[name] for name in SOURCE_FIELDS if name in self.folder.config}
+        return {
+            name: self.folder.config[name] for name in SOURCE_FIELDS if name in self.folder.config
+        }
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -89,7 +96,9 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     model = to_model_config(config, family, where)
     embedding, head = vocabulary_names(model, family.model_type)
     if tie and head in folder.shapes:
-        raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{head}`; leave the flag out")
+        raise InputError(
+            f"--tie-word-embeddings: {path} holds an output layer, `{head}`; leave the flag out"
+        )
     if model.untie_embeddings_and_output_weights and head not in folder.shapes:
         if not tie:
             raise InputError(
@@ -102,15 +111,25 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     try:
         shapes = read_hf_shapes(config, family)
     except Exception as error:  # wrong sizes raise errors of many types, such as integer overflow
-        raise InputError(f"{where}: {first_error_line(error)}; expected the sizes of the weights") from None
+        raise InputError(
+            f"{where}: {first_error_line(error)}; expected the sizes of the weights"
+        ) from None
     if tied:
         shapes.pop(head, None)
     folder.check(shapes, optional={head} if tied else set())
     for name in family.zero_bias_names(model):
         if folder.tensor(name).any():
-            raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
-    if tied and head in folder.shapes and not torch.equal(folder.tensor(head), folder.tensor(embedding)):
-        raise InputError(f"{where}: field `tie_word_embeddings`: found true, but `{head}` is not `{embedding}`")
+            raise InputError(
+                f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros"
+            )
+    if (
+        tied
+        and head in folder.shapes
+        and not torch.equal(folder.tensor(head), folder.tensor(embedding))
+    ):
+        raise InputError(
+            f"{where}: field `tie_word_embeddings`: found true, but `{head}` is not `{embedding}`"
+        )
     return HFSource(folder, family, config, model)
 
 
@@ -142,7 +161,9 @@ def from_hf(
     mask = ensure_mask_token(tokenizer, add_mask_token)
     if mask.origin == "reserved" and _is_row_untrained(hf_source, mask.id):
         mask = dataclasses.replace(mask, origin="untrained")
-    model = dataclasses.replace(hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1))
+    model = dataclasses.replace(
+        hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1)
+    )
     weights = parse_dtype(dtype, "source", hf_source.dtype)
     with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
         origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
@@ -175,7 +196,9 @@ def from_hf(
             from megaenc.training.checkpoint.manager import CheckpointManager
 
             # Rotary angles are not weights, so that the sequence length does not matter.
-            encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None)
+            encoder = build_encoder(
+                model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None
+            )
             _load_weights(encoder, hf_source, model, mask, vocabulary.size)
             CheckpointManager(folder / "checkpoints").save_weights(encoder, identity)
         finally:
@@ -213,7 +236,9 @@ def write_run_files(
     }
     identity = {
         **vars(model),
-        "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
+        "vocab_size": None
+        if model.vocab_size == vocabulary.size
+        else model.vocab_size,  # as a run has it
         "tokenizer": vocabulary.fingerprint,
         "bf16": config["bf16"],
         "source": hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16],
@@ -238,12 +263,16 @@ def write_run_files(
 def _is_row_untrained(source: HFSource, row: int) -> bool:
     """Return whether a row of the embedding is close to zero, as only weight decay leaves it without training."""
     embedding, _ = vocabulary_names(source.model, source.family.model_type)
-    norms = torch.cat([part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)])
+    norms = torch.cat(
+        [part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)]
+    )
     return bool(norms[row] < norms.median() / 100)
 
 
 @torch.no_grad()
-def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int) -> None:
+def _load_weights(
+    encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int
+) -> None:
     """Copy the source's weights into `encoder` one by one; rows that pad the vocabulary are zero.
 
     An untrained or added mask token gets the mean of the other rows of the tokenizer's `ids`.
@@ -258,7 +287,14 @@ def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig
                 done += len(part)
             parameter[done:] = 0
             if mask.origin in ("untrained", "added"):
-                others = (*parameter[: mask.id].split(_ROWS), *parameter[mask.id + 1 : ids].split(_ROWS))
-                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / (ids - 1)
+                others = (
+                    *parameter[: mask.id].split(_ROWS),
+                    *parameter[mask.id + 1 : ids].split(_ROWS),
+                )
+                parameter[mask.id] = sum(
+                    part.sum(dim=0, dtype=torch.float32) for part in others
+                ) / (ids - 1)
         else:
-            parameter.copy_(mapping.to_core(tuple(source.folder.tensor(name) for name in names), model))
+            parameter.copy_(
+                mapping.to_core(tuple(source.folder.tensor(name) for name in names), model)
+            )

@@ -41,8 +41,12 @@ class ExportProvenance:
     dtype: str = "float32"  # of the weights
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
     added_token: str = ""  # the mask token that was added when such a model was converted
-    merge: MergeRecord | None = None  # checkpoints that were merged; `schedule` is then the last objective of one
-    document: str = ""  # a document of training with its special tokens, `[CLS] ... [SEP]`; empty if unknown
+    merge: MergeRecord | None = (
+        None  # checkpoints that were merged; `schedule` is then the last objective of one
+    )
+    document: str = (
+        ""  # a document of training with its special tokens, `[CLS] ... [SEP]`; empty if unknown
+    )
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -88,12 +92,24 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     causal = attention == Attention.CAUSAL
     last = [(inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | {_format_label(one)} |" for name, one in last)
-    loader = "megaenc's own NeoBERT" if provenance.architecture.startswith("NeoBERT") else "transformers"
-    trained = "made for" if provenance.converted else "last trained" if provenance.is_trained else "trained first"
+    loader = (
+        "megaenc's own NeoBERT" if provenance.architecture.startswith("NeoBERT") else "transformers"
+    )
+    trained = (
+        "made for"
+        if provenance.converted
+        else "last trained"
+        if provenance.is_trained
+        else "trained first"
+    )
     # transformers' fill-mask pipeline supports only masked-LM classes.
     has_features = provenance.encoder_only or (_is_decoder(provenance) and not causal)
     tag = "feature-extraction" if has_features else "text-generation" if causal else "fill-mask"
-    library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
+    library, tag = (
+        ("sentence-transformers", "sentence-similarity")
+        if provenance.sentences
+        else ("transformers", tag)
+    )
     return f"""---
 library_name: {library}
 pipeline_tag: {tag}
@@ -146,7 +162,9 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
 def check_license(text: str) -> None:
     """Raise InputError if `text`, for the card's metadata, is not an identifier such as apache-2.0."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
-        raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
+        raise InputError(
+            f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0"
+        )
 
 
 def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
@@ -163,7 +181,9 @@ def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
 def _read_last_row(file: Path, step: int) -> dict[str, Any]:
     """Return the last row up to `step` of a JSON-lines file; empty if the file is missing or incomplete."""
     try:
-        rows = [parse_json(line) for line in read_regular_file(file, _MAX_METRICS_BYTES).splitlines()]
+        rows = [
+            parse_json(line) for line in read_regular_file(file, _MAX_METRICS_BYTES).splitlines()
+        ]
         return [row for row in rows if type(row["step"]) is int and row["step"] <= step][-1]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
@@ -175,7 +195,10 @@ def _format_metrics(provenance: ExportProvenance) -> str:
     if provenance.metrics:
         lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
         for name, row in provenance.metrics.items():
-            numbers = [f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else "" for key in ("loss", "accuracy")]
+            numbers = [
+                f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else ""
+                for key in ("loss", "accuracy")
+            ]
             lines.append(f"| {row['step']:,} | {name} | {' | '.join(numbers)} |")
         lines.append("")
     known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
@@ -192,7 +215,11 @@ def _format_training(provenance: ExportProvenance) -> str:
     if provenance.merge:
         merge = provenance.merge
         names = [inline_code(one.describe()) for one in merge.checkpoints]
-        base = f", relative to {inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
+        base = (
+            f", relative to {inline_code(merge.base.label)} with density {merge.density:g}"
+            if merge.base
+            else ""
+        )
         return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
     if provenance.converted:
         return " as it came in: nothing was trained since."
@@ -212,17 +239,23 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
         if stage.family
     ]
     if provenance.added_token:
-        parts.append(f"The row of its mask token, {inline_code(provenance.added_token)}, was added: the mean of the others. ")
+        parts.append(
+            f"The row of its mask token, {inline_code(provenance.added_token)}, was added: the mean of the others. "
+        )
     stages = [
         f"{inline_code(Path(stage.run).name)} to step {stage.step:,} ({inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
     if stages:
-        parts.append(f"{'They' if parts else f'Its {whose}'} were trained in other runs: {', then '.join(stages)}. ")
+        parts.append(
+            f"{'They' if parts else f'Its {whose}'} were trained in other runs: {', then '.join(stages)}. "
+        )
     if start.kind == "branch":
         run = inline_code(Path(start.run).name)
-        parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
+        parts.append(
+            f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. "
+        )
     return "".join(parts)
 
 
@@ -249,9 +282,7 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
         text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
     if provenance.sentences:
-        text += (
-            ". `SentenceTransformer` gives the mean of its hidden states, in float32 unless `model_kwargs` has another `dtype`"
-        )
+        text += ". `SentenceTransformer` gives the mean of its hidden states, in float32 unless `model_kwargs` has another `dtype`"
     if provenance.dtype != "float32":
         text += (
             f". The weights are in {provenance.dtype}: to fine-tune them or to export them to ONNX, give `from_pretrained` "
@@ -260,7 +291,9 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     return f"{text}."
 
 
-def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
+def _format_prediction_shift(
+    objective: Objective, attention: Attention, provenance: ExportProvenance
+) -> str:
     """Return the card's paragraph about the positions of predictions and a changed attention."""
     if provenance.encoder_only:
         return "The output layer is left out: this export gives hidden states."
@@ -268,7 +301,9 @@ def _format_prediction_shift(objective: Objective, attention: Attention, provena
     name = inline_code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
-        parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
+        parts.append(
+            "The output at position i predicts token i + 1, as transformers' causal language models do."
+        )
     elif shift:
         pipeline = '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
         parts.append(
@@ -277,9 +312,19 @@ def _format_prediction_shift(objective: Objective, attention: Attention, provena
             f"{'' if _is_decoder(provenance) else pipeline}`megaenc fill-mask` moves the logits by itself."
         )
     else:
-        parts.append(f"{name} predicts a token where it stands: the output at position i is for token i.")
+        parts.append(
+            f"{name} predicts a token where it stands: the output at position i is for token i."
+        )
     if objective.attention != attention:
-        was = "came in reading" if provenance.converted else "was trained" if provenance.is_trained else "is first trained"
-        parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")
+        was = (
+            "came in reading"
+            if provenance.converted
+            else "was trained"
+            if provenance.is_trained
+            else "is first trained"
+        )
+        parts.append(
+            f"It {was} under {objective.attention} attention, and this export reads its text under {attention}."
+        )
     parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

@@ -45,7 +45,10 @@ def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
         parts = _schedule_parts(
-            Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step
+            Schedule.build(stage.schedule, stage.total or stage.step, vocabulary),
+            stage.schedule,
+            done,
+            stage.step,
         )
     except InputError:  # the objective is not installed
         parts = [f"{_slugify(stage.schedule)}-{_format_step(done + stage.step)}"]
@@ -57,13 +60,19 @@ def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]
 def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
     """Return the name parts of a schedule up to its step `last`, such as `clm-10k`, `mlm40-42k`; steps are offset by `done`."""
     last = schedule.phases[-1].last_step if last is None else last
-    phases = [(_phase_label(phase), min(phase.last_step, last)) for phase in schedule.phases if phase.first_step <= last]
+    phases = [
+        (_phase_label(phase), min(phase.last_step, last))
+        for phase in schedule.phases
+        if phase.first_step <= last
+    ]
     # Repeated phases would make the name too long: use the text of the schedule.
     if len(phases) > 4:
         phases = [(_slugify(text), last)]
     following = [*(label for label, _ in phases[1:]), None]
     return [
-        f"{label}-{_format_step(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label
+        f"{label}-{_format_step(done + end)}"
+        for (label, end), other in zip(phases, following, strict=True)
+        if other != label
     ]
 
 
@@ -83,7 +92,9 @@ def _objective_label(objective: Objective) -> str:
     others = [
         f"{field.name}{getattr(objective, field.name):g}"
         for field in objective.options()
-        if field.name != "mask" and isinstance(field.default, float | int) and getattr(objective, field.name) != field.default
+        if field.name != "mask"
+        and isinstance(field.default, float | int)
+        and getattr(objective, field.name) != field.default
     ]
     return "-".join([label, *others])
 

@@ -46,7 +46,9 @@ class QKVMapping(ParamMapping):
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
         """Return linear_qkv: the rows of query, key and value, interleaved by key/value group."""
         if len(self.hf) == 1:
-            tensors = tensors[0].split([model.query_size, *[model.num_query_groups * model.head_dim] * 2])
+            tensors = tensors[0].split(
+                [model.query_size, *[model.num_query_groups * model.head_dim] * 2]
+            )
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
 
@@ -94,26 +96,39 @@ def _qkv_mapping(kind: str) -> QKVMapping:
 _EMBEDDING = ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 _HEAD = ParamMapping("output_layer.weight", ("lm_head.weight",))
 _LAYER: tuple[ParamMapping, ...] = (
-    ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
+    ParamMapping(
+        "decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)
+    ),
     _qkv_mapping("weight"),
-    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.self_attn.o_proj.weight",)),
-    ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    ParamMapping(
+        "decoder.layers.{}.self_attention.linear_proj.weight",
+        ("model.layers.{}.self_attn.o_proj.weight",),
+    ),
+    ParamMapping(
+        "decoder.layers.{}.pre_mlp_layernorm.weight",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+    ),
     GatedMLPMapping(
         "decoder.layers.{}.mlp.linear_fc1.weight",
         ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
     ),
-    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)),
+    ParamMapping(
+        "decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)
+    ),
 )
 _QKV_BIAS: tuple[ParamMapping, ...] = (_qkv_mapping("bias"),)
 _HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
     ParamMapping(
-        f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",)
+        f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight",
+        (f"model.layers.{{}}.self_attn.{name}_norm.weight",),
     )
     for name in "qk"
 )
 # Gemma 3's norms of a layer, two of which have Llama's names with another meaning.
 _GEMMA3_NORMS: tuple[ParamMapping, ...] = tuple(
-    ParamMapping(f"decoder.layers.{{}}.{core}.weight", (f"model.layers.{{}}.{hf}_layernorm.weight",))
+    ParamMapping(
+        f"decoder.layers.{{}}.{core}.weight", (f"model.layers.{{}}.{hf}_layernorm.weight",)
+    )
     for core, hf in (
         ("self_attn_bda.norm", "post_attention"),
         ("pre_mlp_layernorm", "pre_feedforward"),
@@ -126,8 +141,12 @@ _NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
 _MODERNBERT_EMBEDDING = ParamMapping(_EMBEDDING.core, ("model.embeddings.tok_embeddings.weight",))
 _MODERNBERT_HEAD = ParamMapping(_HEAD.core, ("decoder.weight",))
 _MODERNBERT_LAYER: tuple[ParamMapping, ...] = (
-    QKVMapping("decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)),
-    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.attn.Wo.weight",)),
+    QKVMapping(
+        "decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)
+    ),
+    ParamMapping(
+        "decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.attn.Wo.weight",)
+    ),
     ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.layers.{}.mlp.Wi.weight",)),
     ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.Wo.weight",)),
 )
@@ -148,12 +167,28 @@ _DECODER_QKV = QKVMapping(
 # NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same order.
 _NEOBERT: tuple[ParamMapping, ...] = (
     ParamMapping(_EMBEDDING.core, ("model.encoder.weight",)),
-    ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.transformer_encoder.{}.attention_norm.weight",)),
-    HeadQKVMapping("decoder.layers.{}.self_attention.linear_qkv.weight", ("model.transformer_encoder.{}.qkv.weight",)),
-    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.transformer_encoder.{}.wo.weight",)),
-    ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.transformer_encoder.{}.ffn_norm.weight",)),
-    ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.transformer_encoder.{}.ffn.w12.weight",)),
-    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.transformer_encoder.{}.ffn.w3.weight",)),
+    ParamMapping(
+        "decoder.layers.{}.input_layernorm.weight",
+        ("model.transformer_encoder.{}.attention_norm.weight",),
+    ),
+    HeadQKVMapping(
+        "decoder.layers.{}.self_attention.linear_qkv.weight",
+        ("model.transformer_encoder.{}.qkv.weight",),
+    ),
+    ParamMapping(
+        "decoder.layers.{}.self_attention.linear_proj.weight",
+        ("model.transformer_encoder.{}.wo.weight",),
+    ),
+    ParamMapping(
+        "decoder.layers.{}.pre_mlp_layernorm.weight",
+        ("model.transformer_encoder.{}.ffn_norm.weight",),
+    ),
+    ParamMapping(
+        "decoder.layers.{}.mlp.linear_fc1.weight", ("model.transformer_encoder.{}.ffn.w12.weight",)
+    ),
+    ParamMapping(
+        "decoder.layers.{}.mlp.linear_fc2.weight", ("model.transformer_encoder.{}.ffn.w3.weight",)
+    ),
     ParamMapping("decoder.final_layernorm.weight", ("model.layer_norm.weight",)),
     ParamMapping(_HEAD.core, ("decoder.weight",)),
     _HEAD_BIAS,
@@ -169,7 +204,9 @@ def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[Param
     for core, hf in _MODERNBERT_NORMS.items():
         for kind in ("weight", "bias") if model.norm_bias else ("weight",):
             yield ParamMapping(f"{core}.{kind}", (f"{_head_name(hf, is_decoder)}.{kind}",))
-    yield ParamMapping(_MODERNBERT_DENSE.core, tuple(_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf))
+    yield ParamMapping(
+        _MODERNBERT_DENSE.core, tuple(_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf)
+    )
     yield _MODERNBERT_HEAD
     if model.output_layer_bias:
         yield _HEAD_BIAS
@@ -188,18 +225,31 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
         return _NEOBERT
     layer = _LAYER
     if model.post_norms:
-        layer = (*(mapping for mapping in layer if ".pre_mlp_layernorm." not in mapping.core), *_GEMMA3_NORMS)
-    layer = (*layer, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+        layer = (
+            *(mapping for mapping in layer if ".pre_mlp_layernorm." not in mapping.core),
+            *_GEMMA3_NORMS,
+        )
+    layer = (
+        *layer,
+        *(_QKV_BIAS if model.add_qkv_bias else ()),
+        *(_HEAD_NORMS if model.qk_layernorm else ()),
+    )
     return (_EMBEDDING, *layer, _NORM, _HEAD, *((_HEAD_BIAS,) if model.output_layer_bias else ()))
 
 
 def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
     """Return the Hugging Face names, in `family`, of the embedding and of the output layer's matrix."""
-    names = {mapping.core: mapping.hf[0] for mapping in _model_mappings(model, family) if mapping.core in VOCABULARY_ROWS}
+    names = {
+        mapping.core: mapping.hf[0]
+        for mapping in _model_mappings(model, family)
+        if mapping.core in VOCABULARY_ROWS
+    }
     return names[_EMBEDDING.core], names[_HEAD.core]
 
 
-def iter_mappings(model: ModelConfig, family: str | None = None) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
+def iter_mappings(
+    model: ModelConfig, family: str | None = None
+) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
     """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted.
 
     `family`: the model type whose names they are; by default one that has all weights of the model.
@@ -208,9 +258,15 @@ def iter_mappings(model: ModelConfig, family: str | None = None) -> Iterator[tup
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
             continue
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
-            if model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core:  # the first layer has none
+            if (
+                model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core
+            ):  # the first layer has none
                 continue
-            yield mapping, mapping.core.format(number), tuple(name.format(number) for name in mapping.hf)
+            yield (
+                mapping,
+                mapping.core.format(number),
+                tuple(name.format(number) for name in mapping.hf),
+            )
 
 
 def iter_hf_tensors(

@@ -48,7 +48,11 @@ class RunCheckpoint:
         if len(phases) == 1 or step is None:
             return self
         current = self.settings.phase_at(step)
-        longest = max(phase.settings.data.seq_length for phase in phases if phase.first_step <= current.first_step)
+        longest = max(
+            phase.settings.data.seq_length
+            for phase in phases
+            if phase.first_step <= current.first_step
+        )
         model = dataclasses.replace(self.model, rotary_base=current.settings.shape.rotary_base)
         return dataclasses.replace(self, model=model, seq_length=longest)
 
@@ -96,7 +100,13 @@ class RunCheckpoint:
     def special_tokens(self) -> SpecialTokens | None:
         """Return the special tokens around each document in training; None if the weights were only converted."""
         values = self.facts.get("special_tokens")
-        return None if values is None else SpecialTokens.from_json(values, f"{self.folder / RUN_FILE}: field `special_tokens`")
+        return (
+            None
+            if values is None
+            else SpecialTokens.from_json(
+                values, f"{self.folder / RUN_FILE}: field `special_tokens`"
+            )
+        )
 
     @property
     def has_seeded_step_0(self) -> bool:
@@ -119,7 +129,12 @@ class RunCheckpoint:
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """Return the run's objective Schedule, built with `vocabulary`; InputError if an objective is not installed."""
         try:
-            return Schedule.build(self.settings.schedule_text, self.settings.total_iters, vocabulary, self.settings.seed)
+            return Schedule.build(
+                self.settings.schedule_text,
+                self.settings.total_iters,
+                vocabulary,
+                self.settings.seed,
+            )
         except InputError as error:
             raise InputError(
                 f"--load {self.folder}: its model card cannot be written, as its schedule cannot be read ({error}); install the "
@@ -144,7 +159,9 @@ class RunCheckpoint:
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
             reason = "only an unfinished checkpoint" if unfinished else "no checkpoint yet"
-            raise InputError(f"{flag} {self.folder}: {reason}; give the run's command again to continue to its next checkpoint")
+            raise InputError(
+                f"{flag} {self.folder}: {reason}; give the run's command again to continue to its next checkpoint"
+            )
         return newest
 
     @contextlib.contextmanager
@@ -162,7 +179,9 @@ class RunCheckpoint:
             loaded_step = self.newest_step(checkpoints) if step is None else step
             drawn = loaded_step == 0 and self.has_seeded_step_0 and not checkpoints.path(0).exists()
             seed = self.settings.seed if drawn else None
-            encoder = build_encoder(self.model, self.vocab_size, length, backend.ParallelConfig(), self.dtype, seed=seed)
+            encoder = build_encoder(
+                self.model, self.vocab_size, length, backend.ParallelConfig(), self.dtype, seed=seed
+            )
             if not drawn:
                 with report_removal(checkpoints, loaded_step):
                     load_model_weights(checkpoints, loaded_step, encoder, identity=self.identity)
@@ -172,12 +191,16 @@ class RunCheckpoint:
 
 
 @contextlib.contextmanager
-def report_removal(checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-step") -> Iterator[None]:
+def report_removal(
+    checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-step"
+) -> Iterator[None]:
     """Convert an error in the block into an InputError, naming `flag`, if the checkpoint of `step` was removed meanwhile."""
     try:
         yield
     except Exception as error:  # as many types as there are files and readers of them
-        if (isinstance(error, InputError) and not isinstance(error, CheckpointReadError)) or checkpoints.is_complete(step):
+        if (
+            isinstance(error, InputError) and not isinstance(error, CheckpointReadError)
+        ) or checkpoints.is_complete(step):
             raise
         raise InputError(
             f"{checkpoints.path(step)}: was removed while it was read, as runs remove old checkpoints; "
@@ -188,7 +211,9 @@ def report_removal(checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-st
 def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     """Return the RunCheckpoint of a run folder by its config.yaml and run.json; InputError if one is missing or changed."""
     if not os.path.isfile(folder / CONFIG_FILE):
-        raise InputError(f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
+        raise InputError(
+            f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save"
+        )
     facts, start = _read_facts(folder / RUN_FILE)
     settings = read_config_file(str(folder / CONFIG_FILE))
     vocab_size = facts["vocab_size"]
@@ -196,14 +221,26 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     _check_config_matches(settings, identity, folder / CONFIG_FILE)
     if settings.shape.parameter_count(vocab_size) != facts["parameters"]:
         expected = f"the rows of a model of {facts['parameters']} parameters"
-        raise InputError(f"{folder / RUN_FILE}: field `vocab_size`: found {vocab_size}, expected {expected}")
+        raise InputError(
+            f"{folder / RUN_FILE}: field `vocab_size`: found {vocab_size}, expected {expected}"
+        )
     if (configured := settings.shape.vocab_size) not in (None, vocab_size):
         raise InputError(
             f"{folder / CONFIG_FILE}: field `vocab_size`: found {configured}, expected {vocab_size} as in {RUN_FILE}"
         )
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     final = settings.phase_configs[-1].settings
-    return RunCheckpoint(folder, final.shape, vocab_size, final.data.seq_length, dtype, identity, settings, start, facts)
+    return RunCheckpoint(
+        folder,
+        final.shape,
+        vocab_size,
+        final.data.seq_length,
+        dtype,
+        identity,
+        settings,
+        start,
+        facts,
+    )
 
 
 def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
@@ -220,13 +257,21 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
         raise InputError(f"{file}: {error!r}; expected the run.json of a pretraining run") from None
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise InputError(f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more")
+            raise InputError(
+                f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more"
+            )
     for part in parts:
-        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict | MergedCheckpoint)}
+        plain = {
+            name: value
+            for name, value in vars(part).items()
+            if not isinstance(value, tuple | dict | MergedCheckpoint)
+        }
         flags.replace_fields(part, plain, source=f"{file}: start")  # checks the type of each field
     for stage in start.before:
         if stage.family and stage.family not in FAMILIES:
-            raise InputError(f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN_FAMILIES}")
+            raise InputError(
+                f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN_FAMILIES}"
+            )
     return facts, start
 
 
@@ -234,9 +279,15 @@ def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], fi
     """Raise InputError for the first field of config.yaml, `file`, that differs from the identity of the weights in run.json."""
     settings = settings.phase_configs[-1].settings
     config = flags.flatten(settings.shape) | {"bf16": settings.bf16}
-    del config["vocab_size"]  # checked against `vocab_size` of run.json, as it is optional in the config
+    del config[
+        "vocab_size"
+    ]  # checked against `vocab_size` of run.json, as it is optional in the config
     others = {"seed": settings.seed, "seq_length": settings.data.seq_length}
-    config |= {name: value for name, value in others.items() if name in identity}  # converted models have neither
+    config |= {
+        name: value for name, value in others.items() if name in identity
+    }  # converted models have neither
     for name, value in config.items():
         if value != (expected := identity.get(name)):
-            raise InputError(f"{file}: field `{name}`: found {value}, expected {expected}, which {RUN_FILE} has")
+            raise InputError(
+                f"{file}: field `{name}`: found {value}, expected {expected}, which {RUN_FILE} has"
+            )

@@ -37,7 +37,11 @@ def parse_size(text: str, flag: str) -> int:
 
 
 def write_shards(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int,
 ) -> dict[str, str]:
     """Write `tensors`, ordered as `shapes`, to safetensors of `max_bytes` if possible; return SHA-256 by tensor name.
 
@@ -51,7 +55,11 @@ def write_shards(
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = [0, *accumulate(sizes[name] for name in names)]
         for name, offsets in zip(names, pairwise(ends), strict=True):
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": offsets}
+            header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shapes[name]),
+                "data_offsets": offsets,
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # aligns the data
         with open(folder / file, "wb") as stream:
@@ -59,7 +67,9 @@ def write_shards(
             for name in names:
                 tensor_name, tensor = next(remaining)
                 if tensor_name != name or tuple(tensor.shape) != tuple(shapes[name]):
-                    raise ValueError(f"found {tensor_name} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}")
+                    raise ValueError(
+                        f"found {tensor_name} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}"
+                    )
                 content = memoryview(tensor_bytes(tensor.to(dtype)))
                 stream.write(content)
                 digests[name] = hashlib.sha256(content).hexdigest()
@@ -88,4 +98,7 @@ def _assign_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[s
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
     stem = WEIGHTS.removesuffix(".safetensors")
-    return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
+    return {
+        f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": names
+        for number, names in enumerate(parts, 1)
+    }

@@ -28,12 +28,19 @@ def write_sentence_layout(
     (folder / "1_Pooling").mkdir()
     own = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
     others = {f"pooling_mode_{other}": False for other in _POOLING_FLAGS if other != own}
-    encoding = {"prompts": dict(prompts or {}), "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    encoding = {
+        "prompts": dict(prompts or {}),
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine",
+    }
     pooling = {"word_embedding_dimension": hidden_size, f"pooling_mode_{own}": True} | others
     write_json(folder / "modules.json", _MODULES)
     # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under either of its names.
     dtype = {"config_args": {"dtype": "float32"}}
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": lower_case} | dtype)
+    write_json(
+        folder / "sentence_bert_config.json",
+        {"max_seq_length": length, "do_lower_case": lower_case} | dtype,
+    )
     write_json(folder / "config_sentence_transformers.json", encoding)
     write_json(folder / "1_Pooling/config.json", pooling)
 

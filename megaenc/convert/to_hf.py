@@ -19,13 +19,22 @@ from megaenc.convert.architectures import (
     build_export_config,
     describe_changed_fields,
 )
-from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
+from megaenc.convert.model_card import (
+    ExportProvenance,
+    build_model_card,
+    check_license,
+    read_last_metrics,
+)
 from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import iter_hf_tensors
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
-from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
+from megaenc.convert.tokenizer_io import (
+    drop_incompatible_mask_role,
+    verify_tokenizer,
+    write_tokenizer,
+)
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -71,7 +80,10 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
     steps = run.exportable_steps()
-    exporters = {step: Exporter(run.at_step(step), **options) for step in (steps if run.settings.phases else steps[:1])}
+    exporters = {
+        step: Exporter(run.at_step(step), **options)
+        for step in (steps if run.settings.phases else steps[:1])
+    }
     names = [export_name(run, exporters[steps[0]].schedule, step) for step in steps]
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
@@ -82,7 +94,9 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     return names
 
 
-def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[ModelFamily, Attention]:
+def select_export_family(
+    architecture: str | None, run: RunCheckpoint
+) -> tuple[ModelFamily, Attention]:
     """Return (ModelFamily, Attention) of an export for --as `architecture`: causal if that is a decoder's name, else not.
 
     A family name, "source" for the family that the model was converted from, or None for EuroBERT or, if that does not support
@@ -92,10 +106,16 @@ def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[
         family = FAMILIES[architecture]
         return family, Attention.BIDIRECTIONAL if family.is_encoder else Attention.CAUSAL
     if architecture not in (None, "source"):
-        raise InputError(f"--as {architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
+        raise InputError(
+            f"--as {architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}"
+        )
     source = FAMILIES[run.origin.family if run.origin else "eurobert"].export_family
     order = (FAMILIES["eurobert"], source, *(FAMILIES[name] for name in _WRITTEN))
-    able = (family for family in order if not family.unsupported_feature(run.model, Attention.BIDIRECTIONAL))
+    able = (
+        family
+        for family in order
+        if not family.unsupported_feature(run.model, Attention.BIDIRECTIONAL)
+    )
     return source if architecture else next(able, FAMILIES["eurobert"]), Attention.BIDIRECTIONAL
 
 
@@ -178,18 +198,29 @@ class Exporter:
                 parameter.data = parameter.data.to(self.dtype)
             parameters = dict(encoder.named_parameters())
             self._check_output_bias(parameters.get("output_layer.bias"), step)
-            empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
+            empty = {
+                name: torch.empty_like(parameter, device="meta")
+                for name, parameter in parameters.items()
+            }
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
-            digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes)
+            digests = write_shards(
+                folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes
+            )
             expected = compute_core_outputs(encoder, probe, self.attention, self.encoder_only)
             del encoder, parameters  # before verification loads another model
-        (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
+        (folder / "README.md").write_text(
+            build_model_card(name, provenance, self.attention), encoding="utf-8"
+        )
         if self.sentences:
             write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
-            proof = verify_export(folder, probe, expected, self.attention, digests, run.model.layer_windows)
+            proof = verify_export(
+                folder, probe, expected, self.attention, digests, run.model.layer_windows
+            )
         except InputError as error:
-            raise InputError(f"step {step} of {run.folder}: the export is not the model: {error}; nothing is written") from None
+            raise InputError(
+                f"step {step} of {run.folder}: the export is not the model: {error}; nothing is written"
+            ) from None
         origin = {
             "megaenc": __version__,
             "run": run.folder.resolve().name,
@@ -218,26 +249,36 @@ class Exporter:
 
     def _check_output_bias(self, bias: Tensor | None, step: int) -> None:
         """Raise InputError if the output layer has a nonzero `bias`, which the family lacks."""
-        if bias is None or self.family.without_output_bias(self.run.model).output_layer_bias or not bias.any():
+        if (
+            bias is None
+            or self.family.without_output_bias(self.run.model).output_layer_bias
+            or not bias.any()
+        ):
             return
         able = able_families(self.run.model, self.attention)
         raise InputError(
             f"--as {self.family.model_type}: has no bias of the output layer, and step {step} has one of up to "
-            f"{float(bias.abs().max()):.2g}; " + (f"expected --as {' or '.join(able)}" if able else "expected zeros")
+            f"{float(bias.abs().max()):.2g}; "
+            + (f"expected --as {' or '.join(able)}" if able else "expected zeros")
         )
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
         """Write the tokenizer, verify it as loaded from the export, and return its entry of conversion.json."""
-        save_hf_config(self.config, folder)  # it influences the class with which transformers loads the tokenizer
+        save_hf_config(
+            self.config, folder
+        )  # it influences the class with which transformers loads the tokenizer
         write_tokenizer(self.tokenizer, folder)
         try:
-            proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type, self.special_tokens)
+            proof = verify_tokenizer(
+                folder, self.tokenizer, self.config.model_type, self.special_tokens
+            )
         except InputError as error:
             family = self.config.model_type
             able = [
                 name
                 for name in _WRITTEN
-                if name != family and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)
+                if name != family
+                and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)
             ]
             others = f"; expected --as {' or '.join(able)}" if able else ""
             raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
@@ -268,14 +309,19 @@ class Exporter:
             converted=run.converted and not run.merge,
             added_token=run.added_token,
             merge=run.merge,
-            document=special.describe(self.tokenizer) if special is not None and special.count else "",
+            document=special.describe(self.tokenizer)
+            if special is not None and special.count
+            else "",
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of each weight of the export, of an encoder only by its name in the base model."""
         run = self.run
         like = next(iter(parameters.values()))
-        biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
+        biases = (
+            (name, like.new_zeros(run.model.hidden_size))
+            for name in self.family.zero_bias_names(run.model)
+        )
         model = self.family.without_output_bias(run.model)
         tensors = iter_hf_tensors(parameters, model, run.vocab_size, self.family.model_type)
         for name, tensor in itertools.chain(tensors, biases):

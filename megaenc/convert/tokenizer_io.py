@@ -42,12 +42,17 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     Raises InputError if it is missing or has more ids than the model's embedding has `rows`.
     """
     if not (folder / FILE).is_file():
-        raise InputError(f"--input {folder}: the folder holds no {FILE}; expected a Hugging Face fast tokenizer")
+        raise InputError(
+            f"--input {folder}: the folder holds no {FILE}; expected a Hugging Face fast tokenizer"
+        )
     config = read_json_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
     config.pop("auto_map", None)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)  # without config.json, which can name a class too
-        for file in {folder / FILE, *(file for pattern in _EXTRA_FILES for file in folder.glob(pattern))}:
+        for file in {
+            folder / FILE,
+            *(file for pattern in _EXTRA_FILES for file in folder.glob(pattern)),
+        }:
             if file.is_file():
                 shutil.copy(file, copy)
         try:
@@ -64,7 +69,9 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     from tokenizers import Tokenizer
 
     known = Tokenizer.from_file(str(folder / FILE)).get_vocab(with_added_tokens=True)
-    for role in ROLES:  # some classes define roles that the files lack: GPT-2's ends a text with <|endoftext|>
+    for role in (
+        ROLES
+    ):  # some classes define roles that the files lack: GPT-2's ends a text with <|endoftext|>
         token = getattr(named, role, None)
         if getattr(tokenizer, role) is None and token in known:
             setattr(tokenizer, role, token)
@@ -79,7 +86,9 @@ def _load_with_config(folder: Path, config: dict[str, Any]) -> Any:
     return load_tokenizer(folder, "--input")
 
 
-def _raise_too_many_ids(folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int) -> None:
+def _raise_too_many_ids(
+    folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int
+) -> None:
     """Raise InputError for a tokenizer with more `ids` than the model has `rows`, naming the token that is the cause if known."""
     for role in ROLES:  # transformers adds an id for a token with a role that has none
         token = getattr(tokenizer, role)
@@ -88,7 +97,9 @@ def _raise_too_many_ids(folder: Path, tokenizer: Any, known: dict[str, int], row
                 f"{folder / CONFIG}: field `{role}`: found {token!r}, expected a token of {FILE}: the model's {rows} rows "
                 "leave none for another"
             )
-    raise InputError(f"{folder / 'config.json'}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids")
+    raise InputError(
+        f"{folder / 'config.json'}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
+    )
 
 
 @dataclass(frozen=True)
@@ -103,8 +114,14 @@ class MaskToken:
 
     def describe(self) -> str:
         """Return text, id and origin for the console, such as `mask token <mask> (id 4), its own`."""
-        description = {"own": "its own", "added": "a new token"}.get(self.origin, "a reserved token of its vocabulary")
-        row = "; its row was untrained and is now the mean of the others" if self.origin == "untrained" else ""
+        description = {"own": "its own", "added": "a new token"}.get(
+            self.origin, "a reserved token of its vocabulary"
+        )
+        row = (
+            "; its row was untrained and is now the mean of the others"
+            if self.origin == "untrained"
+            else ""
+        )
         return f"mask token {self.token} (id {self.id}), {description}{row}"
 
 
@@ -115,7 +132,9 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     """
     if tokenizer.mask_token is not None:
         if add:
-            raise InputError(f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; leave the flag out")
+            raise InputError(
+                f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; leave the flag out"
+            )
         return MaskToken(str(tokenizer.mask_token), tokenizer.mask_token_id, "own")
     token = MASK if add else _find_reserved_token(tokenizer)
     if token is None:
@@ -124,18 +143,26 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
             "the mean of the other rows as its row"
         )
     if add and token in tokenizer.get_vocab():
-        raise InputError(f"--add-mask-token: the tokenizer has a token {MASK} without the role; leave the flag out")
+        raise InputError(
+            f"--add-mask-token: the tokenizer has a token {MASK} without the role; leave the flag out"
+        )
     from tokenizers import AddedToken
 
     # Words of most vocabularies include the preceding space, so that the mask token absorbs it (lstrip).
-    tokenizer.add_special_tokens({"mask_token": AddedToken(token, lstrip=True, normalized=False, special=True)})
+    tokenizer.add_special_tokens(
+        {"mask_token": AddedToken(token, lstrip=True, normalized=False, special=True)}
+    )
     return MaskToken(token, tokenizer.mask_token_id, "added" if add else "reserved")
 
 
 def _find_reserved_token(tokenizer: Any) -> str | None:
     """Return the reserved token without a role that has the lowest id, preferably one called mask, or None."""
     roles = {str(token) for role in ROLES if (token := getattr(tokenizer, role)) is not None}
-    tokens = {token: id for token, id in tokenizer.get_vocab().items() if _RESERVED_TOKEN.fullmatch(token) and token not in roles}
+    tokens = {
+        token: id
+        for token, id in tokenizer.get_vocab().items()
+        if _RESERVED_TOKEN.fullmatch(token) and token not in roles
+    }
     return min(tokens, key=lambda token: ("mask" not in token.lower(), tokens[token]), default=None)
 
 
@@ -149,7 +176,9 @@ def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
     # The first two are options of loading. With the others transformers replaces the template of tokenizer.json.
     for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
         config.pop(name, None)
-    config |= {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES}
+    config |= {
+        role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES
+    }
     config |= {"tokenizer_class": _GENERIC_CLASS, **options}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -167,7 +196,9 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
             tokenizer.mask_token = None
 
 
-def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None) -> dict[str, Any]:
+def verify_tokenizer(
+    folder: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None
+) -> dict[str, Any]:
     """Compare the tokenizer of export `folder` with `trained`; return a dict for conversion.json; InputError if unequal.
 
     Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. A text as a
@@ -181,7 +212,10 @@ def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens
     for text, corpus in zip(texts, encode_documents(trained, texts), strict=True):
         ids = trained(text)["input_ids"]
         pairs = [
-            (loaded(text, add_special_tokens=False, split_special_tokens=True)["input_ids"], corpus.tolist()),
+            (
+                loaded(text, add_special_tokens=False, split_special_tokens=True)["input_ids"],
+                corpus.tolist(),
+            ),
             (loaded(text)["input_ids"], ids),
         ]
         if special_tokens is not None:
@@ -190,15 +224,24 @@ def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens
         for actual, expected in pairs:
             if actual != expected:
                 pairs_of_ids = enumerate(zip(actual, expected, strict=False))
-                same = next((place for place, (one, other) in pairs_of_ids if one != other), min(len(actual), len(expected)))
+                same = next(
+                    (place for place, (one, other) in pairs_of_ids if one != other),
+                    min(len(actual), len(expected)),
+                )
                 start = max(0, same - 2)
-                actual, expected = (" ".join(map(str, row[start : start + 12])) for row in (actual, expected))
-                raise InputError(f"{prefix}{text[:60]!r} is encoded as .. {actual}, expected .. {expected}")
+                actual, expected = (
+                    " ".join(map(str, row[start : start + 12])) for row in (actual, expected)
+                )
+                raise InputError(
+                    f"{prefix}{text[:60]!r} is encoded as .. {actual}, expected .. {expected}"
+                )
         if loaded.decode(ids) != trained.decode(ids):
             raise InputError(f"{prefix}the ids of {text[:60]!r} are decoded to another text")
     for role in ROLES:
         if getattr(loaded, role) != getattr(trained, role):
-            raise InputError(f"{prefix}`{role}` is {getattr(loaded, role)!r}, expected {getattr(trained, role)!r}")
+            raise InputError(
+                f"{prefix}`{role}` is {getattr(loaded, role)!r}, expected {getattr(trained, role)!r}"
+            )
     actual = _read_pipeline(loaded)
     expected = _read_pipeline(trained)
     for part in _PARTS:
@@ -221,7 +264,10 @@ def _read_pipeline(tokenizer: Any) -> dict[str, Any]:
     """Return the parts of the tokenizer's pipeline that determine ids in a canonical form: no offsets, empty affixes as None."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts["added_tokens"].sort(key=lambda token: token["id"])
-    parts["model"] |= {name: parts["model"].get(name) or None for name in ("continuing_subword_prefix", "end_of_word_suffix")}
+    parts["model"] |= {
+        name: parts["model"].get(name) or None
+        for name in ("continuing_subword_prefix", "end_of_word_suffix")
+    }
     offsets = {part: _drop_offsets(parts[part]) for part in ("pre_tokenizer", "post_processor")}
     return {part: parts[part] for part in _PARTS} | offsets
 
@@ -229,5 +275,7 @@ def _read_pipeline(tokenizer: Any) -> dict[str, Any]:
 def _drop_offsets(part: Any) -> Any:
     """Return a pipeline part without its options `trim_offsets`."""
     if isinstance(part, dict):
-        return {name: _drop_offsets(value) for name, value in part.items() if name != "trim_offsets"}
+        return {
+            name: _drop_offsets(value) for name, value in part.items() if name != "trim_offsets"
+        }
     return [_drop_offsets(value) for value in part] if isinstance(part, list) else part

@@ -62,7 +62,9 @@ class ProbeOutputs(NamedTuple):
     variants: Tensor  # [1 + n, n, V or H]
 
 
-def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False) -> ProbeOutputs:
+def compute_core_outputs(
+    encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False
+) -> ProbeOutputs:
     """Return megatron-core's logits, or hidden states if `encoder_only`, for `probe`, in one pack and float32."""
     from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
@@ -102,11 +104,15 @@ def verify_export(
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
     tolerance = max(_TOLERANCE, _TOLERANCE * largest / 10)
-    _check_mask(_measure_influence(expected.variants, "megatron-core"), attention, "megatron-core's model")
+    _check_mask(
+        _measure_influence(expected.variants, "megatron-core"), attention, "megatron-core's model"
+    )
     kernels = {}
     for kernel in _KERNELS:
         model.set_attn_implementation(kernel)
-        kernels[kernel] = _compare_outputs(model, probe, expected, attention, f"{kernel} attention", tolerance)
+        kernels[kernel] = _compare_outputs(
+            model, probe, expected, attention, f"{kernel} attention", tolerance
+        )
     return {
         "transformers": version("transformers"),
         "torch": torch.__version__,
@@ -136,19 +142,27 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     config = transformers.AutoConfig.from_pretrained(folder)
     (architecture,) = config.architectures
     model_class = find_model_class(architecture)
-    model, report = model_class.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    model, report = model_class.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
-            raise _VerificationError(f"{architecture} finds {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")
+            raise _VerificationError(
+                f"{architecture} finds {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}"
+            )
     return model, architecture
 
 
 def _check_windows(config: Any, windows: Sequence[int | None], attention: Attention) -> None:
     """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
-    kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
+    kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(
+        windows
+    )  # without a list, a window is that of all layers
     # Gemma's windows, and those of transformers' causal models, count the token that attends.
     counts_itself = attention == Attention.CAUSAL or hasattr(config, "use_bidirectional_attention")
-    for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
+    for number, (kind, expected) in enumerate(
+        zip(kinds, windows, strict=False)
+    ):  # the weights tell the number of layers
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
         right = "none" if expected is None else expected + counts_itself
@@ -161,7 +175,9 @@ def _check_windows(config: Any, windows: Sequence[int | None], attention: Attent
             right = expected_kind
         else:
             continue
-        raise _VerificationError(f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}")
+        raise _VerificationError(
+            f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}"
+        )
 
 
 def _check_weights(model: Any, digests: dict[str, str]) -> None:
@@ -173,17 +189,29 @@ def _check_weights(model: Any, digests: dict[str, str]) -> None:
 
 
 def _compare_outputs(
-    model: Any, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, label: str, tolerance: float
+    model: Any,
+    probe: ProbeBatch,
+    expected: ProbeOutputs,
+    attention: Attention,
+    label: str,
+    tolerance: float,
 ) -> dict[str, float]:
     """Return the largest absolute differences between outputs of `model` and `expected`, without and with padding.
 
     Raises an error, which begins with `label`, if one exceeds `tolerance` or the mask is not that of `attention`.
     """
-    tokens = pad_sequence(probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0)
-    mask = pad_sequence([torch.ones_like(document) for document in probe.documents], batch_first=True)
+    tokens = pad_sequence(
+        probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0
+    )
+    mask = pad_sequence(
+        [torch.ones_like(document) for document in probe.documents], batch_first=True
+    )
     variants = _compute_hf_outputs(model, probe.variants)
     padded = _compute_hf_outputs(model, tokens, mask)
-    differences = [(actual[: len(rows)] - rows).abs().max() for actual, rows in zip(padded, expected.documents, strict=True)]
+    differences = [
+        (actual[: len(rows)] - rows).abs().max()
+        for actual, rows in zip(padded, expected.documents, strict=True)
+    ]
     largest = {
         "without padding": float((variants - expected.variants).abs().max()),
         "with padding": float(torch.stack(differences).max()),
@@ -191,7 +219,9 @@ def _compare_outputs(
     _check_mask(_measure_influence(variants, label), attention, label)
     for case, difference in largest.items():
         if not difference <= tolerance:  # also fails for NaN
-            raise _VerificationError(f"{label}, {case}: outputs differ by {difference:.2e}, expected at most {tolerance:.1e}")
+            raise _VerificationError(
+                f"{label}, {case}: outputs differ by {difference:.2e}, expected at most {tolerance:.1e}"
+            )
     return largest
 
 
@@ -215,12 +245,18 @@ def _measure_influence(variants: Tensor, label: str) -> Tensor:
 
 def _check_mask(influence: Tensor, attention: Attention, label: str) -> None:
     """Raise an error, which begins with `label`, if `influence` (see `_measure_influence`) is not the mask of `attention`."""
-    expected = torch.ones_like(influence).triu() if attention == Attention.CAUSAL else torch.ones_like(influence)
+    expected = (
+        torch.ones_like(influence).triu()
+        if attention == Attention.CAUSAL
+        else torch.ones_like(influence)
+    )
     wrong = (influence != expected).nonzero().tolist()
     if wrong:
         token, position = wrong[0]
         verb = "attends" if influence[token, position] else "does not attend"
-        raise _VerificationError(f"{label} is not {attention}: position {position} {verb} to token {token}")
+        raise _VerificationError(
+            f"{label} is not {attention}: position {position} {verb} to token {token}"
+        )
 
 
 @contextmanager
@@ -238,10 +274,20 @@ def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
         if module is head or not list(module.parameters(recurse=False)):
             continue
         if "Embedding" in type(module).__name__:
-            handles.append(module.register_forward_hook(lambda module, inputs, output: output.float()))
+            handles.append(
+                module.register_forward_hook(lambda module, inputs, output: output.float())
+            )
             continue
-        handles.append(module.register_forward_pre_hook(lambda module, inputs: _cast_parameters(module, torch.float32)))
-        handles.append(module.register_forward_hook(lambda module, inputs, output: _cast_parameters(module, dtype)))
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda module, inputs: _cast_parameters(module, torch.float32)
+            )
+        )
+        handles.append(
+            module.register_forward_hook(
+                lambda module, inputs, output: _cast_parameters(module, dtype)
+            )
+        )
     if head is not None:
         head.forward = partial(_project_in_chunks, head)
     try:
@@ -259,11 +305,15 @@ def _cast_parameters(module: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)  # bfloat16 to float32 and back is exact
 
 
-def _project_in_chunks(head: Any, hidden: Tensor, weight: Tensor | None = None, *of_loss: Any) -> Tensor:
+def _project_in_chunks(
+    head: Any, hidden: Tensor, weight: Tensor | None = None, *of_loss: Any
+) -> Tensor:
     """Return `hidden` times the output layer's weight, plus its bias, in float32, in chunks of rows.
 
     It replaces the `forward` of the output layer; `of_loss`, its arguments for the loss, are not needed.
     """
     weight = head.weight if weight is None else weight
-    logits = torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1)
+    logits = torch.cat(
+        [F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1
+    )
     return logits if head.bias is None else logits + head.bias.float()

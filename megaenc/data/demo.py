@@ -37,7 +37,16 @@ _PACKAGE_NAMES = """
 """
 _PACKAGES = _PACKAGE_NAMES.split()
 # Tests hold little prose; vendored copies belong to other packages.
-_EXCLUDED_FOLDERS = {"test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"}
+_EXCLUDED_FOLDERS = {
+    "test",
+    "tests",
+    "testing",
+    "idle_test",
+    "site-packages",
+    "_vendor",
+    "lib2to3",
+    "third_party",
+}
 _HELD_OUT_PERCENT = 2
 CORPUS = "corpus.jsonl"
 HELDOUT = "heldout.jsonl"
@@ -52,12 +61,16 @@ _MOST_FREQUENT_WORDS = """
     them then there these they this to under up use used using was we when where which while will with you
 """
 _STOP_WORDS = frozenset(_MOST_FREQUENT_WORDS.split())
-_NEVER_IN_PROSE = re.compile(r"://|www\.|\\|>>>|==|[=-]>|[{}$|@`]|__|&&|<<|--|\.\.\.|\[~|%[rsd]|TODO|FIXME|XXX")
+_NEVER_IN_PROSE = re.compile(
+    r"://|www\.|\\|>>>|==|[=-]>|[{}$|@`]|__|&&|<<|--|\.\.\.|\[~|%[rsd]|TODO|FIXME|XXX"
+)
 # Examples with their output, and a directive or two colons with the deeper lines that follow.
 _EXAMPLE = re.compile(r"^ *(?:>>>|In \[|\$ |```).*(?:\n *\S.*)*", re.MULTILINE)
 _LITERAL = re.compile(r"^( *)(\.\. .*|.*:):.*\n(?:\1 +.*\n|[ \t]*\n)*", re.MULTILINE)
 # Underlines and tables, headings, and numpy's `name : type`.
-_LAYOUT = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}|[|┌└│├╭╰]|\+[-=]|#+ |[A-Z][\w ]{2,30}:$|\.\. |[\w*, ]{1,60} : ")
+_LAYOUT = re.compile(
+    r"([=\-~^\"'`#*+.:_])\1{2,}|[|┌└│├╭╰]|\+[-=]|#+ |[A-Z][\w ]{2,30}:$|\.\. |[\w*, ]{1,60} : "
+)
 # A bullet, a field of reST, or Google's `name (type): ` before its description.
 _START = re.compile(
     r"(?:[-*+•]|\(?(?:\d+|\w)[.)]) +|[:@](?:param|arg|key|return|raise|throw|type|ivar|cvar|var)[^:]*:?\s*"
@@ -65,7 +78,10 @@ _START = re.compile(
 )
 _MARKUP = (
     (re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)"), r"\1"),  # Markdown links
-    (re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"), r"\1"),  # code, reST roles and links
+    (
+        re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"),
+        r"\1",
+    ),  # code, reST roles and links
     (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*]+?)(?<=\S)\1(?![\w*])"), r"\2"),
     (re.compile(r"<(https?|mailto):[^>\s]*>|</?\w+[^<>]*>|\[\[(?=\w)|\]\]"), ""),
     (re.compile(r"\s+"), " "),
@@ -89,7 +105,9 @@ class DemoPaths:
     @classmethod
     def in_folder(cls, folder: Path) -> "DemoPaths":
         """Return the paths of the demo in `folder` by their fixed names, without looking for the files."""
-        return cls(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
+        return cls(
+            folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document"
+        )
 
     def part_prefix(self, part: str) -> Path:
         """Return the prefix of the preprocessed corpus of `part`, one of PARTS; written only by `ensure_demo`."""
@@ -120,8 +138,15 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
             return built
         # Renamed in this order: no file exists without its record, and the corpus only if the held-out documents exist.
         targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
-        with atomic_files(*targets, before_rename=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
-            with open(heldout, "w", encoding="utf-8") as held_out, open(corpus, "w", encoding="utf-8") as rest:
+        with atomic_files(*targets, before_rename=lambda: find_demo_corpus(folder)) as (
+            record,
+            heldout,
+            corpus,
+        ):
+            with (
+                open(heldout, "w", encoding="utf-8") as held_out,
+                open(corpus, "w", encoding="utf-8") as rest,
+            ):
                 for name, text in _extract_documents(sorted(_find_source_files())):
                     stream = held_out if is_held_out(name) else rest
                     stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
@@ -147,13 +172,23 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
         content = read_json_object(record, expected)
         hashes = content.get("sha256")
         if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
-            raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
+            raise InputError(
+                f"{record}: found a file that `megaenc demo` did not write; expected {expected}"
+            )
     for path in present:
-        if path.name not in hashes or path.is_symlink() or compute_sha256(path) != hashes[path.name]:
+        if (
+            path.name not in hashes
+            or path.is_symlink()
+            or compute_sha256(path) != hashes[path.name]
+        ):
             foreign = "is not of `megaenc demo` because it is not listed"
-            changed = "has changed since `megaenc demo` wrote it" if path.name in hashes else foreign
+            changed = (
+                "has changed since `megaenc demo` wrote it" if path.name in hashes else foreign
+            )
             reason = f"found a file that {changed} in {RECORD}"
-            raise InputError(f"{path}: {reason}; expected no file, or the demo's own; move the file or name another folder")
+            raise InputError(
+                f"{path}: {reason}; expected no file, or the demo's own; move the file or name another folder"
+            )
     return DemoPaths.in_folder(folder) if len(present) == 2 else None
 
 
@@ -163,12 +198,19 @@ def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
         if built := find_demo_corpus(folder):
             with open(built.corpus, encoding="utf-8") as stream:
                 return [(record["id"], record["text"]) for record in map(json.loads, stream)]
-    return ((name, text) for name, text in _extract_documents(sorted(_find_source_files())) if not is_held_out(name))
+    return (
+        (name, text)
+        for name, text in _extract_documents(sorted(_find_source_files()))
+        if not is_held_out(name)
+    )
 
 
 def is_held_out(document_id: str) -> bool:
     """Return whether a hash of a demo document's id puts it into heldout.jsonl, not corpus.jsonl (2 documents in 100)."""
-    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
+    return (
+        int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
+        < _HELD_OUT_PERCENT
+    )
 
 
 def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
@@ -181,14 +223,20 @@ def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tup
     named: set[str] = set()
     for prefix in prefixes:
         word = Path(prefix)
-        matches = [part for path, part in parts.items() if word.parent == path.parent and fnmatch(path.name, word.name)]
+        matches = [
+            part
+            for path, part in parts.items()
+            if word.parent == path.parent and fnmatch(path.name, word.name)
+        ]
         if not matches:
             return None
         named |= {part for part in matches if part}
     return tuple(sorted(named))
 
 
-def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()) -> DemoPaths:
+def ensure_demo(
+    folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()
+) -> DemoPaths:
     """Build a demo's missing text, tokenizer, corpus and corpora of `parts` (of PARTS); return its paths.
 
     Concurrent processes wait for the first. Raises InputError for a demo of another vocabulary size and for foreign files.
@@ -203,32 +251,57 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequ
     if find_demo_corpus(folder) is None:  # refuses foreign files before anything is written
         for path in (demo.tokenizer, last_file):
             if os.path.lexists(path):
-                vocabulary_size = "found a file that `megaenc demo` did not make, for its corpus is missing"
-                raise InputError(f"{path}: {vocabulary_size}; expected no file; move the file or name another folder")
+                vocabulary_size = (
+                    "found a file that `megaenc demo` did not make, for its corpus is missing"
+                )
+                raise InputError(
+                    f"{path}: {vocabulary_size}; expected no file; move the file or name another folder"
+                )
     if get_local_rank():  # only the first process of each machine builds
-        while not all(Path(f"{prefix}.idx").exists() for prefix in (demo.data_prefix, *map(demo.part_prefix, parts))):
+        while not all(
+            Path(f"{prefix}.idx").exists()
+            for prefix in (demo.data_prefix, *map(demo.part_prefix, parts))
+        ):
             time.sleep(0.2)
     build_demo_corpus(folder)
     with wait_for_lock(folder / LOCK):
         if not demo.tokenizer.exists():
             train_and_save_tokenizer(
-                TrainTokenizerConfig(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size)
+                TrainTokenizerConfig(
+                    input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size
+                )
             )
         if not last_file.exists():
-            preprocess(PreprocessConfig((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
+            preprocess(
+                PreprocessConfig(
+                    (str(demo.corpus),),
+                    str(folder / "corpus"),
+                    str(demo.tokenizer),
+                    append_eod=True,
+                )
+            )
         for part in parts:
             if not Path(f"{demo.part_prefix(part)}.idx").exists():
                 with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
                     text = Path(temporary) / f"{part}.jsonl"
-                    with open(demo.corpus, encoding="utf-8") as lines, open(text, "w", encoding="utf-8") as of_part:
+                    with (
+                        open(demo.corpus, encoding="utf-8") as lines,
+                        open(text, "w", encoding="utf-8") as of_part,
+                    ):
                         for line in lines:
                             if json.loads(line)["id"].startswith("python/") == (part == "python"):
                                 of_part.write(line)
-                    preprocess(PreprocessConfig((str(text),), str(folder / part), str(demo.tokenizer), append_eod=True))
+                    preprocess(
+                        PreprocessConfig(
+                            (str(text),), str(folder / part), str(demo.tokenizer), append_eod=True
+                        )
+                    )
         vocabulary_size = read_corpus_metadata(demo.data_prefix).vocab_size
         if vocabulary_size != vocab_size:
             hint = "remove it or name another folder"
-            raise InputError(f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; {hint}")
+            raise InputError(
+                f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; {hint}"
+            )
     return demo
 
 
@@ -241,14 +314,20 @@ def _find_source_files() -> Iterator[tuple[str, str]]:
     for package, folder in roots:
         for path in Path(folder).rglob("*.py"):
             inner = path.relative_to(folder)
-            if not _EXCLUDED_FOLDERS.intersection(inner.parts) and path.is_file() and os.access(path, os.R_OK):
+            if (
+                not _EXCLUDED_FOLDERS.intersection(inner.parts)
+                and path.is_file()
+                and os.access(path, os.R_OK)
+            ):
                 yield f"{package}/{inner.as_posix()}", str(path)
 
 
 def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield (id, text) in the order of `sources`; paragraphs with the similarity key of an earlier one are left out."""
     known_keys: set[str] = set()
-    for (name, _), paragraphs in zip(sources, map_source_files(_read_paragraphs, sources, "reading documentation"), strict=True):
+    for (name, _), paragraphs in zip(
+        sources, map_source_files(_read_paragraphs, sources, "reading documentation"), strict=True
+    ):
         fresh: dict[str, str] = {}
         for paragraph, key in paragraphs:
             if key not in known_keys:
@@ -259,9 +338,14 @@ def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str
             yield name, text
 
 
-def map_source_files(read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
+def map_source_files(
+    read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str
+) -> Iterator[Any]:
     """Yield `read(source)` for each of `sources` in order, from one process per core, and show progress as `label`."""
-    with start_pool(read, usable_core_count()) as read_all, ProgressLine(label, len(sources)) as progress:
+    with (
+        start_pool(read, usable_core_count()) as read_all,
+        ProgressLine(label, len(sources)) as progress,
+    ):
         for count, result in enumerate(read_all(sources), 1):
             yield result
             progress.update(count)
@@ -271,7 +355,9 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
     """Return (paragraph, similarity key) for each English paragraph in the strings of the file at `source[1]`."""
     code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
     return [
-        (paragraph, similarity_key(paragraph)) for _, text in find_long_strings(code) for paragraph in extract_paragraphs(text)
+        (paragraph, similarity_key(paragraph))
+        for _, text in find_long_strings(code)
+        for paragraph in extract_paragraphs(text)
     ]
 
 
@@ -281,13 +367,20 @@ def find_long_strings(source: str) -> list[tuple[int, str]]:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return sorted((node.lineno, node.value) for node in constants if isinstance(node.value, str) and len(node.value) >= 60)
+    return sorted(
+        (node.lineno, node.value)
+        for node in constants
+        if isinstance(node.value, str) and len(node.value) >= 60
+    )
 
 
 def extract_paragraphs(text: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, reST or Markdown text that are English prose, each on one line without markup."""
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
-    text = _LITERAL.sub(lambda match: "\n" if match[2].startswith("..") else f"{match[1]}{match[2]}\n\n", text + "\n")
+    text = _LITERAL.sub(
+        lambda match: "\n" if match[2].startswith("..") else f"{match[1]}{match[2]}\n\n",
+        text + "\n",
+    )
     block = []
     indent = 0
     for line in [*text.splitlines(), ""]:
@@ -297,7 +390,9 @@ def extract_paragraphs(text: str) -> Iterator[str]:
         start = None
         if not block or depth <= indent:
             start = _START.match(bare)
-        continues = abs(depth - indent) <= 1 or (len(block) == 1 and depth > indent and len(block[0].split()) > 3)
+        continues = abs(depth - indent) <= 1 or (
+            len(block) == 1 and depth > indent and len(block[0].split()) > 3
+        )
         if block and (is_layout or start or not continues):
             joined = strip_markup(" ".join(block))
             joined += "." * joined[-1:].isalpha()  # short descriptions often lack a full stop
@@ -335,7 +430,9 @@ def is_english_prose(text: str) -> bool:
 def similarity_key(paragraph: str) -> str:
     """Return a key for near-duplicates: the words in lower case without punctuation, `_` for numbers and identifiers."""
     words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
-    return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words)
+    return " ".join(
+        word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words
+    )
 
 
 @handle_command_errors

@@ -16,7 +16,14 @@ from typing import IO, Any
 
 from megaenc.console import silence_libraries
 from megaenc.errors import InputError
-from megaenc.processes import KILL_TIMEOUT, ChildProcess, describe_exit_code, python_command, python_environment, set_up_child
+from megaenc.processes import (
+    KILL_TIMEOUT,
+    ChildProcess,
+    describe_exit_code,
+    python_command,
+    python_environment,
+    set_up_child,
+)
 
 
 class WorkerProcessDied(InputError):
@@ -35,7 +42,12 @@ class WorkerProcess(ChildProcess):
     killed while it sends a result blocks all others.
     """
 
-    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | int | None = None) -> None:
+    def __init__(
+        self,
+        work: Callable[[Any], Any],
+        environment: Mapping[str, str],
+        output: IO | int | None = None,
+    ) -> None:
         """Start the process; `work` must not be defined in `__main__`, because the process imports it by its module."""
         pickled_work = pickle.dumps(work)
         self._connection, child_connection = Pipe()
@@ -55,7 +67,10 @@ class WorkerProcess(ChildProcess):
         """Kill the worker process and everything that it has started; its futures end with WorkerProcessDied or are cancelled."""
         super().kill()
         # Wakes the thread even if the process cannot be killed, as in a call of a driver that hangs.
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection, contextlib.suppress(OSError):
+        with (
+            socket.socket(fileno=os.dup(self._connection.fileno())) as connection,
+            contextlib.suppress(OSError),
+        ):
             connection.shutdown(socket.SHUT_RDWR)
         self._thread.shutdown(cancel_futures=True)
         self._connection.close()
@@ -82,7 +97,9 @@ def serve_worker() -> None:
     set_up_child(int(sys.argv[1]))
     silence_libraries()
     connection = Connection(int(sys.argv[2]))
-    with contextlib.suppress(EOFError, OSError):  # the parent is exiting and reports the reason itself
+    with contextlib.suppress(
+        EOFError, OSError
+    ):  # the parent is exiting and reports the reason itself
         work = pickle.loads(connection.recv_bytes())
         while True:
             connection.send(_process_item(work, connection.recv_bytes()))
@@ -99,7 +116,10 @@ def _process_item(work: Callable[[Any], Any], pickled_item: bytes) -> tuple[Any,
 
 @contextlib.contextmanager
 def start_workers(
-    work: Callable[[Any], Any], count: int, environment: Mapping[str, str], output: IO | int | None = None
+    work: Callable[[Any], Any],
+    count: int,
+    environment: Mapping[str, str],
+    output: IO | int | None = None,
 ) -> Iterator[list[WorkerProcess]]:
     """Start `count` worker processes, which are killed at the end of the block."""
     with contextlib.ExitStack() as stack:
@@ -130,13 +150,17 @@ def start_pool(
             stack.callback(executor.shutdown, cancel_futures=True)
             submits = [partial(executor.submit, work)] * count
         else:
-            environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core per worker
+            environment = python_environment() | {
+                "TOKENIZERS_PARALLELISM": "false"
+            }  # one core per worker
             workers = stack.enter_context(start_workers(work, count, environment))
             submits = [worker.submit for worker in workers]
         yield partial(_map_in_order, submits)
 
 
-def _map_in_order(submits: Sequence[Callable[[Any], Future]], items: Iterable[Any]) -> Iterator[Any]:
+def _map_in_order(
+    submits: Sequence[Callable[[Any], Future]], items: Iterable[Any]
+) -> Iterator[Any]:
     """Yield the results of `items`, which are submitted to the workers in turn, two to each at a time."""
     pending: deque[Future] = deque()
     for submit, item in zip(itertools.cycle(submits), items, strict=False):

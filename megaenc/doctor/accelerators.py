@@ -9,29 +9,57 @@ from collections.abc import Sequence
 
 from megaenc.dist_env import get_local_world_size
 from megaenc.doctor.checks import ADVICE
-from megaenc.doctor.result import GIB, MIB, CheckContext, Finding, has_accelerators, note, ok, problem, read_kernel_file
+from megaenc.doctor.result import (
+    GIB,
+    MIB,
+    CheckContext,
+    Finding,
+    has_accelerators,
+    note,
+    ok,
+    problem,
+    read_kernel_file,
+)
 
 _BUSY_BYTES = GIB  # device memory in use before this command allocates any
-_NVIDIA_QUERY = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
+_NVIDIA_QUERY = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "ecc.errors.uncorrected.volatile.total",
+)
 _ROCM_BIN = "/opt/rocm/bin"  # rarely on the PATH
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def find_program(program: str) -> str:
     """Return the path of a program on the PATH or in /opt/rocm/bin; an empty string if it is not installed."""
-    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_ROCM_BIN}") or ""
+    return (
+        shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_ROCM_BIN}")
+        or ""
+    )
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
     """Run `command`, for `seconds` at most; return its output with stderr and an error text, empty after exit code 0."""
     try:
         result = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=seconds
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return "", f"no answer in {seconds:.3g} s"
     last_line = result.stdout.strip().rpartition("\n")[2] or "no output"
-    return result.stdout, f"exit code {result.returncode}: {last_line[:200]}" if result.returncode else ""
+    return (
+        result.stdout,
+        f"exit code {result.returncode}: {last_line[:200]}" if result.returncode else "",
+    )
 
 
 def check_driver(context: CheckContext) -> list[Finding]:
@@ -40,7 +68,9 @@ def check_driver(context: CheckContext) -> list[Finding]:
     nvidia = find_program("nvidia-smi")
     rocm = find_program("rocm-smi")
     if rocm and (not nvidia or (context.root / "dev/kfd").exists()):
-        output, failure = run_program([rocm, "--showproductname", "--showdriverversion", "--showmeminfo", "vram"], seconds)
+        output, failure = run_program(
+            [rocm, "--showproductname", "--showdriverversion", "--showmeminfo", "vram"], seconds
+        )
         findings = parse_rocm_smi(output)
         if findings:  # rocm-smi fails if any one property of any device is unavailable
             return findings
@@ -51,7 +81,11 @@ def check_driver(context: CheckContext) -> list[Finding]:
     if nvidia:
         query = f"--query-gpu={','.join(_NVIDIA_QUERY)}"
         output, failure = run_program([nvidia, query, "--format=csv,noheader,nounits"], seconds)
-        return [problem("nvidia-smi", failure, ADVICE["accelerators"])] if failure else parse_nvidia_smi(output)
+        return (
+            [problem("nvidia-smi", failure, ADVICE["accelerators"])]
+            if failure
+            else parse_nvidia_smi(output)
+        )
     if not has_accelerators(context):
         return [ok("driver", "none: neither nvidia-smi nor rocm-smi is installed")]
     versions = []
@@ -60,23 +94,45 @@ def check_driver(context: CheckContext) -> list[Finding]:
         if version:
             versions.append(f"{name} {version}")
     text = ", ".join(versions) or "device files exist"
-    advice = "install the driver's tools (in a container: the vendor's runtime) to see memory and errors"
-    return [note("driver", f"{text}; neither nvidia-smi nor rocm-smi is installed", advice, mismatch_level="note")]
+    advice = (
+        "install the driver's tools (in a container: the vendor's runtime) to see memory and errors"
+    )
+    return [
+        note(
+            "driver",
+            f"{text}; neither nvidia-smi nor rocm-smi is installed",
+            advice,
+            mismatch_level="note",
+        )
+    ]
 
 
 def parse_nvidia_smi(output: str) -> list[Finding]:
     """Return findings (devices, driver, memory in use and errors) from nvidia-smi's CSV; a problem if it lists no device."""
     rows = [
-        [cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.count(",") == len(_NVIDIA_QUERY) - 1
+        [cell.strip() for cell in line.split(",")]
+        for line in output.splitlines()
+        if line.count(",") == len(_NVIDIA_QUERY) - 1
     ]
     if not rows:
         return [
-            problem("nvidia-smi", "lists no device", "run `nvidia-smi`: check the driver, or start the container with --gpus all")
+            problem(
+                "nvidia-smi",
+                "lists no device",
+                "run `nvidia-smi`: check the driver, or start the container with --gpus all",
+            )
         ]
-    names = [f"{name}, {int(memory) / 1024:.0f} GiB" if memory.isdigit() else name for _, name, memory, *_ in rows]
+    names = [
+        f"{name}, {int(memory) / 1024:.0f} GiB" if memory.isdigit() else name
+        for _, name, memory, *_ in rows
+    ]
     findings = [ok("devices", _format_counts(names), mismatch_level="note")]
-    findings.append(ok("driver", ", ".join(sorted({row[4] for row in rows})), mismatch_level="note"))
-    findings += _memory_in_use([(row[0], int(row[3]) * MIB) for row in rows if row[3].isdigit()], "nvidia-smi")
+    findings.append(
+        ok("driver", ", ".join(sorted({row[4] for row in rows})), mismatch_level="note")
+    )
+    findings += _memory_in_use(
+        [(row[0], int(row[3]) * MIB) for row in rows if row[3].isdigit()], "nvidia-smi"
+    )
     errors = [f"{row[0]}: {row[5]}" for row in rows if row[5].isdigit() and int(row[5])]
     if errors:
         advice = "device memory fails: reset or replace the device before training on it"
@@ -94,7 +150,11 @@ def parse_rocm_smi(output: str) -> list[Finding]:
     if not devices:
         return []
     driver = ", ".join(dict.fromkeys(values("Driver version")))
-    texts = {"devices": _format_counts(devices), "architecture": _format_counts(values("GFX Version")), "driver": driver}
+    texts = {
+        "devices": _format_counts(devices),
+        "architecture": _format_counts(values("GFX Version")),
+        "driver": driver,
+    }
     used = re.findall(r"GPU\[(\d+)\].*VRAM Total Used Memory \(B\):\s*(\d+)", output)
     return [
         *(ok(label, text, mismatch_level="note") for label, text in texts.items() if text),
@@ -123,19 +183,38 @@ def check_torch_devices(context: CheckContext) -> list[Finding]:
     processes = get_local_world_size()
     count = torch.cuda.device_count()
     if count and torch.cuda.is_available():
-        sizes = [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
+        sizes = [
+            torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)
+        ]
         text = f"{count} x {torch.cuda.get_device_name(0)}, {min(sizes):.0f} GiB"
         if processes > count:
-            return [problem(label, f"{text}, for {processes} processes", f"one process each: --nproc-per-node {count}")]
+            return [
+                problem(
+                    label,
+                    f"{text}, for {processes} processes",
+                    f"one process each: --nproc-per-node {count}",
+                )
+            ]
         if processes < count:
             text += f"; {processes} checked here, check all with torchrun --nproc-per-node {count}"
         return [ok(label, text, mismatch_level="note")]
     if not has_accelerators(context):
         return [ok(label, "none: runs use the CPU", mismatch_level="note")]
-    hidden = ", ".join(f"{name}={context.environment[name]}" for name in _VISIBLE if name in context.environment)
+    hidden = ", ".join(
+        f"{name}={context.environment[name]}" for name in _VISIBLE if name in context.environment
+    )
     if is_gpu_build and hidden:
-        return [note(label, f"none, by {hidden}", "unset it to use the accelerators", mismatch_level="note")]
+        return [
+            note(
+                label,
+                f"none, by {hidden}",
+                "unset it to use the accelerators",
+                mismatch_level="note",
+            )
+        ]
     advice = "driver and torch do not match, or this user lacks permission: groups video and render, --gpus all"
     if not is_gpu_build:
-        advice = "this torch is a CPU build: install one for CUDA or ROCm (TORCH_INDEX=... ./install.sh)"
+        advice = (
+            "this torch is a CPU build: install one for CUDA or ROCm (TORCH_INDEX=... ./install.sh)"
+        )
     return [problem(label, "none, though the machine has accelerators", advice)]

@@ -6,7 +6,15 @@ from typing import Literal, get_args
 from megaenc.model.kernels import FusedKernels
 
 REQUIRED_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
-OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "apex", "amdsmi")
+OPTIONAL_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "transformer-engine",
+    "apex",
+    "amdsmi",
+)
 ATTENTION_BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
 Subject = Literal[
     "versions", "machine", "accelerators", "network", "variables", "numbers", "attention", "kernels", "ranks",
@@ -49,8 +57,20 @@ CHECKS = (
     Check("accelerators", "driver", "megaenc.doctor.accelerators:check_driver", "node"),
     # Cross-rank checks next, before slow checks set the ranks apart.
     Check("ranks", "meeting", "megaenc.doctor.cross_rank:join_ranks", "ranks"),
-    Check("disk", "shared by ranks", "megaenc.doctor.cross_rank:check_shared_folder", "ranks", requires="meeting"),
-    Check("collectives", "collectives", "megaenc.doctor.collectives:check_collectives", "ranks", requires="meeting"),
+    Check(
+        "disk",
+        "shared by ranks",
+        "megaenc.doctor.cross_rank:check_shared_folder",
+        "ranks",
+        requires="meeting",
+    ),
+    Check(
+        "collectives",
+        "collectives",
+        "megaenc.doctor.collectives:check_collectives",
+        "ranks",
+        requires="meeting",
+    ),
     Check("versions", "versions", "megaenc.doctor.versions:check_versions"),
     *(
         Check("versions", name, "megaenc.doctor.versions:check_package", arguments=(name,))
@@ -69,7 +89,11 @@ CHECKS = (
     Check("attention", "attention backends", "megaenc.doctor.numerics:prepare_attention"),
     *(
         Check(
-            "attention", name, "megaenc.doctor.numerics:check_attention_backend", arguments=(name,), requires="attention backends"
+            "attention",
+            name,
+            "megaenc.doctor.numerics:check_attention_backend",
+            arguments=(name,),
+            requires="attention backends",
         )
         for name in ATTENTION_BACKENDS
     ),

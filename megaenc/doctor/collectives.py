@@ -36,7 +36,10 @@ def check_collectives(context: CheckContext) -> list[Finding]:
     ]
     if size > 1:
         tried.append(("send and receive", _ring, 1.0))
-    return [_check_collective(run, f"{name}, {library}", backend.device, group, sent) for name, run, sent in tried]
+    return [
+        _check_collective(run, f"{name}, {library}", backend.device, group, sent)
+        for name, run, sent in tried
+    ]
 
 
 # Each takes this rank's tensor of n * world size elements, a function that builds any rank's tensor, and the group; each returns
@@ -73,7 +76,10 @@ def _ring(own, numbers, group):
     result = torch.empty_like(own)
     destination = (get_rank() + 1) % size
     source = (get_rank() - 1) % size
-    operations = [dist.P2POp(dist.isend, own, destination, group), dist.P2POp(dist.irecv, result, source, group)]
+    operations = [
+        dist.P2POp(dist.isend, own, destination, group),
+        dist.P2POp(dist.irecv, result, source, group),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return result, lambda: numbers(source)
@@ -85,7 +91,11 @@ def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Ten
 
 
 def _check_collective(
-    run: Callable, name: str, device: torch.device, group: dist.ProcessGroup | None, traffic_factor: float
+    run: Callable,
+    name: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    traffic_factor: float,
 ) -> Finding:
     """Return a finding about a collective's result, latency and bandwidth."""
     size = dist.get_world_size()
@@ -98,10 +108,19 @@ def _check_collective(
         wrong = int((output != expected()).sum())
         if wrong:
             advice = "runs over this network are not trustworthy: find the link with NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
-            return problem(name, f"{wrong:,} of {output.numel():,} numbers are wrong on rank {get_rank()}", advice)
+            return problem(
+                name,
+                f"{wrong:,} of {output.numel():,} numbers are wrong on rank {get_rank()}",
+                advice,
+            )
         timer = Timer("run(*call)", globals={"run": run, "call": call})
-        seconds.append(timer.timeit(repeats).mean)  # the same repeats on all ranks; Timer warms up and synchronizes
+        seconds.append(
+            timer.timeit(repeats).mean
+        )  # the same repeats on all ranks; Timer warms up and synchronizes
     if size == 1:
         return ok(name, "right, with one rank")
     small = f"{1e6 * seconds[0]:,.0f} µs for {_SMALL_COUNT * size * 4:,} bytes"
-    return ok(name, f"right, {small}, {large * 4 * traffic_factor / seconds[1] / 1e9:.3g} GB/s for {large * 4 / 2**20:.0f} MiB")
+    return ok(
+        name,
+        f"right, {small}, {large * 4 * traffic_factor / seconds[1] / 1e9:.3g} GB/s for {large * 4 / 2**20:.0f} MiB",
+    )

@@ -33,7 +33,13 @@ from megaenc.dist_env import (
 )
 from megaenc.doctor.checks import ADVICE, CHECKS, SUBJECTS, TIMEOUT_FACTORS, Subject
 from megaenc.doctor.cross_rank import format_ranks
-from megaenc.doctor.report import RankFindings, format_json, format_report, merge_findings, parse_findings
+from megaenc.doctor.report import (
+    RankFindings,
+    format_json,
+    format_report,
+    merge_findings,
+    parse_findings,
+)
 from megaenc.doctor.result import CheckContext, Finding, problem
 from megaenc.doctor.runner import CheckRunner
 from megaenc.errors import InputError, handle_command_errors
@@ -99,9 +105,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def run_checks(runner: CheckRunner, subjects: Sequence[str], context: CheckContext, findings: list[Finding]) -> None:
+def run_checks(
+    runner: CheckRunner, subjects: Sequence[str], context: CheckContext, findings: list[Finding]
+) -> None:
     """Run this rank's checks of `subjects` and append what they find to `findings`."""
-    checks = [each for each in CHECKS if each.subject in subjects and (each.scope != "node" or get_local_rank() == 0)]
+    checks = [
+        each
+        for each in CHECKS
+        if each.subject in subjects and (each.scope != "node" or get_local_rank() == 0)
+    ]
     failed = set()
     with ProgressLine("checking", len(checks), closing=False) as progress:
         for number, check in enumerate(checks):
@@ -109,25 +121,43 @@ def run_checks(runner: CheckRunner, subjects: Sequence[str], context: CheckConte
                 continue
             progress.update(number, description=f"checking {check.subject}: {check.name}")
             seconds = TIMEOUT_FACTORS.get(check.subject, 1) * context.timeout
-            results, failure = runner.call(check.function, context, *check.arguments, seconds=seconds)
+            results, failure = runner.call(
+                check.function, context, *check.arguments, seconds=seconds
+            )
             if failure:  # a check across ranks takes the process group of the meeting with it
                 failed.add("meeting" if check.scope == "ranks" else check.name)
-                results = [problem(check.name, failure, ADVICE.get(check.subject, "a run would fail there too"))]
+                results = [
+                    problem(
+                        check.name, failure, ADVICE.get(check.subject, "a run would fail there too")
+                    )
+                ]
             elif check.scope != "ranks" and any(finding.level == "problem" for finding in results):
                 runner.kill()  # the process may be damaged: a half-imported module, a lost device
-            findings += [replace(each, subject=check.subject, scope=check.scope) for each in results]
+            findings += [
+                replace(each, subject=check.subject, scope=check.scope) for each in results
+            ]
 
 
-def _gather_findings(runner: CheckRunner, own: RankFindings, config: DoctorConfig) -> list[RankFindings]:
+def _gather_findings(
+    runner: CheckRunner, own: RankFindings, config: DoctorConfig
+) -> list[RankFindings]:
     """Return the findings of all ranks on rank 0, with a problem for each missing rank; this rank's alone on other ranks."""
     if get_world_size() == 1:
         return [own]
     timeout = _GATHER_TIMEOUTS * config.timeout
     function = "megaenc.doctor.cross_rank:gather_findings"
-    contents, failure = runner.call(function, json.dumps(asdict(own)), timeout, seconds=timeout + config.timeout)
+    contents, failure = runner.call(
+        function, json.dumps(asdict(own)), timeout, seconds=timeout + config.timeout
+    )
     if failure:
-        own.findings.append(_rank_problem("comparing", failure, "the findings of other ranks are unknown: see their output"))
-        if get_rank():  # without an exit code: torchrun would kill rank 0, which reports this rank as missing
+        own.findings.append(
+            _rank_problem(
+                "comparing", failure, "the findings of other ranks are unknown: see their output"
+            )
+        )
+        if (
+            get_rank()
+        ):  # without an exit code: torchrun would kill rank 0, which reports this rank as missing
             print(f"rank {get_rank()} on {own.host}\n{format_report(own.findings)}", flush=True)
     if failure or get_rank():
         return [own]
@@ -136,8 +166,12 @@ def _gather_findings(runner: CheckRunner, own: RankFindings, config: DoctorConfi
         try:
             gathered.append(parse_findings(contents[rank], rank))
         except ValueError as error:
-            advice = "another program writes to torchrun's port: restrict the port to the job's network"
-            own.findings.append(_rank_problem(f"malformed, rank {rank}", f"its findings: {error}", advice))
+            advice = (
+                "another program writes to torchrun's port: restrict the port to the job's network"
+            )
+            own.findings.append(
+                _rank_problem(f"malformed, rank {rank}", f"its findings: {error}", advice)
+            )
     missing = [rank for rank in range(1, get_world_size()) if rank not in contents]
     if missing:
         advice = "see the output of those ranks and their nodes; a larger --timeout waits longer for slow ones"

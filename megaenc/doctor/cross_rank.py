@@ -25,11 +25,21 @@ def join_ranks(context: CheckContext) -> list[Finding]:
     join_group(context.timeout)
     seconds = time.perf_counter() - begin
     if get_world_size() == 1:
-        return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of several")]
+        return [
+            ok(
+                "ranks",
+                "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of several",
+            )
+        ]
     hosts = len(set(_all_gather(socket.gethostname())))
     if get_rank():
         return []
-    return [ok("ranks", f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s")]
+    return [
+        ok(
+            "ranks",
+            f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s",
+        )
+    ]
 
 
 @functools.cache
@@ -64,7 +74,9 @@ def check_shared_folder(context: CheckContext) -> list[Finding]:
         name = ""
         if not get_rank():
             with suppress(OSError):  # another check reports a folder that is not writable
-                file = stack.enter_context(NamedTemporaryFile(prefix=".megaenc-doctor-", dir=folder))
+                file = stack.enter_context(
+                    NamedTemporaryFile(prefix=".megaenc-doctor-", dir=folder)
+                )
                 name = Path(file.name).name
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         name = _all_gather(name)[0]
@@ -99,10 +111,18 @@ def assess_sharing(observations: list[str]) -> Finding:
     unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
     if missing:
         advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
-        return problem("shared by ranks", f"a file of rank 0 is missing on rank {format_ranks(missing)}", advice)
+        return problem(
+            "shared by ranks",
+            f"a file of rank 0 is missing on rank {format_ranks(missing)}",
+            advice,
+        )
     if unlocked:
         advice = "two commands on different nodes could train in one folder: start one only, or mount it with locks across nodes"
-        return note("shared by ranks", f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}", advice)
+        return note(
+            "shared by ranks",
+            f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}",
+            advice,
+        )
     return ok("shared by ranks", "one folder for all ranks, with locks across ranks")
 
 
@@ -110,7 +130,10 @@ def format_ranks(ranks: list[int]) -> str:
     """Return rank numbers as text in ascending order with ranges, such as "0-3, 7"."""
     starts = [each for each in sorted(ranks) if each - 1 not in ranks]
     stops = [each for each in sorted(ranks) if each + 1 not in ranks]
-    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
+    return ", ".join(
+        f"{first}-{last}" if first < last else str(first)
+        for first, last in zip(starts, stops, strict=True)
+    )
 
 
 def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:

@@ -19,7 +19,10 @@ _MAKE_ROOM = "free space there, or raise the quota"
 _MIN_WRITE_RATE = 50 * _MB  # bytes a second
 _SECONDS = 2.0
 _MAX_TEST_BYTES = 512 * 2**20
-_VOLATILE = {"tmpfs": "memory and lost when the machine stops", "overlay": "the container and lost with it"}
+_VOLATILE = {
+    "tmpfs": "memory and lost when the machine stops",
+    "overlay": "the container and lost with it",
+}
 """Risk by file system type."""
 
 
@@ -57,14 +60,24 @@ def check_temp_space(context: CheckContext) -> list[Finding]:
     except OSError:
         return [problem(name, "no writable folder for them", advice)]
     free = shutil.disk_usage(folder).free
-    return [note(name, f"{folder}, {free / GIB:,.1f} GiB free", "" if free > _MIN_TEMP_BYTES else advice)]
+    return [
+        note(
+            name, f"{folder}, {free / GIB:,.1f} GiB free", "" if free > _MIN_TEMP_BYTES else advice
+        )
+    ]
 
 
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
     """Return the file system type of `place` by /proc/mounts, such as "ext4"; if absent "an unknown file system"."""
     mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
-    holding = [(len(mount), kind) for mount, kind in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
-    return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
+    holding = [
+        (len(mount), kind)
+        for mount, kind in mounts
+        if f"{place}/".startswith(f"{mount.rstrip('/')}/")
+    ]
+    return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[
+        1
+    ]
 
 
 def check_file_system(context: CheckContext) -> list[Finding]:
@@ -74,7 +87,13 @@ def check_file_system(context: CheckContext) -> list[Finding]:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
             return [check_locks(Path(name)), measure_write_speed(Path(name))]
     except OSError as error:
-        return [problem("writing", f"{folder}: {error.strerror}", "give --save a folder that this user may write to")]
+        return [
+            problem(
+                "writing",
+                f"{folder}: {error.strerror}",
+                "give --save a folder that this user may write to",
+            )
+        ]
 
 
 def check_locks(folder: Path) -> Finding:
@@ -107,4 +126,8 @@ def measure_write_speed(folder: Path) -> Finding:
         return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
     rate = written / (time.perf_counter() - begin)
     advice = "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save or a longer --save-interval"
-    return note("writing", f"{rate / _MB:,.0f} MB/s by one process, synced", advice if rate < _MIN_WRITE_RATE else "")
+    return note(
+        "writing",
+        f"{rate / _MB:,.0f} MB/s by one process, synced",
+        advice if rate < _MIN_WRITE_RATE else "",
+    )

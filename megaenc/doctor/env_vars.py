@@ -8,7 +8,12 @@ _PREFIXES = (
     "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
     "OMP_", "PYTORCH_", "RCCL_", "ROCBLAS_", "ROCR_", "TORCH_", "TRITON_", "UCX_",
 )  # fmt: skip
-_PER_RANK = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_PER_RANK = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+)
 """Variables that may differ between ranks."""
 _SECRET_NAME = re.compile(
     r"(?<!_P)KEY|TOKEN|SECRET|(?<!BY)PASS|PWD|AUTH|CRED|SESSION|COOKIE|BEARER|SIGNATURE|(^|_)(SAS|DSN|PIN)(_|$)",
@@ -57,7 +62,9 @@ def _is_pitfall(value: str, values: str) -> bool:
     """Return whether `value` matches `values`: "on", "off", "any", "not 1", or a list of words."""
     word = value.strip().upper()
     on = value.strip().lower() not in ("", "0", "false", "off", "no")
-    return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(values, word in values.split())
+    return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(
+        values, word in values.split()
+    )
 
 
 def check_env_vars(context: CheckContext) -> list[Finding]:
@@ -71,7 +78,9 @@ def check_env_vars(context: CheckContext) -> list[Finding]:
     if None not in both:
         advice = "the first selects among the devices that the second leaves: set only one of them"
         findings.append(note("HIP_ and ROCR_VISIBLE_DEVICES", " of ".join(both), advice))
-    return findings or [ok("variables", "none of NCCL, RCCL, CUDA, HIP, HSA, TORCH, OMP and their like is set")]
+    return findings or [
+        ok("variables", "none of NCCL, RCCL, CUDA, HIP, HSA, TORCH, OMP and their like is set")
+    ]
 
 
 def _check_variable(name: str, value: str) -> Finding:
@@ -79,6 +88,15 @@ def _check_variable(name: str, value: str) -> Finding:
     for pattern, instead in _SECRET_PARTS:
         value = pattern.sub(instead, value)
     text = value if len(value) <= _MAX_LENGTH else value[: _MAX_LENGTH - 3] + "..."
-    advice = next((advice for names, values, advice in PITFALLS if name in names.split() and _is_pitfall(value, values)), "")
+    advice = next(
+        (
+            advice
+            for names, values, advice in PITFALLS
+            if name in names.split() and _is_pitfall(value, values)
+        ),
+        "",
+    )
     judge = problem if advice and name == "TRITON_INTERPRET" else note
-    return judge(name, text or "(empty)" * (not advice), advice, "ok" if name in _PER_RANK else "note")
+    return judge(
+        name, text or "(empty)" * (not advice), advice, "ok" if name in _PER_RANK else "note"
+    )

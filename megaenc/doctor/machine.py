@@ -25,7 +25,10 @@ from megaenc.machine import read_processor_name, usable_core_count
 MIN_SHM_BYTES = GIB
 """Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating processes of a node, and loader
 workers pass batches through it. Docker's default is 64 MB."""
-_FILES_PER_RANK, _BASE_FILES = 8, 512  # connections to each other rank; all other files of a process
+_FILES_PER_RANK, _BASE_FILES = (
+    8,
+    512,
+)  # connections to each other rank; all other files of a process
 _MIN_LOCKED_BYTES = 16 * GIB
 
 
@@ -50,37 +53,68 @@ def check_threads(context: CheckContext, cores: int) -> Finding:
     processes = get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
-        return note(name, f"{processes} processes on {cores} cores", "start at most one process per core: --nproc-per-node")
+        return note(
+            name,
+            f"{processes} processes on {cores} cores",
+            "start at most one process per core: --nproc-per-node",
+        )
     if get_world_size() > 1 or "RANK" in context.environment or not value:
         return ok(name, f"{max(1, cores // processes)} for each process")
     if value.isdigit() and int(value) < cores:
         advice = f"unset OMP_NUM_THREADS, or start {cores} processes, to train on all cores"
         return note(name, f"{value} (OMP_NUM_THREADS) of {cores} cores", advice)
     if value.isdigit() and int(value) > cores:
-        return note(name, f"{value} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
+        return note(
+            name,
+            f"{value} (OMP_NUM_THREADS) on {cores} cores",
+            f"OMP_NUM_THREADS={cores} or less is faster",
+        )
     return ok(name, f"{value} for each process")
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the lowest CPU quota of the container's or job's control groups, in cores; None without a limit."""
     pairs = [text.split() for text in _read_cgroup(root, "cpu.max")]
-    pairs.append([read_kernel_file(root / "sys/fs/cgroup/cpu" / file) for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
-    return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and all(word.isdigit() for word in pair)), default=None)
+    pairs.append(
+        [
+            read_kernel_file(root / "sys/fs/cgroup/cpu" / file)
+            for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        ]
+    )
+    return min(
+        (
+            int(pair[0]) / int(pair[1])
+            for pair in pairs
+            if pair and all(word.isdigit() for word in pair)
+        ),
+        default=None,
+    )
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the lowest memory limit of the container's or job's control groups, in bytes; None without a limit."""
-    texts = [*_read_cgroup(root, "memory.max"), read_kernel_file(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [
+        *_read_cgroup(root, "memory.max"),
+        read_kernel_file(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ]
     return min((int(text) for text in texts if text.isdigit() and int(text) < 2**60), default=None)
 
 
 def _read_cgroup(root: Path, file: str) -> list[str]:
     """Return the contents of `file` in this process's control group (cgroup v2) and its parents."""
-    line = next((line for line in read_kernel_file(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
+    line = next(
+        (
+            line
+            for line in read_kernel_file(root / "proc/self/cgroup").splitlines()
+            if line.startswith("0::")
+        ),
+        "0::/",
+    )
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
     return [
-        read_kernel_file(folder / file) for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))
+        read_kernel_file(folder / file)
+        for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))
     ]
 
 
@@ -110,7 +144,9 @@ def check_dev_shm(context: CheckContext) -> list[Finding]:
     if size >= MIN_SHM_BYTES and usage.free >= MIN_SHM_BYTES // 2:
         return [ok(name, text)]
     more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {MIN_SHM_BYTES // GIB}g"
-    advice = more if size < MIN_SHM_BYTES else "it is nearly full: remove leftovers of ended processes"
+    advice = (
+        more if size < MIN_SHM_BYTES else "it is nearly full: remove leftovers of ended processes"
+    )
     if has_accelerators(context):
         return [problem(name, text, f"NCCL crashes with a bus error if it is too small; {advice}")]
     return [note(name, text, f"enough to train on CPUs, too little for accelerators; {advice}")]
@@ -120,20 +156,33 @@ def check_resource_limits(context: CheckContext) -> list[Finding]:
     """Return findings on open-file and locked-memory limits; low ones are problems, for memory only with InfiniBand."""
     unlimited = resource.RLIM_INFINITY
     ranks = get_world_size()
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process may raise its soft limit to the hard one
+    soft_limit, hard_limit = resource.getrlimit(
+        resource.RLIMIT_NOFILE
+    )  # a process may raise its soft limit to the hard one
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     needed = _BASE_FILES + _FILES_PER_RANK * ranks
     if soft_limit == unlimited or soft_limit >= needed:
-        findings = [ok("open files", "without limit" if soft_limit == unlimited else f"{soft_limit:,}")]
+        findings = [
+            ok("open files", "without limit" if soft_limit == unlimited else f"{soft_limit:,}")
+        ]
     else:
         text = f"{soft_limit:,} for a process, of {ranks} about {needed:,} may be needed"
         raised = needed if hard_limit == unlimited else min(hard_limit, max(needed, 65536))
         findings = [problem("open files", text, f"ulimit -n {raised} before the start")]
     text = "without limit" if locked == unlimited else _format_bytes(locked)
-    if locked == unlimited or locked >= _MIN_LOCKED_BYTES or not any((context.root / "sys/class/infiniband").glob("*")):
+    if (
+        locked == unlimited
+        or locked >= _MIN_LOCKED_BYTES
+        or not any((context.root / "sys/class/infiniband").glob("*"))
+    ):
         return [*findings, ok("locked memory", text)]
     ways = "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
-    return [*findings, multi_node_problem("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")]
+    return [
+        *findings,
+        multi_node_problem(
+            "locked memory", text, f"InfiniBand registers memory between nodes: {ways}"
+        ),
+    ]
 
 
 def _format_bytes(size: float) -> str:

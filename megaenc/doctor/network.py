@@ -7,7 +7,16 @@ from pathlib import Path
 import psutil
 
 from megaenc.dist_env import is_multi_node
-from megaenc.doctor.result import CheckContext, Finding, has_accelerators, multi_node_problem, note, ok, problem, read_kernel_file
+from megaenc.doctor.result import (
+    CheckContext,
+    Finding,
+    has_accelerators,
+    multi_node_problem,
+    note,
+    ok,
+    problem,
+    read_kernel_file,
+)
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _EXCLUDED = ("lo", "docker")
@@ -18,16 +27,22 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 def check_network_cards(context: CheckContext) -> list[Finding]:
     """Return findings on Slingshot, InfiniBand and RoCE cards: state, plugin and device files; one if there is no card."""
     classes = context.root / "sys/class"
-    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, unsupported by RCCL and NCCL without a plugin
+    slingshot = sorted(
+        card.name for card in (classes / "cxi").glob("*")
+    )  # HPE's, unsupported by RCCL and NCCL without a plugin
     ports = sorted((classes / "infiniband").glob("*/ports/*"))
     findings = [ok("Slingshot", ", ".join(slingshot), mismatch_level="note")] if slingshot else []
     findings += [_check_plugin(context)] if slingshot and has_accelerators(context) else []
     findings += [_check_port(port, context) for port in ports]
     if ports and not (context.root / "dev/infiniband").exists():
         advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
-        findings.append(multi_node_problem("/dev/infiniband", "missing, though there are cards", advice))
+        findings.append(
+            multi_node_problem("/dev/infiniband", "missing, though there are cards", advice)
+        )
     if not findings and is_multi_node() and has_accelerators(context):
-        advice = "nodes communicate over TCP; in a container: --device /dev/infiniband --network host"
+        advice = (
+            "nodes communicate over TCP; in a container: --device /dev/infiniband --network host"
+        )
         return [note("InfiniBand, RoCE", "no card", advice)]
     return findings or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
@@ -41,8 +56,17 @@ def _check_plugin(context: CheckContext) -> Finding:
         return multi_node_problem(label, "NCCL_NET_PLUGIN=none", f"{without}: unset it")
     folders = filter(None, context.environment.get("LD_LIBRARY_PATH", "").split(":"))
     plugins = [f"NCCL_NET_PLUGIN={name}"] if name else []
-    plugins += [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
-    plugins += [plugin for plugin in _PLUGINS if f"/{plugin}\0" in read_kernel_file(context.root / "etc/ld.so.cache")]
+    plugins += [
+        str(path)
+        for folder in folders
+        for plugin in _PLUGINS
+        if (path := Path(folder, plugin)).exists()
+    ]
+    plugins += [
+        plugin
+        for plugin in _PLUGINS
+        if f"/{plugin}\0" in read_kernel_file(context.root / "etc/ld.so.cache")
+    ]
     if plugins:
         return ok(label, plugins[0])
     advice = f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its folder to LD_LIBRARY_PATH"
@@ -80,10 +104,16 @@ def check_interfaces(context: CheckContext) -> list[Finding]:
     usable = []
     owners: dict[str, str] = {}
     for name, about in psutil.net_if_stats().items():
-        addresses = [each.address for each in addresses_by_name.get(name, ()) if each.family == socket.AF_INET]
+        addresses = [
+            each.address
+            for each in addresses_by_name.get(name, ())
+            if each.family == socket.AF_INET
+        ]
         if about.isup and addresses:
             speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
-            findings.append(ok(f"interface {name}", f"{', '.join(addresses)}{speed}, MTU {about.mtu}"))
+            findings.append(
+                ok(f"interface {name}", f"{', '.join(addresses)}{speed}, MTU {about.mtu}")
+            )
             usable.append(name)
             owners |= dict.fromkeys(addresses, name)
     try:
@@ -91,7 +121,9 @@ def check_interfaces(context: CheckContext) -> list[Finding]:
     except OSError:
         own = []
     findings.append(check_nccl_interface(context.environment.get("NCCL_SOCKET_IFNAME"), usable))
-    findings.append(check_gloo_interface(context.environment.get("GLOO_SOCKET_IFNAME"), usable, own, owners))
+    findings.append(
+        check_gloo_interface(context.environment.get("GLOO_SOCKET_IFNAME"), usable, own, owners)
+    )
     return findings
 
 
@@ -101,11 +133,19 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
     if ifname:
         chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
         advice = f"NCCL_SOCKET_IFNAME={ifname} matches no interface that is up: unset it or choose from {', '.join(usable)}"
-        return ok(label, f"{chosen}, by NCCL_SOCKET_IFNAME") if chosen else problem(label, "nothing", advice)
+        return (
+            ok(label, f"{chosen}, by NCCL_SOCKET_IFNAME")
+            if chosen
+            else problem(label, "nothing", advice)
+        )
     first = [name for name in usable if name.startswith("ib")]
     chosen = first or [name for name in usable if not name.startswith(_EXCLUDED)] or usable
     several = is_multi_node() and len(chosen) > 1
-    advice = f"set NCCL_SOCKET_IFNAME={chosen[0]} if that is the interface between nodes" if several else ""
+    advice = (
+        f"set NCCL_SOCKET_IFNAME={chosen[0]} if that is the interface between nodes"
+        if several
+        else ""
+    )
     return note(label, ", ".join(chosen) or "no interface", advice)
 
 
@@ -118,7 +158,10 @@ def matches_ifname(ifname: str, name: str) -> bool:
 
 
 def check_gloo_interface(
-    ifname: str | None, usable: list[str], host_addresses: list[str], interface_by_address: dict[str, str]
+    ifname: str | None,
+    usable: list[str],
+    host_addresses: list[str],
+    interface_by_address: dict[str, str],
 ) -> Finding:
     """Return a finding on gloo's interface: `ifname`, else the host name's; a problem if down, or lo on several nodes.
 
@@ -131,11 +174,19 @@ def check_gloo_interface(
             advice = f"GLOO_SOCKET_IFNAME={ifname}: name one of {', '.join(usable)}"
             return problem(label, f"{', '.join(missing)}, which is not up", advice)
         return ok(label, f"{ifname}, by GLOO_SOCKET_IFNAME")
-    real = next((address for address in host_addresses if interface_by_address.get(address, "lo") != "lo"), None)
+    real = next(
+        (address for address in host_addresses if interface_by_address.get(address, "lo") != "lo"),
+        None,
+    )
     if real:
-        return ok(label, f"{interface_by_address[real]}, the interface of {real}, to which the host name resolves")
+        return ok(
+            label,
+            f"{interface_by_address[real]}, the interface of {real}, to which the host name resolves",
+        )
     text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
     if not is_multi_node():
         return ok(label, f"{text}; enough on one node")
     other = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")
-    return problem(label, text, f"other nodes cannot reach it: export GLOO_SOCKET_IFNAME={other} on all")
+    return problem(
+        label, text, f"other nodes cannot reach it: export GLOO_SOCKET_IFNAME={other} on all"
+    )

@@ -17,11 +17,18 @@ from megaenc.errors import InputError
 _MIN_PEAK_FRACTION = 0.4  # of the accelerator's data sheet peak
 _HEADS, _QUERY_GROUPS, _SEQ_LENGTH = 4, 2, 1024  # of the attention checks
 _HEAD_DIMS = (64, 96)  # 210M and 610M models, 1B model
-_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = 768, 64, 3072, 32_768  # of the kernel checks: the 210M model
+_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = (
+    768,
+    64,
+    3072,
+    32_768,
+)  # of the kernel checks: the 210M model
 _FORMATS = ("hybrid", "e4m3")
 _ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
 _ADVICE_BACKEND = "--attention-backend auto detects this too and uses a slower one: install a version built for this torch"
-_ADVICE_FLASH = "EXTRAS=flash ./install.sh (CUDA 13): 8 % more tokens/s at 1b under MLM, measured on an H200"
+_ADVICE_FLASH = (
+    "EXTRAS=flash ./install.sh (CUDA 13): 8 % more tokens/s at 1b under MLM, measured on an H200"
+)
 _ADVICE_KERNEL = "runs detect this too and use torch instead, which is slower: install the triton built for this torch"
 
 
@@ -61,12 +68,20 @@ def check_matmul(context: CheckContext) -> list[Finding]:
         faster = rates[torch.bfloat16] > rates[torch.float32]
         text += f"; it is {'faster' if faster else 'slower'} than float32 here"
         default, other = ("bfloat16", "--no-bf16") if has else ("float32", "--bf16")
-        advice = "" if has == faster else f"runs use {default} by default: try {other} in a short run"
+        advice = (
+            "" if has == faster else f"runs use {default} by default: try {other} in a short run"
+        )
     findings.append(note("bfloat16", text, advice, "note"))
     peak = 0.0 if backend.is_cpu else backend.peak_flops(torch.bfloat16)
     if peak and rates[torch.bfloat16] < _MIN_PEAK_FRACTION * peak:
         advice = "another process uses it, or it is throttled: check clocks, power and temperature"
-        findings.append(note("speed", f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16", advice))
+        findings.append(
+            note(
+                "speed",
+                f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16",
+                advice,
+            )
+        )
     return findings
 
 
@@ -115,13 +130,24 @@ def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
             return [note(name, text, _ADVICE_FLASH) if is_slower else ok(name, text)]
         if not verdict.passed:
             advice = _ADVICE_SDPA if name == "sdpa" else _ADVICE_BACKEND
-            return [problem(name, f"{verdict.reason}, in {_dtype_name(dtype)}", advice, mismatch_level="note")]
+            return [
+                problem(
+                    name,
+                    f"{verdict.reason}, in {_dtype_name(dtype)}",
+                    advice,
+                    mismatch_level="note",
+                )
+            ]
         worst = max(worst, verdict.error / verdict.tolerance)
     masks = ", ".join(Attention)
     widths = " and ".join(map(str, _HEAD_DIMS))
     kinds = " and ".join(map(_dtype_name, dtypes))
     text = f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed"
-    return [note(name, f"{text}; version 4 is not installed", _ADVICE_FLASH) if is_slower else ok(name, text)]
+    return [
+        note(name, f"{text}; version 4 is not installed", _ADVICE_FLASH)
+        if is_slower
+        else ok(name, text)
+    ]
 
 
 def prepare_fused_kernels(context: CheckContext) -> list[Finding]:
@@ -146,14 +172,21 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
 
     worst = 0.0
     for dtype in (torch.bfloat16, torch.float32):
-        verdict = check_kernel(name, device, dtype, LayerWidths(_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY))
+        verdict = check_kernel(
+            name, device, dtype, LayerWidths(_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY)
+        )
         failure = f"{verdict.reason}, in {_dtype_name(dtype)}"
         if not verdict.available:
             return [note(name, f"cannot be run: {failure}", _ADVICE_KERNEL, mismatch_level="note")]
         if not verdict.passed:
             return [problem(name, failure, _ADVICE_KERNEL, mismatch_level="note")]
         worst = max(worst, verdict.error / verdict.tolerance)
-    return [ok(name, f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed")]
+    return [
+        ok(
+            name,
+            f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed",
+        )
+    ]
 
 
 def check_fp8_products(context: CheckContext) -> list[Finding]:
@@ -167,13 +200,28 @@ def check_fp8_products(context: CheckContext) -> list[Finding]:
         kinds = [select_float8_recipe(name, backend) for name in _FORMATS]
     except InputError:
         return [ok(label, "unavailable: the device does not support them", mismatch_level="note")]
-    layers = [(_HIDDEN, _HIDDEN)] if backend.is_cpu else [(_HIDDEN, _HIDDEN), (2 * _FFN, _HIDDEN), (_HIDDEN, _FFN)]
+    layers = (
+        [(_HIDDEN, _HIDDEN)]
+        if backend.is_cpu
+        else [(_HIDDEN, _HIDDEN), (2 * _FFN, _HIDDEN), (_HIDDEN, _FFN)]
+    )
     try:
         for name in _FORMATS:
             check_float8_linear(name, backend, layers, torch.bfloat16)
     except InputError as error:
         return [note(label, str(error), "other runs do not use them", mismatch_level="note")]
     if not backend.is_cpu and not all(kind.triton for kind in kinds):
-        advice = "torch's kernels scale matrices more slowly: install the triton built for this torch"
-        return [note(label, "right, but Triton's kernels deviate from torch's and are not used", advice, mismatch_level="note")]
-    return [ok(label, f"right: output and gradients, {' and '.join(_FORMATS)}", mismatch_level="note")]
+        advice = (
+            "torch's kernels scale matrices more slowly: install the triton built for this torch"
+        )
+        return [
+            note(
+                label,
+                "right, but Triton's kernels deviate from torch's and are not used",
+                advice,
+                mismatch_level="note",
+            )
+        ]
+    return [
+        ok(label, f"right: output and gradients, {' and '.join(_FORMATS)}", mismatch_level="note")
+    ]

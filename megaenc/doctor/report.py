@@ -47,7 +47,9 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
     for finding in findings:
         for level in (finding.level, finding.mismatch_level):
             if level not in LEVELS:
-                raise ValueError(f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}")
+                raise ValueError(
+                    f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}"
+                )
     return RankFindings(rank, host, findings)
 
 
@@ -71,7 +73,9 @@ def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     return merged
 
 
-def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_match: bool) -> list[Finding]:
+def _merge_finding(
+    by_rank: dict[int, Finding], hosts: dict[int, str], must_match: bool
+) -> list[Finding]:
     """Merge the findings of one name: the most common of the ok ones, else of all, and the others as "NAME elsewhere".
 
     Without `must_match` all ok findings count as the same.
@@ -81,7 +85,9 @@ def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_matc
         finding = by_rank[rank]
         result = finding.result if must_match or finding.level != "ok" else ""
         ranks_by_result[finding.level, result].append(rank)
-    groups = sorted(ranks_by_result.values(), key=lambda ranks: (by_rank[ranks[0]].level != "ok", -len(ranks)))
+    groups = sorted(
+        ranks_by_result.values(), key=lambda ranks: (by_rank[ranks[0]].level != "ok", -len(ranks))
+    )
     usual, *others = [by_rank[ranks[0]] for ranks in groups]
     if not others:
         return [usual]
@@ -92,7 +98,10 @@ def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_matc
     if usual.level != "ok":
         usual = replace(usual, result=texts[0])
     level = max([usual.mismatch_level, *(finding.level for finding in others)], key=LEVELS.index)
-    advice = next((finding.advice for finding in others if finding.advice), "ranks differ: configure all nodes alike")
+    advice = next(
+        (finding.advice for finding in others if finding.advice),
+        "ranks differ: configure all nodes alike",
+    )
     text = truncate_text("; ".join(texts[1:]), _MAX_LENGTH)
     return [usual, Finding(f"{usual.name} elsewhere", text, level, advice, subject=usual.subject)]
 
@@ -101,12 +110,19 @@ def format_report(findings: Sequence[Finding]) -> str:
     """Return findings as text: a paragraph for each subject, the number of problems, and each with its advice."""
     lines: list[str] = []
     for subject in SUBJECTS:
-        subject_lines = [line for finding in findings if finding.subject == subject for line in _format_finding(finding)]
+        subject_lines = [
+            line
+            for finding in findings
+            if finding.subject == subject
+            for line in _format_finding(finding)
+        ]
         if subject_lines:
             lines += [subject, *subject_lines, ""]
     problems = [finding for finding in findings if finding.level == "problem"]
     notes = sum(finding.level == "note" for finding in findings)
-    summary = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
+    summary = (
+        f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
+    )
     lines.append(f"{len(problems) or 'no'} problem{'s' * (len(problems) > 1)}: {summary}")
     for finding in problems:
         lines += _wrap(f"{finding.subject}, {finding.name}: {finding.result}", "  ", "    ")
@@ -118,22 +134,46 @@ def _format_finding(finding: Finding) -> list[str]:
     """Return a finding as indented lines of at most `WIDTH` characters, with its advice below."""
     mark = f"  {finding.level:<{_MARK - 2}}"
     beyond = " " * (_MARK + _NAME)
-    first = f"{mark}{finding.name:<{_NAME}}" if len(finding.name) < _NAME else f"{mark}{finding.name}  "
-    return _wrap(finding.result or "-", first, beyond) + _wrap(finding.advice, f"{beyond}-> ", f"{beyond}   ")
+    first = (
+        f"{mark}{finding.name:<{_NAME}}" if len(finding.name) < _NAME else f"{mark}{finding.name}  "
+    )
+    return _wrap(finding.result or "-", first, beyond) + _wrap(
+        finding.advice, f"{beyond}-> ", f"{beyond}   "
+    )
 
 
 def _wrap(words: str, first: str, rest: str) -> list[str]:
     """Return `words` wrapped to `WIDTH`, with one indent for the first line and one for the rest."""
-    return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
-def format_json(rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]) -> str:
+def format_json(
+    rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]
+) -> str:
     """Return JSON text: `metadata`, the worst level, the merged `findings`, and the host and findings of each rank."""
 
     def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
-        keys = {"subject": "subject", "what": "name", "level": "level", "found": "result", "advice": "advice"}
-        return [{key: getattr(finding, field) for key, field in keys.items()} for finding in findings]
+        keys = {
+            "subject": "subject",
+            "what": "name",
+            "level": "level",
+            "found": "result",
+            "advice": "advice",
+        }
+        return [
+            {key: getattr(finding, field) for key, field in keys.items()} for finding in findings
+        ]
 
     worst = max((finding.level for finding in findings), key=LEVELS.index, default="ok")
-    ranks = [{"rank": each.rank, "host": each.host, "findings": rows(each.findings)} for each in rank_findings]
-    return json.dumps(metadata | {"worst": worst, "findings": rows(findings), "ranks": ranks}, indent=1) + "\n"
+    ranks = [
+        {"rank": each.rank, "host": each.host, "findings": rows(each.findings)}
+        for each in rank_findings
+    ]
+    return (
+        json.dumps(
+            metadata | {"worst": worst, "findings": rows(findings), "ranks": ranks}, indent=1
+        )
+        + "\n"
+    )

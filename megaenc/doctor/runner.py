@@ -63,7 +63,12 @@ class CheckRunner:
         """Return the last line that the child printed after byte `start`, as the end of an error message."""
         size = os.fstat(self._output).st_size
         start = max(start, size - _MAX_TAIL_BYTES)
-        lines = os.pread(self._output, size - start, start).decode(errors="replace").strip().splitlines()
+        lines = (
+            os.pread(self._output, size - start, start)
+            .decode(errors="replace")
+            .strip()
+            .splitlines()
+        )
         return f"; its last output: {lines[-1].strip()[:160]}" if lines else ""
 
 

@@ -25,8 +25,16 @@ def check_versions(context: CheckContext) -> list[Finding]:
     """Return findings on megaenc, Python, optional packages that are not installed, and megaenc's requirements."""
     missing = [name for name in OPTIONAL_PACKAGES if not _package_version(name)]
     return [
-        ok("megaenc", f"{megaenc.__version__} in {Path(megaenc.__file__).parent}", mismatch_level="problem"),
-        ok("python", f"{platform.python_version()} on {platform.system()} {platform.release()}", mismatch_level="note"),
+        ok(
+            "megaenc",
+            f"{megaenc.__version__} in {Path(megaenc.__file__).parent}",
+            mismatch_level="problem",
+        ),
+        ok(
+            "python",
+            f"{platform.python_version()} on {platform.system()} {platform.release()}",
+            mismatch_level="note",
+        ),
         ok("not installed", f"{', '.join(missing)}; megaenc does without"),
         check_requirements(),
     ]
@@ -38,7 +46,11 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
     is_required = name in REQUIRED_PACKAGES
     if not version:
         advice = f"pip install {name}, or ./install.sh for all"
-        return [problem(name, "not installed", advice, mismatch_level="problem")] if is_required else []
+        return (
+            [problem(name, "not installed", advice, mismatch_level="problem")]
+            if is_required
+            else []
+        )
     try:
         if name == "megatron-core":
             from megaenc.backend.megatron import KNOWN_VERSIONS, import_megatron
@@ -49,11 +61,29 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
     except Exception as error:  # a half-installed package may raise anything
         text = f"{version}, cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if is_required:
-            return [problem(name, text, f"reinstall {name}: ./install.sh", mismatch_level="problem")]
-        return [note(name, text, f"pip uninstall {name}, or install the version built for this torch", mismatch_level="note")]
-    if name == "megatron-core" and version not in KNOWN_VERSIONS:  # the adapters do not support other versions
+            return [
+                problem(name, text, f"reinstall {name}: ./install.sh", mismatch_level="problem")
+            ]
+        return [
+            note(
+                name,
+                text,
+                f"pip uninstall {name}, or install the version built for this torch",
+                mismatch_level="note",
+            )
+        ]
+    if (
+        name == "megatron-core" and version not in KNOWN_VERSIONS
+    ):  # the adapters do not support other versions
         advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
-        return [problem(name, f"{version}; expected {' or '.join(KNOWN_VERSIONS)}", advice, mismatch_level="problem")]
+        return [
+            problem(
+                name,
+                f"{version}; expected {' or '.join(KNOWN_VERSIONS)}",
+                advice,
+                mismatch_level="problem",
+            )
+        ]
     return [ok(name, version, mismatch_level="problem" if is_required else "note")]
 
 
@@ -63,8 +93,14 @@ def check_requirements() -> Finding:
         texts = metadata.requires("megaenc") or ()
     except metadata.PackageNotFoundError:
         advice = "./install.sh installs it with its dependencies"
-        return note("packages", "megaenc is not installed: it runs from its source directory", advice)
-    requirements = [each for each in map(Requirement, texts) if not each.marker or each.marker.evaluate({"extra": ""})]
+        return note(
+            "packages", "megaenc is not installed: it runs from its source directory", advice
+        )
+    requirements = [
+        each
+        for each in map(Requirement, texts)
+        if not each.marker or each.marker.evaluate({"extra": ""})
+    ]
     errors = []
     for each in requirements:
         version = _installed_version(each.name)
@@ -74,7 +110,10 @@ def check_requirements() -> Finding:
             errors.append(f"{each.name} {version}, expected {each.specifier}")
     if errors:
         return problem("packages", "; ".join(errors), "./install.sh, or pip install these versions")
-    return ok("packages", f"all {len(requirements)} of megaenc's requirements are installed in supported versions")
+    return ok(
+        "packages",
+        f"all {len(requirements)} of megaenc's requirements are installed in supported versions",
+    )
 
 
 def _installed_version(name: str) -> str:
@@ -87,7 +126,9 @@ def _installed_version(name: str) -> str:
 
 def _package_version(name: str) -> str:
     """Return a package's version under any of its distribution names, or an empty string."""
-    return next(filter(None, map(_installed_version, _TRITON_PACKAGES if name == "triton" else (name,))), "")
+    return next(
+        filter(None, map(_installed_version, _TRITON_PACKAGES if name == "triton" else (name,))), ""
+    )
 
 
 def check_libraries(context: CheckContext) -> list[Finding]:

@@ -62,20 +62,30 @@ class EmbedEvalConfig:
 def eval_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed eval`: print the scores of every model on every data set, and write them to --output."""
     silence_libraries()
-    settings = flags.parse_with_config(EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__)
+    settings = flags.parse_with_config(
+        EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__
+    )
     output = Path(settings.output)
     if not settings.data and not settings.tasks:
         raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
-        raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
+        raise InputError(
+            "--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`"
+        )
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
-        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+        raise InputError(
+            f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md"
+        )
     if settings.output:
         models = _name_all("--model", settings.model)
         data = _name_all("--data", settings.data)
         inputs = (settings.config, *models.values(), *data.values())
         check_output_file(output, "--output", inputs=inputs, overwrite=settings.overwrite)
-    with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
+    with (
+        create_parent_with_rollback(output, "--output")
+        if settings.output
+        else contextlib.nullcontext()
+    ):
         rows, configs, origin = _evaluate(settings)
         if settings.output:
             atomic_write(output, format_results(rows, configs, output.suffix, origin))
@@ -84,7 +94,9 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         print_rank_0(f"written: {settings.output}")
 
 
-def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str, "EmbeddingConfig"], dict[str, Any]]:
+def _evaluate(
+    settings: EmbedEvalConfig,
+) -> tuple[list[EvaluationRow], dict[str, "EmbeddingConfig"], dict[str, Any]]:
     """Evaluate chance, BM25 and all models on all data sets.
 
     Returns:
@@ -92,29 +104,57 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str,
     """
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate, probes
-    from megaenc.embed.embedder import build_embedder, fetch_model, override_config, read_embedding_config
+    from megaenc.embed.embedder import (
+        build_embedder,
+        fetch_model,
+        override_config,
+        read_embedding_config,
+    )
 
     named_data = _name_all("--data", settings.data)
-    if repeated := [name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1]:
-        raise InputError(f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once")
-    labelled = {name: Path(folder) for name, folder in named_data.items() if probes.is_labelled_set(Path(folder))}
+    if repeated := [
+        name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1
+    ]:
+        raise InputError(
+            f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once"
+        )
+    labelled = {
+        name: Path(folder)
+        for name, folder in named_data.items()
+        if probes.is_labelled_set(Path(folder))
+    }
     if not settings.model and len(labelled) == len(named_data):
-        raise InputError("--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed eval --help`")
+        raise InputError(
+            "--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed eval --help`"
+        )
     named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
     if settings.bm25 and named_data:
         evaluate.import_bm25s()
     if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
         raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
     folders = {name: fetch_model(source) for name, source in named_models.items()}
-    configs = {name: override_config(read_embedding_config(folder), settings.embedding) for name, folder in folders.items()}
+    configs = {
+        name: override_config(read_embedding_config(folder), settings.embedding)
+        for name, folder in folders.items()
+    }
     sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
-    tasks = [*itertools.starmap(probes.load_labelled_set, labelled.items()), *probes.load_tasks(settings.tasks)]
-    rows = {data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False) for data in sets}
+    tasks = [
+        *itertools.starmap(probes.load_labelled_set, labelled.items()),
+        *probes.load_tasks(settings.tasks),
+    ]
+    rows = {
+        data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False)
+        for data in sets
+    }
     rows |= {task.name: task.build_random_rows() for task in tasks}
     for data in sets if settings.bm25 else ():
-        with ProgressLine(f"BM25 {data.name}: ranking", total=len(data.queries), closing=False) as line:
+        with ProgressLine(
+            f"BM25 {data.name}: ranking", total=len(data.queries), closing=False
+        ) as line:
             rows[data.name] += evaluate.build_rows(
-                data, "BM25", data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update))
+                data,
+                "BM25",
+                data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update)),
             )
     for name, folder in folders.items():
         embedder = build_embedder(name, folder, configs[name], settings.embedding)
@@ -122,26 +162,39 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list[EvaluationRow], dict[str,
         for data in sets:
             place = f"{name} {data.name}: "
             row_of = {document: row for row, document in enumerate(dict.fromkeys(data.documents))}
-            queries, documents = embedder.embed_queries_and_documents(data.queries, list(row_of), place)
+            queries, documents = embedder.embed_queries_and_documents(
+                data.queries, list(row_of), place
+            )
             with ProgressLine(f"{place}ranking", total=len(queries), closing=False) as line:
                 text_of = np.array([row_of[document] for document in data.documents])
-                scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update, text_of))
+                scores = data.score(
+                    evaluate.rank_by_cosine(queries, documents, line.update, text_of)
+                )
             rows[data.name] += evaluate.build_rows(data, name, scores)
         for task in tasks:
             rows[task.name].append(task.evaluate(name, embedder))
         del embedder  # frees memory for the next model
-    origin = _describe_origin(settings, folders, named_data, sets) if settings.output.endswith(".json") else {}
+    origin = (
+        _describe_origin(settings, folders, named_data, sets)
+        if settings.output.endswith(".json")
+        else {}
+    )
     return [row for of_set in rows.values() for row in of_set], configs, origin
 
 
 def _describe_origin(
-    settings: EmbedEvalConfig, models: dict[str, str], data: dict[str, str], sets: Sequence["RetrievalSet"]
+    settings: EmbedEvalConfig,
+    models: dict[str, str],
+    data: dict[str, str],
+    sets: Sequence["RetrievalSet"],
 ) -> dict[str, Any]:
     """Return the rules that flags set, the fingerprints of models and data by name, and the query ids of each data set."""
     from megaenc.finetune.datasets.beir import compute_test_fingerprint
     from megaenc.finetune.model import fingerprint
 
-    weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent))
+    weights = fingerprint.compute_model_fingerprints(
+        list(models.values()), str(Path(settings.output).parent)
+    )
     fingerprints = {}
     for (name, folder), digest in zip(models.items(), weights, strict=True):
         tokenizer = fingerprint.compute_tokenizer_fingerprint(folder)
@@ -165,9 +218,13 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
             source = text
         name = name or Path(source).name or Path.cwd().name
         if not name.isprintable():
-            raise InputError(f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER")
+            raise InputError(
+                f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER"
+            )
         if name in named:
-            raise InputError(f"{flag}: found {name} twice, expected each once; name one of them otherwise, NAME=FOLDER")
+            raise InputError(
+                f"{flag}: found {name} twice, expected each once; name one of them otherwise, NAME=FOLDER"
+            )
         named[name] = source
     return named
 
@@ -184,11 +241,22 @@ def _iterate_tables(rows: Sequence[EvaluationRow]) -> Iterator[_Table]:
         for row in retrieval:
             groups.setdefault((row.dataset, row.model), []).append(row)
         lines = [
-            (*names, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+            (
+                *names,
+                *map(_format_score, members),
+                f"{members[0].queries:,}",
+                f"{members[0].documents:,}",
+            )
             for names, members in groups.items()
         ]
         title = "zero-shot retrieval, percent, [95 % interval over queries]"
-        yield title, ("data set", "model"), tuple(_HEADINGS.values()), ("queries", "documents"), lines
+        yield (
+            title,
+            ("data set", "model"),
+            tuple(_HEADINGS.values()),
+            ("queries", "documents"),
+            lines,
+        )
     if others := [row for row in rows if row.queries is None]:
         lines = [
             (
@@ -220,7 +288,10 @@ def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
 
 
 def format_results(
-    rows: Sequence[EvaluationRow], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any]
+    rows: Sequence[EvaluationRow],
+    configs: dict[str, "EmbeddingConfig"],
+    suffix: str,
+    origin: dict[str, Any],
 ) -> str:
     """Return the text of a file of the results: JSON, CSV or Markdown tables."""
     if suffix == ".json":

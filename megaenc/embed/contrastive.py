@@ -55,7 +55,10 @@ class ContrastiveData:
         before_query, before_document = prefixes
         queries = [find(before_query + pair.query) for pair in pairs]
         documents = [find(before_document + pair.document) for pair in pairs]
-        used = [tuple(find(before_document + text) for text in pair.negatives[:negatives]) for pair in pairs]
+        used = [
+            tuple(find(before_document + text) for text in pair.negatives[:negatives])
+            for pair in pairs
+        ]
         positives: dict[int, dict[int, None]] = defaultdict(dict)
         for query, document in zip(queries, documents, strict=True):
             positives[query][document] = None
@@ -64,7 +67,9 @@ class ContrastiveData:
         lengths = np.array([len(row) for row in rows])
         if not lengths.all():
             text = texts[int(np.argmin(lengths))]
-            raise InputError(f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at least one in each")
+            raise InputError(
+                f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at least one in each"
+            )
         for query, pair in zip(queries, pairs, strict=True):
             if (document := index.get(before_document + pair.query)) is not None:
                 positives[query][document] = None
@@ -73,7 +78,10 @@ class ContrastiveData:
 
     def build_batch(self, pairs: np.ndarray) -> "ContrastiveBatch":
         """Return the batch of the pairs with indices `pairs`, int64[batch]."""
-        candidates = [*self.documents[pairs].tolist(), *(text for pair in pairs for text in self.negatives[pair])]
+        candidates = [
+            *self.documents[pairs].tolist(),
+            *(text for pair in pairs for text in self.negatives[pair]),
+        ]
         columns_of: dict[int, list[int]] = defaultdict(list)
         for column, text in enumerate(candidates):
             columns_of[text].append(column)
@@ -84,9 +92,13 @@ class ContrastiveData:
             for column in columns_of.get(document, ())
             if column != row
         ]
-        texts, places = np.unique(np.concatenate([self.queries[pairs], candidates]), return_inverse=True)
+        texts, places = np.unique(
+            np.concatenate([self.queries[pairs], candidates]), return_inverse=True
+        )
         masked_rows, masked_columns = np.array(masked, dtype=np.int64).reshape(-1, 2).T
-        return ContrastiveBatch(texts, places[: len(pairs)], places[len(pairs) :], masked_rows, masked_columns)
+        return ContrastiveBatch(
+            texts, places[: len(pairs)], places[len(pairs) :], masked_rows, masked_columns
+        )
 
 
 @dataclass(frozen=True)
@@ -120,8 +132,13 @@ class ContrastiveBatch:
         """
         device = vectors.device
         full = vectors.shape[1]
-        queries, documents = (torch.from_numpy(places).to(device) for places in (self.queries, self.documents))
-        masked = tuple(torch.from_numpy(places).to(device) for places in (self.masked_rows, self.masked_columns))
+        queries, documents = (
+            torch.from_numpy(places).to(device) for places in (self.queries, self.documents)
+        )
+        masked = tuple(
+            torch.from_numpy(places).to(device)
+            for places in (self.masked_rows, self.masked_columns)
+        )
         own = torch.arange(len(queries), device=device)
         losses = []
         for size in sorted({*config.matryoshka_dims, full}):

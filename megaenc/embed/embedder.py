@@ -16,7 +16,11 @@ from torch.nn.functional import normalize
 from megaenc.backend.device import detect_backend
 from megaenc.console import ProgressLine, print_rank_0
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
-from megaenc.data.tokenizer.special_tokens import SpecialTokensMode, resolve_special_tokens, set_special_tokens
+from megaenc.data.tokenizer.special_tokens import (
+    SpecialTokensMode,
+    resolve_special_tokens,
+    set_special_tokens,
+)
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
@@ -34,7 +38,11 @@ _TEXTS_PER_BATCH = 1024
 _MAX_HUB_NAME = 96
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers looks for, in this order
+_DOCUMENT_PROMPTS = (
+    "document",
+    "passage",
+    "corpus",
+)  # the names that sentence-transformers looks for, in this order
 
 Pooling = Literal["mean", "cls", "lasttoken"]
 
@@ -64,7 +72,9 @@ class EmbeddingConfig:
 def fetch_model(name_or_folder: str) -> str:
     """Return a folder's path, or that of the model ORG/NAME, downloaded from the Hub; InputError if there is none."""
     parent, _, name = name_or_folder.rpartition("/")
-    is_path = os.path.isdir(name_or_folder) or os.path.isdir(parent)  # False for a name that is too long
+    is_path = os.path.isdir(name_or_folder) or os.path.isdir(
+        parent
+    )  # False for a name that is too long
     if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_folder):
         check_model_folder(name_or_folder)
         return name_or_folder
@@ -84,22 +94,38 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     Raises InputError for a config.json that transformers does not know, and for modules or poolings other than supported ones.
     """
     path = Path(folder)
-    load_hf_config(HFCheckpoint(path, "--model"))  # unreadable models are refused before any text is embedded
+    load_hf_config(
+        HFCheckpoint(path, "--model")
+    )  # unreadable models are refused before any text is embedded
     if not (path / "modules.json").exists():
         return EmbeddingConfig()
     modules = _read_modules(path / "modules.json")
     parts = [str(module.get("path", "")) for module in modules]
     if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
-        raise InputError(f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it")
+        raise InputError(
+            f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it"
+        )
     pooling = _read_pooling(path / parts[1] / "config.json")
     transformer = _read_optional(path / "sentence_bert_config.json")
     settings = _read_optional(path / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise InputError(f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name")
-    max_length = transformer.get("max_seq_length") or _read_optional(path / "tokenizer_config.json").get("model_max_length") or 0
-    if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not max_length >= 0:  # or NaN
-        raise InputError(f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens")
+        raise InputError(
+            f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name"
+        )
+    max_length = (
+        transformer.get("max_seq_length")
+        or _read_optional(path / "tokenizer_config.json").get("model_max_length")
+        or 0
+    )
+    if (
+        isinstance(max_length, bool)
+        or not isinstance(max_length, int | float)
+        or not max_length >= 0
+    ):  # or NaN
+        raise InputError(
+            f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens"
+        )
     document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
     lower_case = bool(transformer.get("do_lower_case"))
     return EmbeddingConfig(
@@ -114,28 +140,47 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     )
 
 
-def override_config(config: EmbeddingConfig, given: EmbeddingFlags | ContrastiveConfig) -> EmbeddingConfig:
+def override_config(
+    config: EmbeddingConfig, given: EmbeddingFlags | ContrastiveConfig
+) -> EmbeddingConfig:
     """Return `config` with the flags that are given: an empty prefix is, an empty text or 0 of another flag is not."""
     values = {field.name: getattr(given, field.name, None) for field in dataclasses.fields(config)}
-    is_given = {name: value is not None if name.endswith("_prefix") else bool(value) for name, value in values.items()}
-    return dataclasses.replace(config, **{name: value for name, value in values.items() if is_given[name]})
+    is_given = {
+        name: value is not None if name.endswith("_prefix") else bool(value)
+        for name, value in values.items()
+    }
+    return dataclasses.replace(
+        config, **{name: value for name, value in values.items() if is_given[name]}
+    )
 
 
-def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags) -> "Embedder":
+def build_embedder(
+    name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags
+) -> "Embedder":
     """Return the Embedder of a folder on this machine's device, and print the rules in effect after `name`.
 
     Its `config` has the attention and the length in effect. Raises InputError for a length or size beyond the model's.
     """
     backend = detect_backend()
-    dtype = torch.bfloat16 if given.precision == "bf16" or (not given.precision and backend.has_bf16) else torch.float32
-    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=given.batch_size)
+    dtype = (
+        torch.bfloat16
+        if given.precision == "bf16" or (not given.precision and backend.has_bf16)
+        else torch.float32
+    )
+    embedder = Embedder(
+        folder, config, device=backend.device, dtype=dtype, batch_size=given.batch_size
+    )
     if given.max_length > embedder.max_length:
         raise InputError(
             f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
         )
     if given.truncate_dim > (full := embedder.backbone.hidden_size):
-        raise InputError(f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of {name}'s embeddings")
-    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
+        raise InputError(
+            f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of {name}'s embeddings"
+        )
+    config = dataclasses.replace(
+        config, attention=embedder.backbone.attention, max_length=embedder.max_length
+    )
     embedder.config = config
     prefixes = "".join(
         f", {kind} prefix {text!r}"
@@ -160,9 +205,13 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
         modules = parse_json(read_regular_file(path))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: cannot be read ({first_error_line(error, 80)}); expected a list of modules") from None
+        raise InputError(
+            f"{path}: cannot be read ({first_error_line(error, 80)}); expected a list of modules"
+        ) from None
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise InputError(f"{path}: found the modules {', '.join(kinds)}, expected Transformer, Pooling and maybe Normalize")
+        raise InputError(
+            f"{path}: found the modules {', '.join(kinds)}, expected Transformer, Pooling and maybe Normalize"
+        )
     return modules
 
 
@@ -170,13 +219,21 @@ def _read_pooling(path: Path) -> Pooling:
     """Read the pooling mode from a pooling module's config.json, in the form of any version; InputError if unsupported."""
     values = read_json_object(path, "the pooling of sentence-transformers")
     names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
-    by_flag = [key.removeprefix("pooling_mode_") for key, on in values.items() if key.startswith("pooling_mode_") and on is True]
+    by_flag = [
+        key.removeprefix("pooling_mode_")
+        for key, on in values.items()
+        if key.startswith("pooling_mode_") and on is True
+    ]
     mode = values.get("pooling_mode") or [names.get(name, name) for name in by_flag] or "mean"
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
     if not isinstance(mode, str) or mode not in POOLING_FUNCTIONS:
-        raise InputError(f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(POOLING_FUNCTIONS)}")
+        raise InputError(
+            f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(POOLING_FUNCTIONS)}"
+        )
     if values.get("include_prompt") is False:
-        raise InputError(f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt too")
+        raise InputError(
+            f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt too"
+        )
     return mode
 
 
@@ -208,14 +265,22 @@ class Embedder:
         if config.special_tokens != "own":
             special = resolve_special_tokens(self.tokenizer, config.special_tokens)
             self.tokenizer = set_special_tokens(self.tokenizer, special)
-        self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype, check=check)
+        self.backbone = load_backbone(
+            folder, config.attention, device=device, dtype=dtype, check=check
+        )
         self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
         added = self.tokenizer.num_special_tokens_to_add()
         if self.max_length <= added:  # tokenizers would not cut at all
-            raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
+            raise InputError(
+                f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens"
+            )
 
     def tokenize(
-        self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None, *, quiet: bool = False
+        self,
+        texts: Sequence[str],
+        progress: Callable[[int], None] = lambda done: None,
+        *,
+        quiet: bool = False,
     ) -> list[np.ndarray]:
         """Return the token ids of each text, int32[tokens], cut to `max_length`.
 
@@ -228,12 +293,16 @@ class Embedder:
             batch = [replace_surrogates(text) for text in texts[start : start + _TEXTS_PER_BATCH]]
             if self.config.lower_case:
                 batch = [text.lower() for text in batch]
-            encoded = self.tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)
+            encoded = self.tokenizer(
+                batch, truncation=True, max_length=self.max_length, return_attention_mask=False
+            )
             rows += [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
             truncated += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
             progress(len(rows))
         if truncated and not quiet:
-            print_rank_0(f"{truncated:,} of {len(texts):,} texts are longer than {self.max_length} tokens and are cut")
+            print_rank_0(
+                f"{truncated:,} of {len(texts):,} texts are longer than {self.max_length} tokens and are cut"
+            )
         return rows
 
     def pool(self, packed: PackedTexts) -> Tensor:
@@ -265,8 +334,12 @@ class Embedder:
             packed = pack_texts([rows[at] for at in part], self.backbone.device)
             pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
-                raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
-            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1) if unit_length else pooled
+                raise InputError(
+                    f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32"
+                )
+            vectors[torch.from_numpy(part).to(vectors.device)] = (
+                normalize(pooled, dim=1) if unit_length else pooled
+            )
             progress(done := done + len(packed.tokens))
         return vectors
 

@@ -61,7 +61,10 @@ class RetrievalSet:
         values: dict[str, list[float]] = {name: [] for name in METRICS}
         for best, own, grade_of in zip(rankings, self._own_ids, self.relevant, strict=True):
             ranked = [self.document_ids[at] for at in best]
-            grades = np.array([grade_of.get(document, 0) for document in ranked if document != own], dtype=np.int64)
+            grades = np.array(
+                [grade_of.get(document, 0) for document in ranked if document != own],
+                dtype=np.int64,
+            )
             values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
             values["recall@100"].append(recall(grades, len(grade_of)))
         return {name: np.array(by_query) for name, by_query in values.items()}
@@ -81,7 +84,9 @@ class RetrievalSet:
         return list(map(find_own_document, self.query_ids, self.relevant))
 
 
-def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[EvaluationRow]:
+def build_rows(
+    data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True
+) -> list[EvaluationRow]:
     """Return the row of each measure in `values`, float64[queries] by name; `interval`: bootstrap the queries."""
     rows = []
     for metric, by_query in values.items():
@@ -89,7 +94,11 @@ def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *,
         ends = [None if end is None else 100 * end for end in (low, high)]
         counts = (len(by_query), len(data.documents))
         mean = 100 * float(by_query.mean())
-        rows.append(EvaluationRow(data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())))
+        rows.append(
+            EvaluationRow(
+                data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())
+            )
+        )
     return rows
 
 
@@ -130,11 +139,15 @@ def import_bm25s() -> Any:
     try:
         import bm25s
     except ImportError:
-        raise InputError("BM25 needs the package bm25s: `pip install bm25s`, or leave BM25 out with --no-bm25") from None
+        raise InputError(
+            "BM25 needs the package bm25s: `pip install bm25s`, or leave BM25 out with --no-bm25"
+        ) from None
     return bm25s
 
 
-def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+def rank_by_bm25(
+    queries: Sequence[str], documents: Sequence[str], progress: Callable[[int], None]
+) -> Iterator[np.ndarray]:
     """Yield the indices, int64, of the documents with the largest BM25 score for each query, best first.
 
     Tokens and formula are those of Lucene's English analyzer as bm25s has them: words of two letters or more in lower case,
@@ -147,7 +160,9 @@ def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Cal
 
     def tokenize(texts: Sequence[str]) -> list[list[str]]:
         stemmer = lambda words: [stem(word) for word in words]  # noqa: E731
-        return bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+        return bm25s.tokenize(
+            list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
+        )
 
     words_of_documents = tokenize(documents)
     index = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
@@ -155,7 +170,11 @@ def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Cal
     if not is_empty:
         index.index(words_of_documents, show_progress=False)
     for done, words in enumerate(tokenize(queries), 1):
-        scores = np.zeros(len(documents), dtype=np.float32) if is_empty or not words else index.get_scores(words)
+        scores = (
+            np.zeros(len(documents), dtype=np.float32)
+            if is_empty or not words
+            else index.get_scores(words)
+        )
         best = rank_top_documents(scores, RANKING_DEPTH + 1)
         yield best[scores[best] > 0]
         progress(done)

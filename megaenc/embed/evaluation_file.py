@@ -77,7 +77,9 @@ class Evaluation:
         return {dataset for scored, dataset, _ in self.scores if scored == model}
 
 
-def format_evaluation(rows: Sequence[EvaluationRow], models: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
+def format_evaluation(
+    rows: Sequence[EvaluationRow], models: Mapping[str, Any], origin: Mapping[str, Any]
+) -> str:
     """Return the text of an evaluation's file.
 
     Args:
@@ -87,14 +89,20 @@ def format_evaluation(rows: Sequence[EvaluationRow], models: Mapping[str, Any], 
     scores: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
         if row.scores:
-            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
+            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(
+                row.scores
+            )
     parts = {
         "rows": json.dumps([row.numbers for row in rows], indent=1),
-        "models": json.dumps({name: dataclasses.asdict(config) for name, config in models.items()}, indent=1),
+        "models": json.dumps(
+            {name: dataclasses.asdict(config) for name, config in models.items()}, indent=1
+        ),
     }
     for name, value in {**origin, "scores": scores}.items():
         parts[name] = json.dumps(value)
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
+    )
 
 
 def read_evaluation(file: Path) -> Evaluation | None:
@@ -114,7 +122,9 @@ def _parse(file: Path, *version: int) -> Evaluation | None:
     """Return the Evaluation in a `version` of `file`, None if it is anything else."""
     values = read_json_or_empty(file)
     try:
-        queries = {name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()}  # files of a study share them
+        queries = {
+            name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()
+        }  # files of a study share them
         scores = {}
         for row in values["rows"]:
             if row["queries"] is None:  # of another task than retrieval
@@ -124,7 +134,9 @@ def _parse(file: Path, *version: int) -> Evaluation | None:
             if not np.isfinite(by_query).all() or len(by_query) != len(queries[dataset]):
                 return None
             interval = None if row["low"] is None else (row["low"] / 100, row["high"] / 100)
-            scores[place] = QueryScores(by_query, interval, queries[dataset], values["data"][dataset])
+            scores[place] = QueryScores(
+                by_query, interval, queries[dataset], values["data"][dataset]
+            )
         return Evaluation(values["settings"], values["data"], dict(values["fingerprints"]), scores)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None

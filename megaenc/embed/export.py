@@ -30,7 +30,11 @@ _TOLERANCE = 1e-5
 
 
 def export_embedder(
-    target: Path, embedder: Embedder, data: ContrastiveData, details: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    target: Path,
+    embedder: Embedder,
+    data: ContrastiveData,
+    details: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the float32 model of `embedder` to the new folder `target` for sentence-transformers, with training.json and a card.
 
@@ -39,24 +43,36 @@ def export_embedder(
     """
     config = embedder.config
     with atomic_dir(target) as folder:
-        hf_model = build_hf_model(embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer))
+        hf_model = build_hf_model(
+            embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer)
+        )
         save_hf_model(hf_model, folder)
         tokenizer = copy.deepcopy(embedder.tokenizer)
         if {tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token} == {None}:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # sentence-transformers always pads
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+                0
+            )  # sentence-transformers always pads
         write_trained_tokenizer(tokenizer, folder, embedder.max_length, hf_model.config.model_type)
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}
         options = {"pooling": config.pooling, "lower_case": config.lower_case}
-        write_sentence_layout(folder, embedder.backbone.hidden_size, embedder.max_length, prompts, **options)
+        write_sentence_layout(
+            folder, embedder.backbone.hidden_size, embedder.max_length, prompts, **options
+        )
         write_json(folder / TRAINING_DETAILS, details)
-        (folder / TRAINING_LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        (folder / "README.md").write_text(build_embedding_card(target.resolve().name, details), encoding="utf-8")
+        (folder / TRAINING_LOG).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
+        (folder / "README.md").write_text(
+            build_embedding_card(target.resolve().name, details), encoding="utf-8"
+        )
         try:
             _check_reloaded(folder, embedder, data)
         except InputError as error:
             message = str(error).replace(str(folder), "the written folder")
-            raise InputError(f"--output {target}: nothing is written, as the model cannot be exported: {message}") from None
+            raise InputError(
+                f"--output {target}: nothing is written, as the model cannot be exported: {message}"
+            ) from None
 
 
 def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
@@ -73,26 +89,35 @@ def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
 def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> None:
     """Raise InputError unless the folder's model has the tokens and embeddings of `embedder` for some texts, short and long."""
     backbone = embedder.backbone
-    reloaded = Embedder(str(folder), read_embedding_config(str(folder)), device=backbone.device, dtype=torch.float32)
+    reloaded = Embedder(
+        str(folder), read_embedding_config(str(folder)), device=backbone.device, dtype=torch.float32
+    )
     order = np.argsort(data.lengths, kind="stable")
     some = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
     texts = [data.texts[at] for at in some] + [text for text in PROBES if text.strip()]
     rows = embedder.tokenize(texts, quiet=True)
-    for text, expected, actual in zip(texts, rows, reloaded.tokenize(texts, quiet=True), strict=True):
+    for text, expected, actual in zip(
+        texts, rows, reloaded.tokenize(texts, quiet=True), strict=True
+    ):
         if not np.array_equal(expected, actual):
             raise InputError(
                 f"its tokenizer encodes {text[:40]!r} as {actual[:8].tolist()}, the trained model's as {expected[:8].tolist()}"
             )
     difference = (embedder.embed(rows) - reloaded.embed(rows)).abs().max().item()
     if not difference <= _TOLERANCE:
-        raise InputError(f"its embeddings differ by {difference:.2g} from the trained model's, expected at most {_TOLERANCE:g}")
+        raise InputError(
+            f"its embeddings differ by {difference:.2g} from the trained model's, expected at most {_TOLERANCE:g}"
+        )
 
 
 def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
     """Return the text of README.md for a trained embedding model called `name`; `details`: the content of training.json."""
     config = details["config"]
     base = details["base_model"]
-    settings = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
+    settings = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in config.items()
+    }
     facts = {
         "base model": base,
         "pairs": f"{details['pairs']:,}",
@@ -103,8 +128,14 @@ def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
         **{f"SHA-256 of {role}": digest for role, digest in details["fingerprints"].items()},
     }
     sizes = config["matryoshka_dims"]
-    smaller = f'\n\nsmaller = SentenceTransformer("FOLDER", truncate_dim={min(sizes)})' if sizes else ""
-    about = f" Embeddings may be cut to their first {', '.join(map(str, sorted(sizes)))} numbers." if sizes else ""
+    smaller = (
+        f'\n\nsmaller = SentenceTransformer("FOLDER", truncate_dim={min(sizes)})' if sizes else ""
+    )
+    about = (
+        f" Embeddings may be cut to their first {', '.join(map(str, sorted(sizes)))} numbers."
+        if sizes
+        else ""
+    )
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity

@@ -58,11 +58,15 @@ class MineConfig:
 def mine_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed mine`: write the pairs with hard negatives, and print how many there are."""
     silence_libraries()
-    settings = flags.parse_with_config(MineConfig, argv, prog="megaenc embed mine", description=__doc__)
+    settings = flags.parse_with_config(
+        MineConfig, argv, prog="megaenc embed mine", description=__doc__
+    )
     flags.check_given(settings, "embed mine", "model", "data", "output")
     last_rank = settings.skip + settings.negatives
     if settings.depth < last_rank:
-        raise InputError(f"--depth: found {settings.depth}, expected at least {last_rank}, --skip and --negatives together")
+        raise InputError(
+            f"--depth: found {settings.depth}, expected at least {last_rank}, --skip and --negatives together"
+        )
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")
@@ -78,22 +82,33 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(
         f"{output}: {counts.sum():,} hard negatives of {len(pairs):,} pairs"
         + (f"; {few:,} pairs have fewer than {settings.negatives}, {none:,} none" if few else "")
-        + ("; raise --margin or --depth for more" if 2 * few > len(pairs) else "")  # untrained models: all cosines are similar
+        + (
+            "; raise --margin or --depth for more" if 2 * few > len(pairs) else ""
+        )  # untrained models: all cosines are similar
     )
 
 
 def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
     """Embed queries and documents, each text once; return the pairs, and the hard negatives of each."""
     print_rank_0("importing torch and transformers")
-    from megaenc.embed.embedder import build_embedder, fetch_model, override_config, read_embedding_config
+    from megaenc.embed.embedder import (
+        build_embedder,
+        fetch_model,
+        override_config,
+        read_embedding_config,
+    )
     from megaenc.embed.pairs import load_pairs
 
     folder = fetch_model(settings.model)
     config = override_config(read_embedding_config(folder), settings.embedding)
     pairs = load_pairs(settings.data).pairs
     queries = list(dict.fromkeys(pair.query for pair in pairs))
-    documents = list(dict.fromkeys((*(pair.document for pair in pairs), *_read_corpus(settings.corpus))))
-    embedder = build_embedder(Path(settings.model).name or settings.model, folder, config, settings.embedding)
+    documents = list(
+        dict.fromkeys((*(pair.document for pair in pairs), *_read_corpus(settings.corpus)))
+    )
+    embedder = build_embedder(
+        Path(settings.model).name or settings.model, folder, config, settings.embedding
+    )
     vectors = embedder.embed_queries_and_documents(queries, documents)
     with ProgressLine("searching", total=len(queries), closing=False) as line:
         return pairs, mine_negatives(pairs, queries, documents, *vectors, settings, line.update)
@@ -133,19 +148,33 @@ def mine_negatives(
         members[pair.query].append(at)
     negatives: list[list[str]] = [[] for _ in pairs]
     # Exact: 10,000 queries, 100,000 documents and 256 dimensions take about 10 s on one core, far less than their embedding.
-    for done, (query, cosines) in enumerate(zip(queries, iterate_cosines(query_vectors, document_vectors), strict=True), 1):
-        own = {row_of[pairs[at].document] for at in members[query]} | ({row_of[query]} if query in row_of else set())
-        best = [row for row in rank_top_documents(cosines, settings.depth + len(own)).tolist() if row not in own]
+    for done, (query, cosines) in enumerate(
+        zip(queries, iterate_cosines(query_vectors, document_vectors), strict=True), 1
+    ):
+        own = {row_of[pairs[at].document] for at in members[query]} | (
+            {row_of[query]} if query in row_of else set()
+        )
+        best = [
+            row
+            for row in rank_top_documents(cosines, settings.depth + len(own)).tolist()
+            if row not in own
+        ]
         best = best[settings.skip : settings.depth]
         for at in members[query]:
             cosine = cosines[row_of[pairs[at].document]]
             limit = cosine - (1 - settings.margin) * abs(cosine)  # below a negative cosine too
-            negatives[at] = [documents[row] for row in best if cosines[row] <= limit][: settings.negatives]
+            negatives[at] = [documents[row] for row in best if cosines[row] <= limit][
+                : settings.negatives
+            ]
         progress(done)
     return negatives
 
 
-def _write(pairs: Sequence["TrainingPair"], negatives: Sequence[Sequence[str]], write: Callable[[str], object]) -> None:
+def _write(
+    pairs: Sequence["TrainingPair"],
+    negatives: Sequence[Sequence[str]],
+    write: Callable[[str], object],
+) -> None:
     """Write each pair as a line of JSON with its hard negatives."""
     from megaenc.data.tokenizer.fast_encode import replace_surrogates
 

@@ -63,7 +63,9 @@ def load_pairs(sources: Sequence[str]) -> PairData:
         before = total
         for location, row in _read_source(source):
             answers = row.get("answers")
-            if "context" in row and isinstance(answers, Mapping) and answers.get("text") == []:  # of SQuAD 2.0
+            if (
+                "context" in row and isinstance(answers, Mapping) and answers.get("text") == []
+            ):  # of SQuAD 2.0
                 unanswerable += 1
                 continue
             pairs[_build_pair(row, location)] = None
@@ -71,7 +73,9 @@ def load_pairs(sources: Sequence[str]) -> PairData:
         if total == before:
             raise InputError(f"{source}: found no pair, expected {EXPECTED_PAIRS}")
     if len(pairs) < 2:
-        raise InputError(f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the negatives")
+        raise InputError(
+            f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the negatives"
+        )
     print_rank_0(_describe(list(pairs), total - len(pairs), unanswerable))
     digest = hashlib.sha256()
     for pair in pairs:
@@ -103,7 +107,9 @@ def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
     """Yield (location, fields) of the rows of the split `train` on the Hub; InputError in one line if it cannot be read."""
     repository, config, revision = reference
     advice = "expected a network once, or a local file of pairs"
-    data = load_from_hub(source, repository, config or None, revision, f"{source}: ", advice, split="train")
+    data = load_from_hub(
+        source, repository, config or None, revision, f"{source}: ", advice, split="train"
+    )
     for number, row in enumerate(data, 1):
         yield f"{source}: row {number}", row
 
@@ -112,10 +118,14 @@ def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
     """Return the TrainingPair of a row; InputError if a text is missing, empty or the same as the one it is paired with."""
     query, document = (_get_text(row, keys, location) for keys in (_QUERY_KEYS, _DOCUMENT_KEYS))
     if query.strip() == document.strip():
-        raise InputError(f"{location}: query and document are the same text, expected two different texts")
+        raise InputError(
+            f"{location}: query and document are the same text, expected two different texts"
+        )
     negatives = _get_negatives(row, location)
     if document in negatives:
-        raise InputError(f"{location}: negative {negatives.index(document) + 1} is the document itself, expected another text")
+        raise InputError(
+            f"{location}: negative {negatives.index(document) + 1} is the document itself, expected another text"
+        )
     return TrainingPair(query, document, negatives)
 
 
@@ -123,7 +133,9 @@ def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str
     """Return the text under the only one of `keys` that the row has; InputError if none or several, or if it is empty."""
     present = [key for key in keys if key in row]
     if len(present) != 1:
-        raise InputError(f"{location}: found {format_names(present or row)}, expected one column of {', '.join(keys)}")
+        raise InputError(
+            f"{location}: found {format_names(present or row)}, expected one column of {', '.join(keys)}"
+        )
     text = formats.get_value(row, present[0], location, str)
     if not text.strip():
         raise InputError(f"{location}: key `{present[0]}`: found an empty text, expected words")
@@ -135,16 +147,24 @@ def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
     columns = {key: match for key in row if (match := _NEGATIVE_KEY.fullmatch(key))}
     if "negatives" not in row:
         ordered = sorted(columns, key=lambda key: int(columns[key][1] or 0))
-        cells = [(key, row[key]) for key in ordered if row[key] not in (None, "")]  # rows of a table may have fewer
+        cells = [
+            (key, row[key]) for key in ordered if row[key] not in (None, "")
+        ]  # rows of a table may have fewer
         return tuple(formats.get_value(row, key, location, str) for key, _ in cells)
     if columns:
-        raise InputError(f"{location}: found `negatives` and {format_names(columns)}, expected one of the two forms")
+        raise InputError(
+            f"{location}: found `negatives` and {format_names(columns)}, expected one of the two forms"
+        )
     negatives = row["negatives"] or []
     if not isinstance(negatives, list):
-        raise InputError(f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, negative_2 ...")
+        raise InputError(
+            f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, negative_2 ..."
+        )
     for number, text in enumerate(negatives, 1):
         if not isinstance(text, str) or not text.strip():
-            raise InputError(f"{location}: negative {number}: found {json.dumps(text)[:40]}, expected words")
+            raise InputError(
+                f"{location}: negative {number}: found {json.dumps(text)[:40]}, expected words"
+            )
     return tuple(negatives)
 
 
@@ -152,7 +172,9 @@ def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int)
     """Return the line of counts: pairs, texts that are in several pairs, pairs with hard negatives, and rows left out."""
     different = {(pair.query, pair.document) for pair in pairs}
     queries, documents = (Counter(texts) for texts in zip(*different, strict=True))
-    several_documents, several_queries = (sum(count > 1 for count in counts.values()) for counts in (queries, documents))
+    several_documents, several_queries = (
+        sum(count > 1 for count in counts.values()) for counts in (queries, documents)
+    )
     parts = [f"{len(pairs):,} pairs of {len(queries):,} queries and {len(documents):,} documents"]
     parts += [f"{several_documents:,} queries with several documents"] if several_documents else []
     parts += [f"{several_queries:,} documents with several queries"] if several_queries else []

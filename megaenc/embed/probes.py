@@ -33,9 +33,13 @@ def import_mteb() -> ModuleType:
     try:
         import mteb
     except ImportError:
-        raise InputError("similarity, classification and --tasks need the package mteb: `pip install 'mteb>=2.26,<3'`") from None
+        raise InputError(
+            "similarity, classification and --tasks need the package mteb: `pip install 'mteb>=2.26,<3'`"
+        ) from None
     except OSError as error:
-        raise InputError(f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be written") from None
+        raise InputError(
+            f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be written"
+        ) from None
     return mteb
 
 
@@ -61,9 +65,15 @@ class ProbeTask:
         for subset in task.hf_subsets:
             data: Any = task.dataset or {}
             # A task of one subset may hold its splits directly, as in mteb.
-            subsets.append(data if subset == "default" and subset not in data else data.get(subset, {}))
+            subsets.append(
+                data if subset == "default" and subset not in data else data.get(subset, {})
+            )
         tests = [splits.get(split) for splits in subsets for split in task.eval_splits]
-        examples = sum(map(len, tests)) if tests and all(isinstance(test, Dataset) for test in tests) else None
+        examples = (
+            sum(map(len, tests))
+            if tests and all(isinstance(test, Dataset) for test in tests)
+            else None
+        )
         chance = None
         if task.metadata.type == "STS":
             chance = 0.0
@@ -83,27 +93,42 @@ class ProbeTask:
         of Bonett and Wright (2000). There is none for other measures, nor for a task of several splits or languages.
         """
         encoder = _MTEBEncoder(embedder, f"{model} {self.name}: embedding")
-        options: dict[str, Any] = {"encode_kwargs": {"batch_size": 1024}, "cache": None}  # the Embedder has its own batches
-        results = import_mteb().evaluate(encoder, self.task, **options, co2_tracker=False, show_progress_bar=False)
+        options: dict[str, Any] = {
+            "encode_kwargs": {"batch_size": 1024},
+            "cache": None,
+        }  # the Embedder has its own batches
+        results = import_mteb().evaluate(
+            encoder, self.task, **options, co2_tracker=False, show_progress_bar=False
+        )
         parts = [part for of_split in results.task_results[0].scores.values() for part in of_split]
         score = float(np.mean([part["main_score"] for part in parts]))
         half = math.nan
         if not math.isfinite(score):
-            raise InputError(f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its scores are equal")
+            raise InputError(
+                f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its scores are equal"
+            )
         if len(parts) > 1:
             return self._build_row(model, score, None)
         if experiments := parts[0].get("scores_per_experiment"):
-            half = compute_interval([scores[self.task.metadata.main_score] for scores in experiments], "t").half
+            half = compute_interval(
+                [scores[self.task.metadata.main_score] for scores in experiments], "t"
+            ).half
         elif self.metric == "spearman" and self.examples and self.examples > 3 and abs(score) < 1:
             error = 1.96 * math.sqrt((1 + score**2 / 2) / (self.examples - 3))
             ends = math.tanh(math.atanh(score) - error), math.tanh(math.atanh(score) + error)
             return self._build_row(model, score, ends)
-        return self._build_row(model, score, None if math.isnan(half) else (score - half, score + half))
+        return self._build_row(
+            model, score, None if math.isnan(half) else (score - half, score + half)
+        )
 
-    def _build_row(self, model: str, score: float, ends: tuple[float, float] | None) -> EvaluationRow:
+    def _build_row(
+        self, model: str, score: float, ends: tuple[float, float] | None
+    ) -> EvaluationRow:
         """Return the row of a score and its interval, both fractions, in percent."""
         low, high = (100 * end for end in ends) if ends else (None, None)
-        return EvaluationRow(self.name, model, self.metric, 100 * score, low, high, None, None, self.examples)
+        return EvaluationRow(
+            self.name, model, self.metric, 100 * score, low, high, None, None, self.examples
+        )
 
 
 class _MTEBEncoder:
@@ -120,14 +145,20 @@ class _MTEBEncoder:
         self.description = description
         self.mteb_model_meta = ModelMeta.create_empty()
 
-    def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any) -> np.ndarray:
+    def encode(
+        self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any
+    ) -> np.ndarray:
         """Return the embeddings, float32[texts, hidden_size], of batches with the texts under `text`."""
         config = self.embedder.config
         prefixes = {"query": config.query_prefix, "document": config.document_prefix}
         prefix = prefixes[prompt_type.value] if prompt_type else config.default_prefix
-        tokens = self.embedder.tokenize([prefix + text for batch in inputs for text in batch["text"]])
+        tokens = self.embedder.tokenize(
+            [prefix + text for batch in inputs for text in batch["text"]]
+        )
         with ProgressLine(self.description, total=sum(map(len, tokens)), closing=False) as line:
-            return self.embedder.embed(tokens, line.update, unit_length=config.normalize).cpu().numpy()
+            return (
+                self.embedder.embed(tokens, line.update, unit_length=config.normalize).cpu().numpy()
+            )
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Return the cosines of all pairs, float32[texts1, texts2]."""
@@ -144,7 +175,9 @@ class _MTEBEncoder:
 
 def is_labelled_set(path: Path) -> bool:
     """Return whether `path` is a file, or a folder without any of BEIR's files."""
-    return os.path.isfile(path) or (os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES))
+    return os.path.isfile(path) or (
+        os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES)
+    )
 
 
 def load_labelled_set(name: str, path: Path) -> ProbeTask:
@@ -161,7 +194,9 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
     if not rows:
         raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
     if formats.infer_family(file, rows[0][1]) is not TaskFamily.SC:
-        raise InputError(f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for similarity, text_pair")
+        raise InputError(
+            f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for similarity, text_pair"
+        )
     has_scores = any(_is_score(row.get("label")) for _, row in rows)
     if any(row.get("text_pair") is not None for _, row in rows):
         if has_scores:
@@ -171,7 +206,9 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
             "pairs of classes need `megaenc finetune run`"
         )
     if has_scores:
-        raise InputError(f"{file}: found scores without text_pair, expected pairs of texts, or classes as labels")
+        raise InputError(
+            f"{file}: found scores without text_pair, expected pairs of texts, or classes as labels"
+        )
     if "train" not in files:
         raise InputError(f"{path}: no train split, expected a file train.*")
     train_rows = list(formats.read_rows(files["train"]))
@@ -181,16 +218,27 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
         contents = f"the class {labels.labels[0]} in all rows" if labels.labels else "no example"
         raise InputError(f"{files['train']}: found {contents}, expected at least two classes")
     for split, of_split in (("train", train_rows), ("test", rows)):
-        examples = [(formats.get_value(row, "text", location, str), location, row) for location, row in of_split]
-        indices = [labels.index(formats.get_value(row, "label", location), location) for _, location, row in examples]
-        columns[split] = {"text": [replace_surrogates(text) for text, _, _ in examples], "label": indices}
+        examples = [
+            (formats.get_value(row, "text", location, str), location, row)
+            for location, row in of_split
+        ]
+        indices = [
+            labels.index(formats.get_value(row, "label", location), location)
+            for _, location, row in examples
+        ]
+        columns[split] = {
+            "text": [replace_surrogates(text) for text, _, _ in examples],
+            "label": indices,
+        }
     return _build_local_task(name, "Classification", "accuracy", columns)
 
 
 def _is_score(label: Any) -> bool:
     """Return whether a label is a number with a point, in JSON or as the text of a table's cell."""
     try:
-        return isinstance(label, float) or (isinstance(label, str) and "." in label and math.isfinite(float(label)))
+        return isinstance(label, float) or (
+            isinstance(label, str) and "." in label and math.isfinite(float(label))
+        )
     except ValueError:
         return False
 
@@ -207,14 +255,20 @@ def _build_similarity(name: str, file: Path, rows: Sequence[formats.Row]) -> Pro
         except (TypeError, ValueError, OverflowError):
             score = math.nan
         if not math.isfinite(score):
-            raise InputError(f"{location}: label {str(label)[:40]!r}: expected a number, as in the other pairs")
+            raise InputError(
+                f"{location}: label {str(label)[:40]!r}: expected a number, as in the other pairs"
+            )
         columns["score"].append(score)
     if len(set(columns["score"])) < 2:
-        raise InputError(f"{file}: found the score {columns['score'][0]} in all rows, expected at least two different ones")
+        raise InputError(
+            f"{file}: found the score {columns['score'][0]} in all rows, expected at least two different ones"
+        )
     return _build_local_task(name, "STS", "cosine_spearman", {"test": columns})
 
 
-def _build_local_task(name: str, kind: str, main_score: str, columns: Mapping[str, Mapping[str, list[Any]]]) -> ProbeTask:
+def _build_local_task(
+    name: str, kind: str, main_score: str, columns: Mapping[str, Mapping[str, list[Any]]]
+) -> ProbeTask:
     """Return the ProbeTask of mteb's class for `kind`, with its defaults, over columns in memory by split."""
     mteb = import_mteb()
     from datasets import Dataset, DatasetDict
@@ -222,11 +276,22 @@ def _build_local_task(name: str, kind: str, main_score: str, columns: Mapping[st
     from mteb.abstasks.task_metadata import TaskMetadata
 
     base: Any = AbsTaskSTS if kind == "STS" else AbsTaskClassification
-    values = {"name": name, "description": "a local data set", "type": kind, "main_score": main_score}
+    values = {
+        "name": name,
+        "description": "a local data set",
+        "type": kind,
+        "main_score": main_score,
+    }
     source = {"path": "local", "revision": mteb.__version__}
-    metadata = TaskMetadata(**values, dataset=source, eval_langs=["eng-Latn"])  # mteb demands a language, which has no effect
+    metadata = TaskMetadata(
+        **values, dataset=source, eval_langs=["eng-Latn"]
+    )  # mteb demands a language, which has no effect
     task = type("LocalTask", (base,), {"metadata": metadata})()
-    task.dataset = {"default": DatasetDict({split: Dataset.from_dict(dict(of_split)) for split, of_split in columns.items()})}
+    task.dataset = {
+        "default": DatasetDict(
+            {split: Dataset.from_dict(dict(of_split)) for split, of_split in columns.items()}
+        )
+    }
     task.data_loaded = True
     return ProbeTask.from_loaded(name, task)
 
@@ -238,11 +303,17 @@ def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
             (task,) = import_mteb().get_tasks(tasks=[name])
         except KeyError as error:  # names the nearest task
             reason = str(error.args[0]).removeprefix(f"KeyError: '{name}' ")
-            raise InputError(f"--tasks {name}: {reason}; see https://embeddings-benchmark.github.io/mteb") from None
+            raise InputError(
+                f"--tasks {name}: {reason}; see https://embeddings-benchmark.github.io/mteb"
+            ) from None
         if task.metadata.modalities != ["text"]:
-            raise InputError(f"--tasks {name}: found a task of {', '.join(task.metadata.modalities)}, expected text")
+            raise InputError(
+                f"--tasks {name}: found a task of {', '.join(task.metadata.modalities)}, expected text"
+            )
         if members := getattr(task.metadata, "tasks", ()):
-            raise InputError(f"--tasks {name}: found a group, expected its tasks: {' '.join(m.metadata.name for m in members)}")
+            raise InputError(
+                f"--tasks {name}: found a group, expected its tasks: {' '.join(m.metadata.name for m in members)}"
+            )
         try:
             task.load_data()
         except Exception as error:  # HTTP, file system and the Hub's own errors

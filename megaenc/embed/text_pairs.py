@@ -16,7 +16,13 @@ import numpy as np
 from megaenc import counter_rng, flags
 from megaenc.atomic_io import atomic_files
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
-from megaenc.data.sources.resolve import InputConfig, JsonKey, ResolvedInputs, read_blocks, resolve_inputs
+from megaenc.data.sources.resolve import (
+    InputConfig,
+    JsonKey,
+    ResolvedInputs,
+    read_blocks,
+    resolve_inputs,
+)
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.flags import NonNegativeInt, PositiveInt
@@ -55,8 +61,12 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed pairs`: make training pairs of the input's documents, write them and print their number."""
     silence_libraries()
     settings = flags.parse(TextPairsConfig, argv, prog="megaenc embed pairs", description=__doc__)
-    if settings.max_words < 4 * settings.min_words:  # halves of a text that is too long have a quarter of its words at least
-        raise InputError(f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, 4 x --min-words")
+    if (
+        settings.max_words < 4 * settings.min_words
+    ):  # halves of a text that is too long have a quarter of its words at least
+        raise InputError(
+            f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, 4 x --min-words"
+        )
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")
@@ -78,11 +88,17 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
 def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: TextIO) -> str:
     """Write the pairs of the input as lines of JSON; return the line of counts; InputError if there is no pair."""
     total = None
-    if settings.count:  # an even draw that holds only one document's pairs in memory needs the number of all pairs
+    if (
+        settings.count
+    ):  # an even draw that holds only one document's pairs in memory needs the number of all pairs
         total = sum(len(pairs) for pairs in _read_pairs(settings, inputs, "counting pairs"))
     available = written = documents = too_short = 0
     for number, pairs in enumerate(_read_pairs(settings, inputs, "writing pairs")):
-        drawn = pairs if total is None else _draw(pairs, settings, number, settings.count - written, total - available)
+        drawn = (
+            pairs
+            if total is None
+            else _draw(pairs, settings, number, settings.count - written, total - available)
+        )
         for query, document in drawn:
             line = json.dumps({"query": query, "document": document}, ensure_ascii=False)
             stream.write(replace_surrogates(line) + "\n")
@@ -93,13 +109,23 @@ def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: Text
     if not available:
         expected = f"two paragraphs or sentences of {settings.min_words} words or more each"
         raise InputError(f"{settings.input[0]}: found no document with a pair, expected {expected}")
-    parts = [f"{written:,} pairs" + (f" of {available:,}" if written < available else "") + f" from {documents:,} documents"]
-    parts += [f"{settings.count - written:,} fewer than --count asks for"] if written < settings.count else []
+    parts = [
+        f"{written:,} pairs"
+        + (f" of {available:,}" if written < available else "")
+        + f" from {documents:,} documents"
+    ]
+    parts += (
+        [f"{settings.count - written:,} fewer than --count asks for"]
+        if written < settings.count
+        else []
+    )
     parts += [f"{too_short:,} documents too short for a pair"] if too_short else []
     return "; ".join(parts)
 
 
-def _read_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, description: str) -> Iterator[list[tuple[str, str]]]:
+def _read_pairs(
+    settings: TextPairsConfig, inputs: ResolvedInputs, description: str
+) -> Iterator[list[tuple[str, str]]]:
     """Yield the list of (query, document) of each document of the input, in order, with a progress line."""
     documents = 0
     with ProgressLine(description, inputs.known_size, closing=False) as progress:
@@ -111,7 +137,11 @@ def _read_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, description: 
 
 
 def _draw(
-    pairs: Sequence[tuple[str, str]], settings: TextPairsConfig, document: int, needed: int, left: int
+    pairs: Sequence[tuple[str, str]],
+    settings: TextPairsConfig,
+    document: int,
+    needed: int,
+    left: int,
 ) -> list[tuple[str, str]]:
     """Return those of a document's pairs that belong to a random sample: `needed` of the `left` pairs from this document on.
 
@@ -158,7 +188,11 @@ def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
     if len(units) == 1:
         words = _find_words(units[0])
         middle = _find_sentence_end(units[0], words, min_words)
-        return [] if middle is None else [units[0][: words[middle - 1, 1]], units[0][words[middle, 0] :]]
+        return (
+            []
+            if middle is None
+            else [units[0][: words[middle - 1, 1]], units[0][words[middle, 0] :]]
+        )
     return units
 
 
@@ -173,7 +207,9 @@ def _cut(text: str, max_words: int) -> list[str]:
 
 def _find_words(text: str) -> np.ndarray:
     """Return start and end of each word of a text, words being separated by white space, int64[words, 2]."""
-    return np.fromiter((edge for word in _WORD.finditer(text) for edge in word.span()), np.int64).reshape(-1, 2)
+    return np.fromiter(
+        (edge for word in _WORD.finditer(text) for edge in word.span()), np.int64
+    ).reshape(-1, 2)
 
 
 def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
@@ -204,7 +240,9 @@ def _draw_spans(text: str, number: int, settings: TextPairsConfig) -> Iterator[t
     """
     words = _find_words(text)
     part_count = max(1, (len(words) + settings.max_words) // (2 * settings.max_words))
-    uniforms = counter_rng.uniforms(settings.seed, "pairs:spans", 4 * part_count, counters=(number,)).reshape(-1, 4)
+    uniforms = counter_rng.uniforms(
+        settings.seed, "pairs:spans", 4 * part_count, counters=(number,)
+    ).reshape(-1, 4)
     for part, draws in enumerate(uniforms):
         start, stop = (len(words) * edge // part_count for edge in (part, part + 1))
         longest = min(settings.max_words, (stop - start) // 2)

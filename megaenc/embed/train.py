@@ -61,7 +61,9 @@ def iterate_contrastive_batches(
     for step in range(first_step, count_training_steps(config.epochs, config.max_steps, batches)):
         epoch, low = divmod(step, batches)
         if epoch != shuffled_epoch:
-            order = permutation(config.seed, "fine-tuning order", len(data.queries), counters=(epoch,))
+            order = permutation(
+                config.seed, "fine-tuning order", len(data.queries), counters=(epoch,)
+            )
             shuffled_epoch = epoch
         high = low + 1
         batch = data.build_batch(order[edges[low] : edges[high]])
@@ -86,17 +88,23 @@ class ContrastiveTrainer:
     gradients of its own embeddings, and the gradients of the weights are summed over ranks.
     """
 
-    def __init__(self, embedder: Embedder, data: ContrastiveData, config: ContrastiveConfig) -> None:
+    def __init__(
+        self, embedder: Embedder, data: ContrastiveData, config: ContrastiveConfig
+    ) -> None:
         self.embedder = embedder
         self.data = data
         self.config = config
         batches = len(compute_batch_edges(len(data.queries), config.batch_size)) - 1
         self.steps = count_training_steps(config.epochs, config.max_steps, batches)
         check_warmup(self.steps, config.warmup)
-        next(iterate_contrastive_batches(data, config))  # refuses pairs without a negative before any training
+        next(
+            iterate_contrastive_batches(data, config)
+        )  # refuses pairs without a negative before any training
         full = embedder.backbone.hidden_size
         if wrong := [size for size in config.matryoshka_dims if size > full]:
-            raise InputError(f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the embeddings")
+            raise InputError(
+                f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the embeddings"
+            )
         embedder.backbone.train()
         self.optimizer = MasterWeightOptimizer(
             embedder.backbone, learning_rate=config.learning_rate, steps=self.steps, protocol=config
@@ -104,7 +112,9 @@ class ContrastiveTrainer:
 
     def step(self, number: int, batch: ContrastiveBatch) -> tuple[float, float]:
         """Take step `number` (from 1); return (loss, unclipped gradient norm); no weight changes if either is NaN or inf."""
-        words = random_words(self.config.seed, "contrastive dropout", 1, counters=(number, get_rank()))
+        words = random_words(
+            self.config.seed, "contrastive dropout", 1, counters=(number, get_rank())
+        )
         torch.manual_seed(int(words[0]) >> 1)  # so that no random state is saved
         loss = self.backward(batch)
         return (loss, self.optimizer.step()) if math.isfinite(loss) else (loss, math.nan)
@@ -116,8 +126,13 @@ class ContrastiveTrainer:
         device = embedder.backbone.device
         lengths = self.data.lengths[batch.texts]
         own = divide_texts(lengths, ranks)[get_rank()] if ranks > 1 else np.arange(len(lengths))
-        parts = [own[part] for part in batch_by_tokens(lengths[own], self.config.tokens_per_forward)]
-        packs = [pack_texts([self.data.rows[text] for text in batch.texts[part]], device) for part in parts]
+        parts = [
+            own[part] for part in batch_by_tokens(lengths[own], self.config.tokens_per_forward)
+        ]
+        packs = [
+            pack_texts([self.data.rows[text] for text in batch.texts[part]], device)
+            for part in parts
+        ]
         places = torch.from_numpy(np.concatenate([own[:0], *parts])).to(device)
 
         def compute_loss(vectors: Tensor) -> Tensor:
@@ -174,20 +189,28 @@ class StateFolder:
         progress = TrainingProgress()
         if path.exists():
             try:
-                state = torch.load(path, map_location=trainer.embedder.backbone.device, weights_only=True)
+                state = torch.load(
+                    path, map_location=trainer.embedder.backbone.device, weights_only=True
+                )
                 trainer.optimizer.load_state_dict(state["optimizer"])
                 progress = TrainingProgress(**state["progress"])
-                rows = map(json.loads, log.read_text(encoding="utf-8").splitlines()[: state["rows"]])
+                rows = map(
+                    json.loads, log.read_text(encoding="utf-8").splitlines()[: state["rows"]]
+                )
                 progress.rows = [row for row in rows if row["step"] <= progress.step]
                 if len(progress.rows) != state["rows"]:
-                    raise ValueError(f"{TRAINING_LOG} has {len(progress.rows)} of {state['rows']} rows")
+                    raise ValueError(
+                        f"{TRAINING_LOG} has {len(progress.rows)} of {state['rows']} rows"
+                    )
             except Exception as error:  # a damaged file may fail in any way
                 raise InputError(
                     f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} to start over"
                 ) from None
         if not get_rank():
             with atomic_files(log) as [temporary]:
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in progress.rows), encoding="utf-8")
+                temporary.write_text(
+                    "".join(json.dumps(row) + "\n" for row in progress.rows), encoding="utf-8"
+                )
         return progress
 
     def append(self, row: dict[str, Any]) -> None:
@@ -199,12 +222,18 @@ class StateFolder:
         """Write the state atomically, after the log that belongs to it."""
         fsync_path(self.folder / TRAINING_LOG)
         numbers = {name: value for name, value in vars(progress).items() if name != "rows"}
-        state = {"optimizer": trainer.optimizer.state_dict(), "progress": numbers, "rows": len(progress.rows)}
+        state = {
+            "optimizer": trainer.optimizer.state_dict(),
+            "progress": numbers,
+            "rows": len(progress.rows),
+        }
         with atomic_files(self.folder / STATE) as [temporary]:
             torch.save(state, temporary)
 
 
-def train(trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int) -> TrainingProgress:
+def train(
+    trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int
+) -> TrainingProgress:
     """Train from the saved state to the last step, logging and saving on the way; return the progress.
 
     Raises NonFiniteTrainingError for a loss or gradient norm that is NaN or inf.

@@ -45,7 +45,9 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()
-    settings = flags.parse_with_config(EmbedTrainConfig, argv, prog="megaenc embed train", description=__doc__)
+    settings = flags.parse_with_config(
+        EmbedTrainConfig, argv, prog="megaenc embed train", description=__doc__
+    )
     flags.check_given(settings, "embed train", "model", "data", "output")
     settings.contrastive.check()
     check_process_count("--threads", settings.contrastive.threads)

@@ -19,12 +19,27 @@ from megaenc.console import ProgressLine, format_duration, print_rank_0
 from megaenc.dist_env import exit_without_restart, get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData
-from megaenc.embed.embedder import Embedder, EmbeddingConfig, fetch_model, override_config, read_embedding_config
+from megaenc.embed.embedder import (
+    Embedder,
+    EmbeddingConfig,
+    fetch_model,
+    override_config,
+    read_embedding_config,
+)
 from megaenc.embed.export import check_exportable, export_embedder
 from megaenc.embed.pairs import load_pairs
-from megaenc.embed.train import ContrastiveTrainer, NonFiniteTrainingError, StateFolder, TrainingProgress, train
+from megaenc.embed.train import (
+    ContrastiveTrainer,
+    NonFiniteTrainingError,
+    StateFolder,
+    TrainingProgress,
+    train,
+)
 from megaenc.errors import InputError
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    compute_model_fingerprints,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.finetune.train import make_deterministic
 from megaenc.json_files import read_json_object
 
@@ -64,14 +79,20 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         "tokenizer": compute_tokenizer_fingerprint(folder),
         "data": pairs.digest,
     }
-    record = json.loads(json.dumps({"config": dataclasses.asdict(config), "fingerprints": fingerprints}))
+    record = json.loads(
+        json.dumps({"config": dataclasses.asdict(config), "fingerprints": fingerprints})
+    )
     if (output / TRAINING_DETAILS).is_file():
         details = read_json_object(output / TRAINING_DETAILS)
         _check_same_settings(output / TRAINING_DETAILS, details, record)
-        print_rank_0(f"{output}: finished before, {details['steps']:,} steps, loss {details['loss']:.4f}")
+        print_rank_0(
+            f"{output}: finished before, {details['steps']:,} steps, loss {details['loss']:.4f}"
+        )
         return
     if state.exists() and not state.is_dir():
-        raise InputError(f"{state}: found a file, expected the folder of a training's state; choose another --output")
+        raise InputError(
+            f"{state}: found a file, expected the folder of a training's state; choose another --output"
+        )
     if state.is_dir() and any(state.iterdir()):
         if not (state / _SETTINGS).is_file():
             raise InputError(
@@ -99,7 +120,9 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         )
         texts = len(data.rows)
         tokens = int(data.lengths.sum())
-        print_rank_0(f"{len(pairs.pairs):,} pairs, {texts:,} distinct texts, {tokens:,} tokens: {trainer.steps:,} steps")
+        print_rank_0(
+            f"{len(pairs.pairs):,} pairs, {texts:,} distinct texts, {tokens:,} tokens: {trainer.steps:,} steps"
+        )
         progress = _train(settings, trainer, state, record)
         details = {
             "megaenc": __version__,
@@ -130,14 +153,20 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
 
 
 def _load_embedder(
-    settings: "EmbedTrainConfig", folder: str, embedding: EmbeddingConfig, config: ContrastiveConfig, backend: Backend
+    settings: "EmbedTrainConfig",
+    folder: str,
+    embedding: EmbeddingConfig,
+    config: ContrastiveConfig,
+    backend: Backend,
 ) -> Embedder:
     """Return the Embedder of a folder; InputError if --max-length is beyond it."""
     make_deterministic(config.threads)
     if backend.is_cpu:
         retain_freed_memory()
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    embedder = Embedder(folder, embedding, device=backend.device, dtype=dtype, check=check_exportable)
+    embedder = Embedder(
+        folder, embedding, device=backend.device, dtype=dtype, check=check_exportable
+    )
     if settings.contrastive.max_length > embedder.max_length:
         raise InputError(
             f"--max-length: found {settings.contrastive.max_length}, expected at most the {embedder.max_length} tokens that the "
@@ -146,7 +175,9 @@ def _load_embedder(
     return embedder
 
 
-def _train(settings: "EmbedTrainConfig", trainer: ContrastiveTrainer, state: Path, record: dict[str, Any]) -> TrainingProgress:
+def _train(
+    settings: "EmbedTrainConfig", trainer: ContrastiveTrainer, state: Path, record: dict[str, Any]
+) -> TrainingProgress:
     """Train to the last step; exit with 1 if the loss becomes NaN or inf."""
 
     def write_settings() -> None:
@@ -156,11 +187,20 @@ def _train(settings: "EmbedTrainConfig", trainer: ContrastiveTrainer, state: Pat
 
     _call_on_rank_0(write_settings)
     try:
-        progress = train(trainer, StateFolder(state), save_interval=settings.save_interval, log_interval=settings.log_interval)
+        progress = train(
+            trainer,
+            StateFolder(state),
+            save_interval=settings.save_interval,
+            log_interval=settings.log_interval,
+        )
     except NonFiniteTrainingError as error:
         _call_on_rank_0(lambda: remove_path(state))  # the same settings would fail again
         if not get_rank():
-            print(f"error: {error}; choose a smaller --learning-rate or --precision fp32", file=sys.stderr, flush=True)
+            print(
+                f"error: {error}; choose a smaller --learning-rate or --precision fp32",
+                file=sys.stderr,
+                flush=True,
+            )
         exit_without_restart(1)
         sys.exit(1)
     trainer.finish()
@@ -176,11 +216,15 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
         raise InputError(f"{file}: no settings of `megaenc embed train`, {advice}")
     for name, value in current["config"].items():
         if config.get(name) != value:
-            raise InputError(f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; {advice}")
+            raise InputError(
+                f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; {advice}"
+            )
     for name, value in current["fingerprints"].items():
         if fingerprints.get(name) != value:
             flag = "--data" if name == "data" else "--model"
-            raise InputError(f"{flag}: the content of its {_CONTENTS[name]} is not that recorded in {file}; {advice}")
+            raise InputError(
+                f"{flag}: the content of its {_CONTENTS[name]} is not that recorded in {file}; {advice}"
+            )
 
 
 def _call_on_rank_0(function: Callable[[], Result]) -> Result:
@@ -196,8 +240,12 @@ def _call_on_rank_0(function: Callable[[], Result]) -> Result:
 def _hold_lock(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder during the block, on rank 0; InputError on every rank if another process holds it."""
     with contextlib.ExitStack() as stack:
-        if not _call_on_rank_0(lambda: stack.enter_context(try_lock(output.with_name(f".{output.name}.lock")))):
-            raise InputError(f"--output {output}: another process trains this model; wait for it or choose another --output")
+        if not _call_on_rank_0(
+            lambda: stack.enter_context(try_lock(output.with_name(f".{output.name}.lock")))
+        ):
+            raise InputError(
+                f"--output {output}: another process trains this model; wait for it or choose another --output"
+            )
         yield
 
 

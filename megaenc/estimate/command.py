@@ -31,8 +31,15 @@ from megaenc.training.config import PretrainConfig, merge_defaults
 
 # Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, NeoBERT,
 # Gemma 3, and Llama 3 for the study's sizes.
-_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
-_DEFAULT_VOCAB_SIZES |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "embeddinggemma-300m"), 262_144) | {"neobert-base": 30_522}
+_DEFAULT_VOCAB_SIZES = {
+    "small": 32_768,
+    "tiny": 8_192,
+    "modernbert-base": 50_368,
+    "modernbert-large": 50_368,
+}
+_DEFAULT_VOCAB_SIZES |= dict.fromkeys(
+    ("gemma3-270m", "gemma3-1b", "embeddinggemma-300m"), 262_144
+) | {"neobert-base": 30_522}
 _STUDY_VOCAB_SIZE = 128_256
 _STUDY_MODELS = ("210m", "610m", "1b")
 _STUDY_RECIPE = {
@@ -82,21 +89,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     phases = _split_phases(config)
     if config.output:
         words = {word for phase in phases for word in phase.pretrain.data.data_path}
-        corpora = [path for word in words for suffix in _CORPUS_SUFFIXES for path in (word + suffix, *glob.glob(word + suffix))]
+        corpora = [
+            path
+            for word in words
+            for suffix in _CORPUS_SUFFIXES
+            for path in (word + suffix, *glob.glob(word + suffix))
+        ]
         inputs = [config.pretrain.config, *corpora]
         check_output_file(Path(config.output), "--output", inputs=inputs)
     reports = [build_report(phase) for phase in phases]
-    console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
+    console = build_rich_console(
+        width=None if sys.stdout.isatty() else 130, highlight=False, markup=False
+    )
     for phase, report in zip(phases, reports, strict=True):
         if len(phases) > 1:
-            console.print(f"{phase.pretrain.own_iters:,} steps of {phase.pretrain.objective_schedule}:", style="bold")
+            console.print(
+                f"{phase.pretrain.own_iters:,} steps of {phase.pretrain.objective_schedule}:",
+                style="bold",
+            )
         report.print(console)
     values = reports[0].to_dict()
     if len(phases) > 1:
         seconds = sum(report.estimate.seconds for report in reports)
         hours = sum(report.estimate.hours for report in reports)
-        console.print(f"all phases: {format_duration(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours", style="bold")
-        values = {"phases": [report.to_dict() for report in reports], "seconds": seconds, "device_hours": hours}
+        console.print(
+            f"all phases: {format_duration(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours",
+            style="bold",
+        )
+        values = {
+            "phases": [report.to_dict() for report in reports],
+            "seconds": seconds,
+            "device_hours": hours,
+        }
     if config.output:
         create_parent_dir(Path(config.output), "--output")
         atomic_write(Path(config.output), json.dumps(values, indent=2) + "\n")
@@ -112,7 +136,9 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
     for phase in pretrain.phase_configs:
         if phase.last_step > done:
             start = replace(pretrain.start, branch_at=max(0, done + 1 - phase.first_step) or None)
-            parts.append(replace(config, pretrain=replace(phase.settings, start=start, output=output)))
+            parts.append(
+                replace(config, pretrain=replace(phase.settings, start=start, output=output))
+            )
     return parts
 
 
@@ -132,7 +158,9 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
 def _check_config(config: EstimateConfig) -> None:
     """Raise InputError for flags that are missing or contradict each other."""
     if config.pretrain.micro_batch_size == "auto":
-        raise InputError("--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one")
+        raise InputError(
+            "--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one"
+        )
     if not config.pretrain.output.gpu:
         raise InputError("--gpu: missing, expected a device such as h100 or mi250x")
     if config.mfu is None and not config.pretrain.bf16:
@@ -149,7 +177,11 @@ def build_report(config: EstimateConfig) -> EstimateReport:
     case = LayoutCase.from_config(pretrain, vocab_size, config.gpus)
     workload = build_workload(config, vocab_size, docs)
     device = get_device(pretrain.output.gpu)
-    device = replace(device, gib=config.memory_gib or device.gib, per_node=config.devices_per_node or device.per_node)
+    device = replace(
+        device,
+        gib=config.memory_gib or device.gib,
+        per_node=config.devices_per_node or device.per_node,
+    )
     utilization = device.utilization(case.shape.parameter_count(vocab_size))
     if config.mfu is not None:
         utilization = Utilization(0.0, config.mfu, "given")
@@ -188,7 +220,9 @@ def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -
     steps = sum(phase.last - phase.first + 1 for phase in phases)
     objectives = {"clm", "mlm"} | {work.objective for phase in phases for work, _ in phase.parts}
     objectives = set(pretrain.output.valid_objective) or objectives
-    measures = pseudo_perplexity_shifts(build_schedule(pretrain, vocab_size).final_objectives().values())
+    measures = pseudo_perplexity_shifts(
+        build_schedule(pretrain, vocab_size).final_objectives().values()
+    )
     forwards = len(objectives) + len(measures) * pretrain.output.eval_pseudo_perplexity_passes
     forwards *= len(pretrain.output.valid_data_path) or 1
     validations = steps // pretrain.eval_every if pretrain.eval_every else 0

@@ -38,7 +38,11 @@ class Device:
 
     def utilization(self, parameters: int) -> Utilization:
         """Return the utilization of the model nearest in size, or ASSUMED."""
-        return min(self.utilizations, key=lambda row: abs(math.log(row.parameters / parameters)), default=ASSUMED)
+        return min(
+            self.utilizations,
+            key=lambda row: abs(math.log(row.parameters / parameters)),
+            default=ASSUMED,
+        )
 
 
 ASSUMED = Utilization(0.0, 0.35, "assumed: nothing has been measured on this device")

@@ -117,7 +117,9 @@ class LayoutCase:
     def vocab_rows(self) -> int:
         """Return the number of rows of the padded embedding matrix on each tensor-parallel rank."""
         return (
-            padded_vocab_size(self.vocab_size, self.shape.make_vocab_size_divisible_by, self.tensor_parallel_size)
+            padded_vocab_size(
+                self.vocab_size, self.shape.make_vocab_size_divisible_by, self.tensor_parallel_size
+            )
             // self.tensor_parallel_size
         )
 
@@ -127,13 +129,23 @@ class LayoutCase:
         shape, widths = self.shape, self.shape.linear_shapes(self.tensor_parallel_size)
         norms = shape.norms_per_layer * shape.norm_size(shape.hidden_size)
         norms += shape.qk_layernorm * 2 * shape.norm_size(shape.head_dim)
-        return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
+        return (
+            sum(map(math.prod, widths.values()))
+            + shape.add_qkv_bias * widths["linear_qkv"][0]
+            + norms
+        )
 
     def build_stage(self, number: int) -> PipelineStage:
         """Return pipeline stage `number`, counted from 0, with its layers and one rank's parameters."""
-        layers, first, last = sum(self.split[number :: self.num_stages]), number == 0, number == self.num_stages - 1
+        layers, first, last = (
+            sum(self.split[number :: self.num_stages]),
+            number == 0,
+            number == self.num_stages - 1,
+        )
         matrix = self.vocab_rows * self.shape.hidden_size
-        own_head = self.shape.untie_embeddings_and_output_weights or not first  # a tied head is a copy on the last stage
+        own_head = (
+            self.shape.untie_embeddings_and_output_weights or not first
+        )  # a tied head is a copy on the last stage
         # The norm of the embedding (--embedding-norm) is in place of one of the first layer.
         head = self.shape.norm_size(self.shape.hidden_size) + self.shape.prediction_head_size
         head += own_head * matrix + self.shape.output_layer_bias * self.vocab_rows

@@ -10,15 +10,27 @@ import numpy as np
 from megaenc.data.indexed.corpus import check_index, check_index_arrays
 from megaenc.data.indexed.indexed_dataset import IndexArrays
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import CorpusSource, find_corpora, is_pattern, parse_data_path, weigh_corpora
-from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, check_two_chunks_fit, mean_squared_chunk_lengths
+from megaenc.data.packing.blended_dataset import (
+    CorpusSource,
+    find_corpora,
+    is_pattern,
+    parse_data_path,
+    weigh_corpora,
+)
+from megaenc.data.packing.packed_dataset import (
+    SHORTEST_CHUNK,
+    check_two_chunks_fit,
+    mean_squared_chunk_lengths,
+)
 from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
 _LISTED_CORPORA = 6
-_ONE_EOS = SpecialTokens("eod", after=(0,))  # probably, where nothing says what surrounds a document
+_ONE_EOS = SpecialTokens(
+    "eod", after=(0,)
+)  # probably, where nothing says what surrounds a document
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,9 @@ class LengthModel:
     """special tokens that begin a document"""
 
 
-def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None) -> LengthModel:
+def build_length_model(
+    data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None
+) -> LengthModel:
     """Return the LengthModel of given lengths, else corpora, else a document a pack; two chunks if cut at random.
 
     `window`: of the model's local layers, None without any. Random-length packing has two chunks per pack for any documents.
@@ -46,11 +60,20 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
     """
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
-        squares, pairs = mean_squared_chunk_lengths(data.seq_length), mean_chunk_pairs(data.seq_length, window)
-        return LengthModel(squares, 2.0, 0.0, "two chunks per pack, cut at random", local_pairs=pairs)
+        squares, pairs = (
+            mean_squared_chunk_lengths(data.seq_length),
+            mean_chunk_pairs(data.seq_length, window),
+        )
+        return LengthModel(
+            squares, 2.0, 0.0, "two chunks per pack, cut at random", local_pairs=pairs
+        )
     if document_tokens:
         lengths = np.array(document_tokens, dtype=np.int64)
-        text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
+        text = (
+            f"{len(document_tokens)} lengths given"
+            if len(document_tokens) > 1
+            else "one length given"
+        )
         source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
         return _concat_length_model(lengths, data.seq_length, _ONE_EOS, source, window)
     sources = _find_local_corpora(data)
@@ -59,10 +82,15 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
         pairs = float(window is not None and visible_pairs(data.seq_length, window))
         source = "document lengths unknown: assuming one document per pack"
         return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, source, local_pairs=pairs)
-    tokens, parts = zip(*(_read_corpus_lengths(prefix, data, window) for prefix in prefixes), strict=True)
+    tokens, parts = zip(
+        *(_read_corpus_lengths(prefix, data, window) for prefix in prefixes), strict=True
+    )
     weights = list(map(float, weigh_corpora(sources, tokens, data.blend_temperature)))
     names = ("squares", "pieces", "special", "local_pairs", "special_starts")
-    *mean, pairs, starts = (float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in names)
+    *mean, pairs, starts = (
+        float(np.average([getattr(part, name) for part in parts], weights=weights))
+        for name in names
+    )
     source = ", ".join(part.source for part in parts[:_LISTED_CORPORA])
     if len(parts) > _LISTED_CORPORA:
         source += f", and {len(parts) - _LISTED_CORPORA:,} more corpora"
@@ -72,13 +100,21 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
     """Return the mean of a pack's token pairs within `window` over all random cuts in two chunks; 0 for None."""
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
-    return 0.0 if window is None else 2 * sum(visible_pairs(length, window) for length in lengths) / len(lengths)
+    return (
+        0.0
+        if window is None
+        else 2 * sum(visible_pairs(length, window) for length in lengths) / len(lengths)
+    )
 
 
 def read_vocab_size(data: DataConfig) -> int | None:
     """Return the largest vocabulary size in the metadata of --data-path's corpora; None if none is on this disk."""
     prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
-    sizes = [read_corpus_metadata(prefix).vocab_size for prefix in prefixes if os.path.isfile(metadata_path(prefix))]
+    sizes = [
+        read_corpus_metadata(prefix).vocab_size
+        for prefix in prefixes
+        if os.path.isfile(metadata_path(prefix))
+    ]
     return max(sizes, default=None)
 
 
@@ -93,7 +129,9 @@ def _find_local_corpora(data: DataConfig) -> list[CorpusSource]:
     return find_corpora(data.data_path)
 
 
-def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> tuple[int, LengthModel]:
+def _read_corpus_lengths(
+    prefix: str, data: DataConfig, window: int | None
+) -> tuple[int, LengthModel]:
     """Return a corpus's number of tokens and its length model."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
@@ -106,7 +144,9 @@ def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> t
     lengths = lengths[lengths > 0]
     special = _ONE_EOS if metadata is None else metadata.surrounding_tokens
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
-    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, special, source, window)
+    return int(lengths.sum()), _concat_length_model(
+        lengths, data.seq_length, special, source, window
+    )
 
 
 def _concat_length_model(
@@ -124,9 +164,13 @@ def _concat_length_model(
     special = special_tokens.count * documents
     pairs = 0.0
     if window is not None:
-        by_length = np.array([visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64)
+        by_length = np.array(
+            [visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64
+        )
         shorter = np.cumsum(by_length) - by_length  # of pieces of 1 to m - 1 tokens
         whole = m.astype(np.int64)
-        pairs = float((by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean)
+        pairs = float(
+            (by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean
+        )
     starts = documents if special_tokens.before else 0.0
     return LengthModel(float(squares.mean() / mean), pieces, special, source, pairs, starts)

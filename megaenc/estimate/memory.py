@@ -29,7 +29,9 @@ class RankMemory:
 
 def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork]) -> RankMemory:
     """Return the largest RankMemory of all pipeline stages and objectives."""
-    memories = [compute_stage_memory(case, work, stage) for work in works for stage in case.build_stages()]
+    memories = [
+        compute_stage_memory(case, work, stage) for work in works for stage in case.build_stages()
+    ]
     return max(memories, key=lambda memory: memory.total)
 
 
@@ -40,7 +42,9 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     activations = in_flight * stage_activation_bytes(case, stage, host=False, work=work)
     borders = 2 * case.hidden_bytes / case.sequence_shards if case.num_stages > 1 else 0.0
-    embedding = case.vocab_rows * case.shape.hidden_size * case.value_bytes if stage.has_embedding else 0.0
+    embedding = (
+        case.vocab_rows * case.shape.hidden_size * case.value_bytes if stage.has_embedding else 0.0
+    )
     temporary = _peak_temporary_bytes(case, work, stage)
     terms = {
         "base": float(BASE_BYTES),
@@ -76,7 +80,11 @@ def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
     """
     per_parameter = case.value_bytes + 8 + 4 * case.bf16
     ranks = min(case.gpus, devices_per_node)
-    share = max(stage.parameters for stage in case.build_stages()) * per_parameter / case.data_parallel_size
+    share = (
+        max(stage.parameters for stage in case.build_stages())
+        * per_parameter
+        / case.data_parallel_size
+    )
     total = case.shape.parameter_count(case.vocab_rows) * per_parameter
     return SaveCost(total, ranks, ranks * float(CHUNK_BYTES), ranks * share)
 
@@ -89,7 +97,10 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
     after = case.num_stages - stage.index
     if case.virtual_stages == 1:
         return float(min(case.micro_batches, after))
-    return min(case.micro_batches, (2 * (after - 1) + (case.virtual_stages - 1) * case.num_stages + 1) / case.virtual_stages)
+    return min(
+        case.micro_batches,
+        (2 * (after - 1) + (case.virtual_stages - 1) * case.num_stages + 1) / case.virtual_stages,
+    )
 
 
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
@@ -104,7 +115,10 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     keys = case.kv_size
     heads = 4 * (shape.num_attention_heads + shape.num_query_groups)
     # QK layernorm keeps the projection for its gradient and, with grouped queries, copies the queries out of it.
-    normalised = w * (queries + keys + queries * (shape.num_attention_heads > shape.num_query_groups)) + heads
+    normalised = (
+        w * (queries + keys + queries * (shape.num_attention_heads > shape.num_query_groups))
+        + heads
+    )
     # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the inputs of matrix products.
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
     attention = w * queries * host + 4 * shape.num_attention_heads
@@ -113,12 +127,16 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
         # q, k, v; the input of the output projection
         "projections": (w * (2 * queries + 2 * keys) + shape.qk_layernorm * normalised) / t,
         "attention": attention / t,
-        "mlp": w * (shape.mlp_input_size + shape.ffn_hidden_size) / t,  # the activation's input and output
+        "mlp": w
+        * (shape.mlp_input_size + shape.ffn_hidden_size)
+        / t,  # the activation's input and output
     }
     return {name: case.micro_batch_tokens * value for name, value in parts.items()}
 
 
-def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None) -> float:
+def stage_activation_bytes(
+    case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None
+) -> float:
     """Return the bytes that a stage saves for backward per micro-batch.
 
     Those that are recomputed do not count. `work`: None if the last layer computes all positions. `host`: on a CPU.
@@ -139,7 +157,12 @@ def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool, w
     if "mlp" in modules:
         of_layer -= parts["mlp"]
     elif "activation" in modules:
-        of_layer -= case.micro_batch_tokens * case.value_bytes * case.shape.ffn_hidden_size / case.tensor_parallel_size
+        of_layer -= (
+            case.micro_batch_tokens
+            * case.value_bytes
+            * case.shape.ffn_hidden_size
+            / case.tensor_parallel_size
+        )
     total = stage.layers * of_layer
     if work and work.unneeded_tokens and stage.has_head and stage.layers:
         total -= _unneeded_activation_bytes(case, work, host)
@@ -161,7 +184,9 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     if "mlp" not in modules:
         mlp = w / t * (shape.mlp_input_size + shape.ffn_hidden_size * ("activation" not in modules))
     projection = work.unneeded_tokens if host or "core_attn" in modules else -work.predicted
-    return case.packs_at_once * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
+    return case.packs_at_once * (
+        work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t
+    )
 
 
 def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> float:
@@ -171,7 +196,11 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     w = case.value_bytes
     parts = layer_activation_bytes(case, host=False)
     # Gradients of one layer.
-    inner = w * (shape.mlp_input_size + 2 * shape.ffn_hidden_size + shape.query_size) / case.tensor_parallel_size
+    inner = (
+        w
+        * (shape.mlp_input_size + 2 * shape.ffn_hidden_size + shape.query_size)
+        / case.tensor_parallel_size
+    )
     layer = case.micro_batch_tokens * inner + 2 * case.hidden_bytes
     if layout.recompute_granularity == "full":
         layers_at_once = layout.full_recompute[1] if layout.full_recompute[0] == "uniform" else 1
@@ -184,7 +213,9 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     matrix = case.vocab_rows * shape.hidden_size
     # Of this rank's vocabulary shard, with the fused kernels.
     logits = min(predictions * case.vocab_rows, max(LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
-    norm = 2 * case.hidden_bytes / case.sequence_shards + (case.hidden_bytes if case.sequence_shards > 1 else 0)
+    norm = 2 * case.hidden_bytes / case.sequence_shards + (
+        case.hidden_bytes if case.sequence_shards > 1 else 0
+    )
     # A tied matrix's gradient has a tensor of its own; of an untied one autograd gets an empty tensor besides the buffer.
     gradient = w
     if not shape.untie_embeddings_and_output_weights:

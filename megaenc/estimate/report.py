@@ -39,11 +39,16 @@ class EstimateReport:
         own = self.estimate
         case = own.case
         values = self.to_dict()
-        precision = f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
+        precision = (
+            f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
+        )
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
         console.print(f"{self.documents.source}\n{_describe_layout(case)}", soft_wrap=True)
         speed = f"{100 * self.utilization.share:.3g} % of {self.device.peak / 1e12:,.4g} TFLOP/s in bf16"
-        console.print(f"{case.gpus:,} x {self.device.name} at {speed} ({self.utilization.source})", soft_wrap=True)
+        console.print(
+            f"{case.gpus:,} x {self.device.name} at {speed} ({self.utilization.source})",
+            soft_wrap=True,
+        )
         console.print(_memory_table(own, self.device))
         console.print(_format_save_cost(values["estimate"]["saving"]), soft_wrap=True)
         console.print(self._steps_table(values["estimate"]))
@@ -51,7 +56,9 @@ class EstimateReport:
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
         hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
-        console.print(f"the run: {format_duration(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
+        console.print(
+            f"the run: {format_duration(own.seconds)}, {hours}{price}{hint}", soft_wrap=True
+        )
         for line in self._suggestion_lines():
             console.print(line, soft_wrap=True)
 
@@ -69,14 +76,29 @@ class EstimateReport:
                 f"{100 * values['pipeline_idle']:.1f} %",
             )
             rows.append(row)
-        return _build_table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "idle in pipeline"), rows)
+        return _build_table(
+            (
+                "a step of",
+                "predicted",
+                "FLOP",
+                "seconds",
+                "tokens/s",
+                "a device",
+                "idle in pipeline",
+            ),
+            rows,
+        )
 
     def _phases_table(self, values: dict[str, Any]) -> Table:
         """Return the table of time and cost by phase."""
 
         def cost_cells(seconds: float) -> tuple[str, ...]:
             hours = seconds * values["devices"] / 3600
-            return (format_duration(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
+            return (
+                format_duration(seconds),
+                f"{hours:,.1f}",
+                *([f"{hours * self.price:,.0f}"] if self.price else []),
+            )
 
         phases, validation = self.estimate.phases, self.estimate.validation
         rows = [
@@ -89,9 +111,24 @@ class EstimateReport:
             )
             for phase in phases[:_MAX_PHASES]
         ]
-        rows += [(f"... {len(phases) - _MAX_PHASES:,} more phases",)] if len(phases) > _MAX_PHASES else []
+        rows += (
+            [(f"... {len(phases) - _MAX_PHASES:,} more phases",)]
+            if len(phases) > _MAX_PHASES
+            else []
+        )
         rows += [("validation", "", "", "", *cost_cells(validation))] if validation else []
-        return _build_table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
+        return _build_table(
+            (
+                "phase",
+                "steps",
+                "tokens",
+                "FLOP",
+                "time",
+                "device hours",
+                *(["cost"] if self.price else []),
+            ),
+            rows,
+        )
 
     def _suggestion_lines(self) -> list[str]:
         """Return lines that print the suggested layout as flags, or the reason for none."""
@@ -100,7 +137,9 @@ class EstimateReport:
         if not self.is_searched:
             return [] if own.fits else ["does not fit"]
         if better is None:
-            return ["does not fit, and no layout on these devices does: raise --gpus or choose a larger --gpu"]
+            return [
+                "does not fit, and no layout on these devices does: raise --gpus or choose a larger --gpu"
+            ]
         is_simpler = _count_replica_ranks(better.case) < _count_replica_ranks(own.case)
         if own.fits and not is_simpler and own.seconds < MIN_SPEEDUP * better.seconds:
             return ["layout: it fits, and no layout is simpler"]
@@ -111,14 +150,20 @@ class EstimateReport:
         else:
             gain = f"{own.seconds / better.seconds:.2f} x as fast"
         cost = f"{format_duration(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
-        return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(better.case))]
+        return [
+            f"a better layout ({gain}: {cost}):",
+            "  " + " ".join(format_layout_flags(better.case)),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file: inputs, estimate with all terms, suggestion (None without one)."""
         better = (
             None
             if self.suggestion is None
-            else {"flags": format_layout_flags(self.suggestion.case), **_estimate_to_dict(self.suggestion, self.device)}
+            else {
+                "flags": format_layout_flags(self.suggestion.case),
+                **_estimate_to_dict(self.suggestion, self.device),
+            }
         )
         return {
             "megaenc": __version__,
@@ -127,7 +172,11 @@ class EstimateReport:
             "parameters": self.estimate.case.shape.parameter_count(self.estimate.case.vocab_size),
             "vocabulary": self.estimate.case.vocab_size,
             "documents": dataclasses.asdict(self.documents),
-            "device": {"name": self.device.name, "peak": self.device.peak, "per_node": self.device.per_node},
+            "device": {
+                "name": self.device.name,
+                "peak": self.device.peak,
+                "per_node": self.device.per_node,
+            },
             "utilization": dataclasses.asdict(self.utilization),
             "estimate": _estimate_to_dict(self.estimate, self.device),
             "suggestion": better,
@@ -144,7 +193,8 @@ def _estimate_to_dict(estimate: Estimate, device: Device) -> dict[str, Any]:
     case, memory = estimate.case, estimate.memory
     return {
         "devices": case.gpus,
-        "layout": dataclasses.asdict(case.layout) | {"split": list(case.split), "data_parallel": case.data_parallel_size},
+        "layout": dataclasses.asdict(case.layout)
+        | {"split": list(case.split), "data_parallel": case.data_parallel_size},
         "micro_batch_size": case.micro_batch_size,
         "micro_batches": case.micro_batches,
         "memory": {
@@ -158,10 +208,14 @@ def _estimate_to_dict(estimate: Estimate, device: Device) -> dict[str, Any]:
         "saving": dataclasses.asdict(compute_save_cost(case, device.per_node)),
         "pipeline_idle": estimate.idle,
         "steps": [
-            dataclasses.asdict(step) | {"tokens_per_second": case.global_batch_size * case.seq_length / step.seconds}
+            dataclasses.asdict(step)
+            | {"tokens_per_second": case.global_batch_size * case.seq_length / step.seconds}
             for step in estimate.steps
         ],
-        "phases": [dataclasses.asdict(phase) | {"device_hours": phase.seconds * case.gpus / 3600} for phase in estimate.phases],
+        "phases": [
+            dataclasses.asdict(phase) | {"device_hours": phase.seconds * case.gpus / 3600}
+            for phase in estimate.phases
+        ],
         "validation_seconds": estimate.validation,
         "seconds": estimate.seconds,
         "device_hours": estimate.hours,
@@ -174,7 +228,9 @@ def _describe_layout(case: LayoutCase) -> str:
     """Return a layout and its batch as one line."""
     layout = case.layout
     parts = [layout.describe(case.shape.num_layers, case.gpus)]
-    parts += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce
+    parts += ["distributed optimizer"] * layout.use_distributed_optimizer + [
+        "gradients overlap"
+    ] * layout.overlap_grad_reduce
     parts += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
     return (
         f"{', '.join(parts)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
@@ -187,7 +243,10 @@ def _memory_table(estimate: Estimate, device: Device) -> Table:
     terms = estimate.memory.terms
     values = [f"{value / GIB:.2f}" for value in terms.values()]
     verdict = f"{device.memory / GIB:.1f}: " + ("fits" if estimate.fits else "too much")
-    return _build_table(("GiB", *terms, "together", "of"), [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)])
+    return _build_table(
+        ("GiB", *terms, "together", "of"),
+        [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)],
+    )
 
 
 def _format_save_cost(saving: dict[str, Any]) -> str:
@@ -203,7 +262,9 @@ def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     """Return a table with column names and rows."""
     table = Table(box=box.SIMPLE_HEAD)
     for at, name in enumerate(names):
-        table.add_column(name, justify="right" if at else "left", overflow="ellipsis" if at else "fold")
+        table.add_column(
+            name, justify="right" if at else "left", overflow="ellipsis" if at else "fold"
+        )
     for row in rows:
         table.add_row(*row)
     return table

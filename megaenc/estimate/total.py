@@ -20,7 +20,11 @@ _LAYOUT_FIELDS = (
     "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
 """Fields of a suggested layout, in the order of printed flags."""
-_RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"recompute_granularity": "full"})
+_RECOMPUTE = (
+    {},
+    {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    {"recompute_granularity": "full"},
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
     return flops * share * repeated / (speed * (1 - compute_idle_share(case)))
 
 
-def estimate_layout(case: LayoutCase, workload: Workload, device: Device, utilization: float) -> Estimate:
+def estimate_layout(
+    case: LayoutCase, workload: Workload, device: Device, utilization: float
+) -> Estimate:
     """Return the Estimate of a run in the layout `case`, by FLOPs over `utilization` of the peak."""
     memory = compute_max_memory(case, workload.works)
     speed = utilization * device.peak * case.gpus
@@ -117,7 +123,13 @@ def estimate_layout(case: LayoutCase, workload: Workload, device: Device, utiliz
 
     steps = []
     for work in workload.works:
-        steps.append(StepCost(work.objective, work.predicted / work.tokens, *compute_step(work, case.global_batch_size)))
+        steps.append(
+            StepCost(
+                work.objective,
+                work.predicted / work.tokens,
+                *compute_step(work, case.global_batch_size),
+            )
+        )
     phases = []
     for phase in workload.phases:
         phase_steps = sum(count for _, count in phase.batches)
@@ -131,9 +143,13 @@ def estimate_layout(case: LayoutCase, workload: Workload, device: Device, utiliz
                 flops += count * work_steps / phase_steps * step_flops
                 seconds += count * work_steps / phase_steps * step_seconds
         phases.append(PhaseCost(phase.text, phase.first, phase.last, tokens, flops, seconds))
-    validation = workload.validations * workload.validation_batches * steps[0].seconds / 3  # the forward pass
+    validation = (
+        workload.validations * workload.validation_batches * steps[0].seconds / 3
+    )  # the forward pass
     fits = memory.total <= device.memory
-    return Estimate(case, memory, fits, compute_idle_share(case), tuple(steps), tuple(phases), validation)
+    return Estimate(
+        case, memory, fits, compute_idle_share(case), tuple(steps), tuple(phases), validation
+    )
 
 
 def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -> LayoutCase | None:

@@ -77,8 +77,12 @@ class PhaseWork:
 
 def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
     """Return a run's objective schedule for any vocabulary of `vocab_size`; InputError for a wrong one."""
-    any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # parsing needs a mask token
-    return Schedule.build(config.objective_schedule, config.total_iters, any_vocabulary, config.seed)
+    any_vocabulary = Vocabulary(
+        vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint=""
+    )  # parsing needs a mask token
+    return Schedule.build(
+        config.objective_schedule, config.total_iters, any_vocabulary, config.seed
+    )
 
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
@@ -90,7 +94,10 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
         if first <= last:
             pairs = zip(phase.choices, phase.shares, strict=True)
             works = [
-                (compute_objective_work(choice.start, choice.end, config, docs), share * (last - first + 1))
+                (
+                    compute_objective_work(choice.start, choice.end, config, docs),
+                    share * (last - first + 1),
+                )
                 for choice, share in pairs
             ]
             batches = _count_batch_sizes(config, first, last)
@@ -98,7 +105,9 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
     return phases
 
 
-def compute_objective_work(start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel) -> ObjectiveWork:
+def compute_objective_work(
+    start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel
+) -> ObjectiveWork:
     """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
     length = config.data.seq_length
     unpredicted, special = 0.0, docs.special
@@ -108,7 +117,10 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
     text = length - unpredicted - special
     predicted = length - unpredicted  # `clm` also predicts the ends of documents
     is_bidirectional = start.attention is Attention.BIDIRECTIONAL
-    visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
+    visible_squares, visible_local = (
+        is_bidirectional * docs.squares,
+        is_bidirectional * docs.local_pairs,
+    )
     if hasattr(start, "mask"):
         predicted = (start.mask + end.mask) / 2 * text
     if isinstance(start, MaskedDiffusion):
@@ -116,19 +128,30 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
     if isinstance(start, GPTBERT):
         causal = (start.causal + end.causal) / 2
         predicted += causal * (text - predicted)
-        visible_squares, visible_local = (1 - causal) * docs.squares, (1 - causal) * docs.local_pairs
+        visible_squares, visible_local = (
+            (1 - causal) * docs.squares,
+            (1 - causal) * docs.local_pairs,
+        )
     elif start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
-        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - special  # a prefix is rounded down
+        rest = (
+            length * (1 - (low + high) / 2) + docs.pieces / 2 - special
+        )  # a prefix is rounded down
         predicted = min(text, rest)
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
-        visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
+        visible_local = (
+            docs.local_pairs * (low + high) / 2
+        )  # exact if documents are much longer than the window
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
     selects_rows = config.layout.selects_rows
-    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows, start.classes)
+    return ObjectiveWork(
+        start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows, start.classes
+    )
 
 
-def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:
+def _count_batch_sizes(
+    config: PretrainConfig, first: int, last: int
+) -> tuple[tuple[int, int], ...]:
     """Return (global batch size, number of steps with it) for steps `first` to `last`."""
     if not config.rampup_batch_size:  # avoids a slow import of megatron-core
         return ((config.global_batch_size, last - first + 1),)

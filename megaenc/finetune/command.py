@@ -19,7 +19,12 @@ from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.flags import PositiveFloat, Seed
 from megaenc.machine import check_process_count
-from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
+from megaenc.output_paths import (
+    check_parent_writable,
+    refuse_existing,
+    remove_new_parents_on_error,
+    report_stale_files,
+)
 from megaenc.processes import exit_on_sigterm
 
 _BASELINE_DESCRIPTIONS = {
@@ -60,7 +65,9 @@ class FinetuneRunConfig:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate unless done before, print the scores; exit with 1 if the run failed."""
     silence_libraries()
-    settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
+    settings = flags.parse_with_config(
+        FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__
+    )
     flags.check_given(settings, "finetune run", "model", "dataset")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
@@ -80,9 +87,15 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     if settings.save_model and failed is None:
         pending = job
     if pending is not None:
-        with exit_on_sigterm(), _clean_up_on_input_error(output, pending.model.name), try_lock_run(pending) as is_locked:
+        with (
+            exit_on_sigterm(),
+            _clean_up_on_input_error(output, pending.model.name),
+            try_lock_run(pending) as is_locked,
+        ):
             if not is_locked:
-                raise InputError(f"{folder}: another process computes this run; wait for it or choose another --output")
+                raise InputError(
+                    f"{folder}: another process computes this run; wait for it or choose another --output"
+                )
             result_files.remove_partial_files(pending)
             print_rank_0(f"{pending.name}: importing torch and transformers")
             from megaenc.finetune.train import train_and_evaluate
@@ -90,7 +103,9 @@ def run_main(argv: Sequence[str] | None = None) -> None:
             with ProgressLine("loading", total=1.0, closing=False) as line:
 
                 def report(progress: RunProgress) -> None:
-                    line.update(estimate_completion(progress), description=progress.stage, **progress.fields)
+                    line.update(
+                        estimate_completion(progress), description=progress.stage, **progress.fields
+                    )
 
                 try:
                     train_and_evaluate(pending, report)
@@ -122,7 +137,9 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
     result = result_files.read_result(folder)
     if result.failure is not None:
         again = " before" * was_finished
-        print_rank_0(f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
+        print_rank_0(
+            f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate"
+        )
         sys.exit(1)
     if result.evaluations:
         scores_text = ", ".join(f"{step:,} {100 * score:.2f}" for step, score in result.evaluations)
@@ -130,9 +147,13 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
     for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
         values_text = ", ".join(
-            f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items()
+            f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})"
+            for metric, value in values.items()
         )
-        print_rank_0(f"{name}: {values_text}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
+        print_rank_0(
+            f"{name}: {values_text}"
+            + (f"; worthless: {split.collapsed}" if split.collapsed else "")
+        )
     print_rank_0(
         f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; {'finished before, ' * was_finished}{folder / result_files.RESULTS}"
     )

@@ -5,7 +5,13 @@ from typing import Literal, Self
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
-from megaenc.flags import FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from megaenc.flags import (
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
@@ -76,9 +82,13 @@ class FinetuneConfig:
         """Raise InputError, naming the flag, for flags that do not fit each other."""
         if self.special_tokens and self.adds_named_tokens:
             flag = "--add-eos" if self.add_bos is None else "--add-bos"
-            raise InputError(f"{flag}: found with --special-tokens {self.special_tokens}, expected one of them")
+            raise InputError(
+                f"{flag}: found with --special-tokens {self.special_tokens}, expected one of them"
+            )
         if self.pooling != "mean" and self.head == "native":
-            raise InputError(f"--pooling {self.pooling}: found with --head native, which pools as the model's config says")
+            raise InputError(
+                f"--pooling {self.pooling}: found with --head native, which pools as the model's config says"
+            )
         for name in ("best_checkpoint", "early_stopping"):
             if getattr(self, name) and not self.eval_interval:
                 raise InputError(
@@ -98,7 +108,9 @@ class FinetuneConfig:
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)
         if self.special_tokens in ("eod", "none"):
-            return replace(self, special_tokens="", add_bos=False, add_eos=self.special_tokens == "eod")
+            return replace(
+                self, special_tokens="", add_bos=False, add_eos=self.special_tokens == "eod"
+            )
         return self
 
     @property

@@ -100,7 +100,9 @@ class RetrievalExamples:
     """True to rank as BEIR does, without the document that has the query's id."""
 
 
-Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples
+Examples: TypeAlias = (
+    list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples
+)
 
 
 class DataUnavailable(OSError):
@@ -134,13 +136,17 @@ class Dataset:
         """
         examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
-            raise InputError(f"{self.name}: the {name} split is empty, expected at least one example")
+            raise InputError(
+                f"{self.name}: the {name} split is empty, expected at least one example"
+            )
         return examples
 
 
 def hash_json(content: Any) -> str:
     """Return the hexadecimal SHA-256 of a JSON value, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    ).hexdigest()
 
 
 @functools.cache
@@ -174,7 +180,11 @@ def choose_validation_queries(query_ids: list[str]) -> set[str]:
 def hash_examples(examples: Examples) -> str:
     """Return the hexadecimal SHA-256 of all fields of all examples, in their order."""
     digest = hashlib.sha256()
-    parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, RetrievalExamples) else (examples,)
+    parts = (
+        (examples.queries, examples.documents, examples.relevant)
+        if isinstance(examples, RetrievalExamples)
+        else (examples,)
+    )
     for part in parts:
         digest.update(f"{len(part)}\n".encode())
         for entry in part.items() if isinstance(part, dict) else part:

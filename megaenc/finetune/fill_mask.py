@@ -128,25 +128,35 @@ def compute_mask_score(
     for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
-    targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
+    targets.sort(
+        key=lambda target: len(target.inputs)
+    )  # stable: windows of a batch are of about one length
     hidden_labels = [np.zeros(0, dtype=np.int64)]
     loss = 0.0
     correct = 0
     at = 0
     while at < len(targets):
         # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, unless one window has more.
-        rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
+        rows = max(
+            1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs))
+        )
         batch = targets[at : at + min(rows, 32)]
         at += len(batch)
         windows = [torch.from_numpy(target.inputs.astype(np.int64)) for target in batch]
         tokens = pad_sequence(windows, batch_first=True, padding_value=vocabulary.mask_id)
-        attention_mask = pad_sequence([torch.ones_like(window) for window in windows], batch_first=True)
+        attention_mask = pad_sequence(
+            [torch.ones_like(window) for window in windows], batch_first=True
+        )
         with torch.inference_mode():
-            logits = model(input_ids=tokens.to(model.device), attention_mask=attention_mask.to(model.device)).logits
+            logits = model(
+                input_ids=tokens.to(model.device), attention_mask=attention_mask.to(model.device)
+            ).logits
         for window_logits, target in zip(logits, batch, strict=True):
             # With shifted predictions the first token has none.
             has_prediction = target.predict_at > 0
-            scored = window_logits[torch.from_numpy(target.predict_at[has_prediction]).to(logits.device)].float()
+            scored = window_logits[
+                torch.from_numpy(target.predict_at[has_prediction]).to(logits.device)
+            ].float()
             labels = torch.from_numpy(target.labels[has_prediction]).to(logits.device)
             correct += int((scored.argmax(-1) == labels).sum())
             loss += float(torch.nn.functional.cross_entropy(scored, labels, reduction="sum"))
@@ -158,7 +168,9 @@ def compute_mask_score(
     return MaskScore(len(labels), correct / len(labels), loss / len(labels), most_frequent)
 
 
-def choose_window_length(seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> int:
+def choose_window_length(
+    seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast"
+) -> int:
     """Return the window length of --seq-length.
 
     For 0 the most tokens that both model and tokenizer read.
@@ -170,11 +182,15 @@ def choose_window_length(seq_length: int, model: "PreTrainedModel", tokenizer: "
 
     context = model.config.max_position_embeddings - find_position_offset(model)
     if seq_length > context:
-        raise InputError(f"--seq-length: found {seq_length}, expected at most the {context} tokens that the model reads")
+        raise InputError(
+            f"--seq-length: found {seq_length}, expected at most the {context} tokens that the model reads"
+        )
     return seq_length or min(context, tokenizer.model_max_length)
 
 
-def _iterate_windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
+def _iterate_windows(
+    tokenizer: Any, texts: Iterator[str], length: int, limit: int
+) -> Iterator[np.ndarray]:
     """Yield windows of at most `length` token ids, int64, of the first `limit` tokens of `texts`."""
     from megaenc.data.tokenizer.special_tokens import resolve_special_tokens
     from megaenc.data.tokenizer.tokenizer import encode_documents
@@ -201,7 +217,9 @@ _FUNCTION_WORDS = """
 """
 
 
-def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
+def choose_masked_sentences(
+    tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int
+) -> list[MaskedSentence]:
     """Return at most `count` sentences of different documents, by a fixed seed; a one-token content word is masked."""
     sentences = []
     function_words = _FUNCTION_WORDS.split()
@@ -210,10 +228,13 @@ def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterato
             MaskedSentence(sentence[: word.start()], word[0], sentence[word.end() :])
             for sentence in (match[0] for match in _SENTENCE.finditer(text))
             for word in _WORD.finditer(sentence)
-            if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1
+            if word[0] not in function_words
+            and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1
         ]
         if choices:
-            sentences.append(choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))])
+            sentences.append(
+                choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))]
+            )
     return [sentences[at] for at in sorted(permutation(0, "riddles", len(sentences))[:count])]
 
 
@@ -228,13 +249,22 @@ def predict_masked_words(
 
     predictions = []
     for sentence in sentences:
-        inputs = tokenizer(sentence.before + tokenizer.mask_token + sentence.after, return_tensors="pt").to(model.device)
+        inputs = tokenizer(
+            sentence.before + tokenizer.mask_token + sentence.after, return_tensors="pt"
+        ).to(model.device)
         position = int((inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0])
         with torch.inference_mode():
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[0, position]
+            logits = model(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            ).logits[0, position]
         best = logits.softmax(-1).topk(3)
         words = [tokenizer.decode([token]) for token in best.indices.tolist()]
-        predictions.append([(word.strip() or repr(word), share) for word, share in zip(words, best.values.tolist(), strict=True)])
+        predictions.append(
+            [
+                (word.strip() or repr(word), share)
+                for word, share in zip(words, best.values.tolist(), strict=True)
+            ]
+        )
     return predictions
 
 
@@ -250,7 +280,10 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
     table.add_column("guesses", ratio=1, min_width=16)
     for masked, best in zip(sentences, guesses, strict=True):
         lines = [
-            Text(f"{'✓' if word == masked.word else ' '} {word} {100 * share:.0f} %", "bold green" if word == masked.word else "")
+            Text(
+                f"{'✓' if word == masked.word else ' '} {word} {100 * share:.0f} %",
+                "bold green" if word == masked.word else "",
+            )
             for word, share in best
         ]
         sentence = Text.assemble(masked.before, ("_____", "bold"), masked.after)
@@ -258,12 +291,16 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
     return table
 
 
-def print_surest(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]], count: int) -> None:
+def print_surest(
+    sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]], count: int
+) -> None:
     """Print the `count` sentences with the most probable first guesses, these first, and the accuracy over all sentences."""
     if not sentences:
         return
     surest = sorted(range(len(sentences)), key=lambda at: -guesses[at][0][1])[:count]
-    build_rich_console().print(build_table([sentences[at] for at in surest], [guesses[at] for at in surest]))
+    build_rich_console().print(
+        build_table([sentences[at] for at in surest], [guesses[at] for at in surest])
+    )
     right = sum(best[0][0] == masked.word for masked, best in zip(sentences, guesses, strict=True))
     print_rank_0(
         f"the {len(surest)} sentences with the surest guesses of {len(sentences)}; "
@@ -278,13 +315,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     source = InputConfig(settings.input, encoding=settings.encoding, delimiter=settings.delimiter)
     inputs = resolve_inputs(source, [settings.json_key])
-    next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
+    next(
+        read_texts(inputs, settings.json_key), None
+    )  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
     length = choose_window_length(settings.seq_length, model, tokenizer)
     if settings.sentences:
         count = max(settings.sentences, _GUESSED_SENTENCES)
         sentences = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), count)
-        print_surest(sentences, predict_masked_words(model, tokenizer, sentences), settings.sentences)
+        print_surest(
+            sentences, predict_masked_words(model, tokenizer, sentences), settings.sentences
+        )
     texts = read_texts(inputs, settings.json_key)
     score = compute_mask_score(model, tokenizer, texts, settings.mask, settings.tokens, length)
     print_rank_0(

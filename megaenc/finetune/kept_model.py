@@ -36,7 +36,12 @@ from megaenc.finetune.model_card import build_finetuned_card
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.results.files import DatasetResult, SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts, choose_special_tokens
+from megaenc.finetune.tokenized import (
+    TextEncoder,
+    TokenizedSplit,
+    TokenizedTexts,
+    choose_special_tokens,
+)
 from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
 from megaenc.output_paths import create_parent_with_rollback
 
@@ -48,7 +53,9 @@ def padding_id(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
-def write_trained_tokenizer(tokenizer: Any, folder: Path, max_length: int, model_type: str, **options: Any) -> None:
+def write_trained_tokenizer(
+    tokenizer: Any, folder: Path, max_length: int, model_type: str, **options: Any
+) -> None:
     """Write a tokenizer with which libraries pad and cut texts as a training did.
 
     Args:
@@ -66,7 +73,12 @@ def write_trained_tokenizer(tokenizer: Any, folder: Path, max_length: int, model
 
 
 def load_model(
-    job: FinetuneJob, task: FinetuneTask, tokenizer: Any, *, device: torch.device | str, dtype: torch.dtype
+    job: FinetuneJob,
+    task: FinetuneTask,
+    tokenizer: Any,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> tuple[Backbone, NativeHead | None]:
     """Return a job's backbone, and its head if it is transformers' own; InputError if the model cannot be kept as the job says.
 
@@ -79,7 +91,9 @@ def load_model(
 
     def check(backbone: Backbone, head: torch.nn.Module, texts: PackedTexts) -> None:
         model = TaskModel(backbone, head).eval()
-        hf_model = build_hf_model(backbone, head, task.family, task.label_names, padding, job.protocol.pooling)
+        hf_model = build_hf_model(
+            backbone, head, task.family, task.label_names, padding, job.protocol.pooling
+        )
         if after:  # some classes treat an EOS that is also padding in another way
             tokens = texts.tokens.clone()
             tokens[texts.cu_seqlens[1:].long() - 1] = after[-1]
@@ -91,18 +105,33 @@ def load_model(
             check(backbone, task.build_head(backbone.hidden_size).to(device), texts)
 
     if job.protocol.head == "linear":
-        return load_backbone(folder, attention, device=device, dtype=dtype, check=check_linear), None
+        return load_backbone(
+            folder, attention, device=device, dtype=dtype, check=check_linear
+        ), None
     return load_with_native_head(
-        folder, attention, task.family, task.label_names, padding=padding, device=device, dtype=dtype, check=check
+        folder,
+        attention,
+        task.family,
+        task.label_names,
+        padding=padding,
+        device=device,
+        dtype=dtype,
+        check=check,
     )
 
 
 @torch.no_grad()
-def check_same_model(hf_model: Any, task: FinetuneTask, model: TaskModel, texts: PackedTexts) -> None:
+def check_same_model(
+    hf_model: Any, task: FinetuneTask, model: TaskModel, texts: PackedTexts
+) -> None:
     """Raise InputError unless a transformers model has the outputs of `model` on `texts`."""
 
     def compute() -> torch.Tensor:
-        return model.backbone.compute_states(texts) if task.family == TaskFamily.IR else task.compute_outputs(model, texts)
+        return (
+            model.backbone.compute_states(texts)
+            if task.family == TaskFamily.IR
+            else task.compute_outputs(model, texts)
+        )
 
     if isinstance(model.head, NativeHead):
         flag = "--head native"
@@ -149,7 +178,9 @@ class ModelKeeper:
                 stack.enter_context(wait_for_lock(place.parent / f".{job.train_on}.keep.lock"))
                 is_best = True
                 if job.keep == "best":
-                    is_best, rivals = self._compare_with_others(place, result.scores["validation"].score)
+                    is_best, rivals = self._compare_with_others(
+                        place, result.scores["validation"].score
+                    )
                 if is_best:
                     targets.append(place / result_files.KEPT_MODEL)
             scores = evaluate() if targets else {}
@@ -158,7 +189,9 @@ class ModelKeeper:
                     remove_path(target)
                 self.write(target, model, data, scores, result)
                 rounded = "" if self.task.protocol.precision == "fp32" else " in float32"
-                print_rank_0(f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}")
+                print_rank_0(
+                    f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}"
+                )
             # The results come last: they mark the run as finished.
             for one in results:
                 result_files.write_result(job, one)
@@ -171,9 +204,19 @@ class ModelKeeper:
         Of equal runs the one with the smaller rate, then the smaller seed is best.
         """
         own = (-validation, self.job.learning_rate, self.job.seed)
-        others = [result_files.read_result(path) for path in place.parent.iterdir() if path != place and path.is_dir()]
-        others = [other for other in others if other is not None and other.train_on == self.job.train_on and other.validation]
-        best = min([own, *((-other.validation.score, other.learning_rate, other.seed) for other in others)])
+        others = [
+            result_files.read_result(path)
+            for path in place.parent.iterdir()
+            if path != place and path.is_dir()
+        ]
+        others = [
+            other
+            for other in others
+            if other is not None and other.train_on == self.job.train_on and other.validation
+        ]
+        best = min(
+            [own, *((-other.validation.score, other.learning_rate, other.seed) for other in others)]
+        )
         return best == own, [other.path for other in others] if best == own else []
 
     def write(
@@ -191,22 +234,41 @@ class ModelKeeper:
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
             padding = padding_id(self.encoder.tokenizer)
             pooling = self.task.protocol.pooling
-            hf_model = build_hf_model(model.backbone, model.head, self.task.family, self.task.label_names, padding, pooling)
+            hf_model = build_hf_model(
+                model.backbone,
+                model.head,
+                self.task.family,
+                self.task.label_names,
+                padding,
+                pooling,
+            )
             save_hf_model(hf_model, folder)
             config = hf_model.config
             del hf_model
             self._write_tokenizer(folder, config.model_type)
             if self.task.family == TaskFamily.IR:
                 prompts = {"query": QUERY, "document": DOCUMENT}
-                write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts, pooling=pooling)
+                write_sentence_layout(
+                    folder,
+                    model.backbone.hidden_size,
+                    self.encoder.max_length,
+                    prompts,
+                    pooling=pooling,
+                )
             details = self._describe(scores, result)
             write_json(folder / result_files.MODEL_DETAILS, details)
-            needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(load_tokenizer(folder))
+            needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(
+                load_tokenizer(folder)
+            )
             architecture = config.architectures[0]
             version = find_lowest_version(config)
-            card = build_finetuned_card(target.resolve().name, details, architecture, version, needs_spaces=needs_spaces)
+            card = build_finetuned_card(
+                target.resolve().name, details, architecture, version, needs_spaces=needs_spaces
+            )
             (folder / "README.md").write_text(card, encoding="utf-8")
-            loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)
+            loaded = find_task_class(config, self.task.family).from_pretrained(
+                folder, local_files_only=True
+            )
             # The shortest texts, at most about 2,048 tokens, and the longest.
             order = np.argsort(data.lengths, kind="stable")
             fitting = int((np.cumsum(data.lengths[order]) <= _MAX_CHECKED_TOKENS).sum())
@@ -221,17 +283,28 @@ class ModelKeeper:
             tokenizer = set_template(self.encoder.tokenizer, special, between=())
         else:
             tokenizer = copy.deepcopy(set_special_tokens(self.encoder.tokenizer, special))
-        options = {"split_special_tokens": True, "model_input_names": ["input_ids", "attention_mask"]}
+        options = {
+            "split_special_tokens": True,
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
         write_trained_tokenizer(tokenizer, folder, self.encoder.max_length, model_type, **options)
         self._check_written_tokenizer(load_tokenizer(folder))
 
     def _check_written_tokenizer(self, loaded: Any) -> None:
         """Raise InputError unless the `loaded` tokenizer encodes fixed texts, one longer than the maximum, as the run does."""
-        texts = [text for text in (*PROBES, " ".join(PROBES), "word " * self.encoder.max_length) if text.strip()]
+        texts = [
+            text
+            for text in (*PROBES, " ".join(PROBES), "word " * self.encoder.max_length)
+            if text.strip()
+        ]
         encoded = self.encoder.encode(texts)
         rows = encoded.gather_rows(list(range(len(texts))))
         actual = [loaded(text, truncation=True)["input_ids"] for text in texts]
-        if self.task.family == TaskFamily.SC and self.encoder.special_tokens.count and self.encoder.has_room_for_pairs:
+        if (
+            self.task.family == TaskFamily.SC
+            and self.encoder.special_tokens.count
+            and self.encoder.has_room_for_pairs
+        ):
             pairs = list(zip(texts, reversed(texts), strict=True))
             rows += self.encoder.encode(pairs).gather_rows(list(range(len(pairs))))
             actual += [loaded(*pair, truncation=True)["input_ids"] for pair in pairs]
@@ -239,7 +312,10 @@ class ModelKeeper:
             questions = [Question("", "who?", text, ()) for text in texts]
             data = self.task.encode(questions, self.encoder)
             rows += data.gather_rows(list(range(len(texts))))
-            actual += [loaded("Question: who?\nContext: ", text, truncation="only_second")["input_ids"] for text in texts]
+            actual += [
+                loaded("Question: who?\nContext: ", text, truncation="only_second")["input_ids"]
+                for text in texts
+            ]
         for text, ids, row in zip(texts * 2, actual, rows, strict=False):
             if list(ids) != row.tolist():
                 raise InputError(
@@ -268,7 +344,9 @@ class ModelKeeper:
         return details | {
             "protocol": vars(result.protocol),
             "fingerprints": job.fingerprints.for_dataset(result.dataset),
-            "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},
+            "scores": {
+                split: {"score": part.score, **part.metrics} for split, part in scores.items()
+            },
         }
 
 
@@ -283,6 +361,7 @@ def needs_spaced_words(tokenizer: Any) -> bool:
     words = PROBES[0].split()
     spaced = [words[0], *(f" {word}" for word in words[1:])]
     joined, plain, with_spaces = (
-        tokenizer(text, is_split_into_words=isinstance(text, list))["input_ids"] for text in (" ".join(words), words, spaced)
+        tokenizer(text, is_split_into_words=isinstance(text, list))["input_ids"]
+        for text in (" ".join(words), words, spaced)
     )
     return plain != joined and with_spaces == joined

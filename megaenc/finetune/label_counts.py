@@ -10,7 +10,9 @@ _MAX_RATIO = 5
 """Ratio of the largest to the smallest class up to which classes count as balanced."""
 
 
-def describe_label_counts(name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]) -> list[str]:
+def describe_label_counts(
+    name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]
+) -> list[str]:
     """Return a line if labels are imbalanced or absent, and one if evaluation has labels that train lacks; else [].
 
     `counts`: int64[labels] of train, validation and test. The tag O is no class to compare with.
@@ -24,7 +26,9 @@ def describe_label_counts(name: str, labels: Sequence[str], counts: Mapping[str,
         most = max(compared, key=lambda index: train[index])
         least = min(compared, key=lambda index: train[index])
         if train[most] > _MAX_RATIO * train[least]:
-            reasons.append(f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as {labels[least]}")
+            reasons.append(
+                f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as {labels[least]}"
+            )
     for split in ("train", "validation"):
         absent = [label for label, count in zip(labels, counts[split], strict=True) if not count]
         reasons += [f"{split} has no {format_name_list(absent)}"] if absent else []
@@ -40,5 +44,7 @@ def describe_label_counts(name: str, labels: Sequence[str], counts: Mapping[str,
         if not train[index] and (counts["validation"][index] or test[index])
     ]
     if unseen:
-        lines.append(f"{name}: warning: labels without a training example cannot be learned: {format_name_list(unseen)}")
+        lines.append(
+            f"{name}: warning: labels without a training example cannot be learned: {format_name_list(unseen)}"
+        )
     return lines

@@ -48,7 +48,12 @@ _SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
 
 
 def build_finetuned_card(
-    name: str, details: Mapping[str, Any], architecture: str, version: str = "", *, needs_spaces: bool = False
+    name: str,
+    details: Mapping[str, Any],
+    architecture: str,
+    version: str = "",
+    *,
+    needs_spaces: bool = False,
 ) -> str:
     """Return the text of README.md for a fine-tuned model called `name`.
 
@@ -71,17 +76,25 @@ def build_finetuned_card(
         "trained on": details["train_on"],
         "learning rate": format_learning_rate(details["learning_rate"]),
         "seed": details["seed"],
-        "steps": f"{details['steps']:,}" + (f", weights of step {details['best_step']:,}" if "best_step" in details else ""),
+        "steps": f"{details['steps']:,}"
+        + (f", weights of step {details['best_step']:,}" if "best_step" in details else ""),
         "head": "none" if is_retrieval else details["protocol"]["head"],
         "attention": details["protocol"]["attention"],
         "trained in": f"{details['protocol']['precision']}; kept and scored in fp32",
-        **{f"SHA-256 of {role.replace('_', ' ')}": digest for role, digest in details["fingerprints"].items()},
+        **{
+            f"SHA-256 of {role.replace('_', ' ')}": digest
+            for role, digest in details["fingerprints"].items()
+        },
     }
     template = details.get("pair_template", TOKENIZER_PAIRS)
     pair = repr(template.format(text="a text", text_pair="another"))
     if template == TOKENIZER_PAIRS:
         pair = '{"text": "a text", "text_pair": "another"}'
-    usage = _USAGE[family].replace("PAIR", pair).replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
+    usage = (
+        _USAGE[family]
+        .replace("PAIR", pair)
+        .replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
+    )
     return f"""---
 library_name: {"sentence-transformers" if is_retrieval else "transformers"}
 pipeline_tag: {_PIPELINES[family]}

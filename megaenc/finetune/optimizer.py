@@ -49,7 +49,9 @@ class MasterWeightOptimizer:
     `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: AdamWHyperparameters):
+    def __init__(
+        self, model: nn.Module, *, learning_rate: float, steps: int, protocol: AdamWHyperparameters
+    ):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
         """The master weight of each parameter, or the parameter itself."""
@@ -63,17 +65,24 @@ class MasterWeightOptimizer:
             master = parameter
             if parameter.dtype != torch.float32 and protocol.precision != "paper-bf16":
                 master = parameter.detach().float() if unrounded is None else unrounded
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_master))
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(self._add_to_master)
+                )
             self._masters[parameter] = master
             groups[name in decayed].append(master)
         self._adam = torch.optim.AdamW(
-            [{"params": groups[True], "weight_decay": protocol.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+            [
+                {"params": groups[True], "weight_decay": protocol.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
             lr=learning_rate,
             betas=(protocol.adam_beta1, protocol.adam_beta2),
             eps=protocol.adam_eps,
             fused=True,
         )
-        self._schedule = get_linear_schedule_with_warmup(self._adam, math.ceil(protocol.warmup * steps), steps)
+        self._schedule = get_linear_schedule_with_warmup(
+            self._adam, math.ceil(protocol.warmup * steps), steps
+        )
 
     def _add_to_master(self, parameter: nn.Parameter) -> None:
         """Move the 16-bit gradient of `parameter` into the float32 gradient of its master weight."""
@@ -84,12 +93,20 @@ class MasterWeightOptimizer:
 
     def get_masters(self) -> dict[nn.Parameter, Tensor]:
         """Return the float32 master weight of each 16-bit parameter that has one."""
-        return {parameter: master for parameter, master in self._masters.items() if master is not parameter}
+        return {
+            parameter: master
+            for parameter, master in self._masters.items()
+            if master is not parameter
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights (the master weights of 16-bit parameters), AdamW's moments and the schedule, for `load_state_dict`."""
         weights = [master.detach() for master in self._masters.values()]
-        return {"weights": weights, "adam": self._adam.state_dict(), "schedule": self._schedule.state_dict()}
+        return {
+            "weights": weights,
+            "adam": self._adam.state_dict(),
+            "schedule": self._schedule.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +126,11 @@ class MasterWeightOptimizer:
     def all_reduce_gradients(self) -> None:
         """Replace each gradient by its sum over all ranks; a gradient that only other ranks have counts as 0 here."""
         masters = list(self._masters.values())
-        has_gradient = torch.tensor([master.grad is not None for master in masters], dtype=torch.int32, device=masters[0].device)
+        has_gradient = torch.tensor(
+            [master.grad is not None for master in masters],
+            dtype=torch.int32,
+            device=masters[0].device,
+        )
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
         pending = []
         for master, anywhere in zip(masters, has_gradient.tolist(), strict=True):
@@ -121,7 +142,10 @@ class MasterWeightOptimizer:
 
     def copy_weights(self) -> dict[nn.Parameter, Tensor]:
         """Return copies on the CPU of the trained parameters' weights, those of their float32 masters if they have one."""
-        return {parameter: master.detach().to("cpu", copy=True) for parameter, master in self._masters.items()}
+        return {
+            parameter: master.detach().to("cpu", copy=True)
+            for parameter, master in self._masters.items()
+        }
 
     def close(self) -> None:
         """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""
@@ -134,7 +158,11 @@ class MasterWeightOptimizer:
 
         If the norm is NaN or inf, neither weights nor learning rate change.
         """
-        learned = [(parameter, master) for parameter, master in self._masters.items() if master.grad is not None]
+        learned = [
+            (parameter, master)
+            for parameter, master in self._masters.items()
+            if master.grad is not None
+        ]
         norm = nn.utils.get_total_norm([master.grad for _, master in learned])
         total = norm.item()
         if math.isfinite(total):
@@ -142,8 +170,12 @@ class MasterWeightOptimizer:
                 nn.utils.clip_grads_with_norm_([master for _, master in learned], self._clip, norm)
             self._adam.step()
             self._schedule.step()
-            copied = [(parameter, master) for parameter, master in learned if master is not parameter]
+            copied = [
+                (parameter, master) for parameter, master in learned if master is not parameter
+            ]
             if copied:
-                torch._foreach_copy_([parameter for parameter, _ in copied], [master for _, master in copied])
+                torch._foreach_copy_(
+                    [parameter for parameter, _ in copied], [master for _, master in copied]
+                )
         self._adam.zero_grad()
         return total

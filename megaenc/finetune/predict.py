@@ -46,24 +46,36 @@ class PredictConfig:
 def predict_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune predict`: write the prediction for each row of a file as a line of JSON."""
     silence_libraries()
-    settings = flags.parse(PredictConfig, argv, prog="megaenc finetune predict", description=__doc__)
+    settings = flags.parse(
+        PredictConfig, argv, prog="megaenc finetune predict", description=__doc__
+    )
     flags.check_given(settings, "finetune predict", "model", "input")
     if settings.output:
         inputs = (settings.model, settings.input)
-        check_output_file(Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite)
+        check_output_file(
+            Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite
+        )
     folder = Path(settings.model)
     if not os.path.isfile(folder / MODEL_DETAILS):  # False for a name that is too long too
-        raise InputError(f"--model {folder}: no {MODEL_DETAILS}, expected a folder that --save-model or --keep wrote")
+        raise InputError(
+            f"--model {folder}: no {MODEL_DETAILS}, expected a folder that --save-model or --keep wrote"
+        )
     family, protocol, pair_template = _read_details(folder / MODEL_DETAILS)
     if family == TaskFamily.IR:
-        raise InputError(f"--model {folder}: found a retrieval model; use it with SentenceTransformer, as its README.md shows")
+        raise InputError(
+            f"--model {folder}: found a retrieval model; use it with SentenceTransformer, as its README.md shows"
+        )
     if not os.path.isfile(settings.input):
-        raise InputError(f"--input {settings.input}: no such file; expected {formats.EXPECTED_FORMATS}")
+        raise InputError(
+            f"--input {settings.input}: no such file; expected {formats.EXPECTED_FORMATS}"
+        )
     rows = list(formats.read_rows(Path(settings.input)))
     if not rows:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
     if settings.all_scores and family != TaskFamily.SC:
-        raise InputError(f"--all-scores: found a model of {family}, expected one of SC: labels of single texts or pairs")
+        raise InputError(
+            f"--all-scores: found a model of {family}, expected one of SC: labels of single texts or pairs"
+        )
     examples = _build_examples(family, rows, pair_template)
     # Without a file, standard output has only the predictions.
     with contextlib.nullcontext() if settings.output else contextlib.redirect_stdout(sys.stderr):
@@ -91,14 +103,20 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
     details = read_json_object(file, "what a run wrote there")
     family = details.get("family")
     if family not in list(TaskFamily):
-        raise InputError(f"{file}: field `family`: found {shorten_repr(family)}, expected one of {', '.join(TaskFamily)}")
+        raise InputError(
+            f"{file}: field `family`: found {shorten_repr(family)}, expected one of {', '.join(TaskFamily)}"
+        )
     values = details.get("protocol")
     if not isinstance(values, dict):
-        raise InputError(f"{file}: field `protocol`: found {shorten_repr(values)}, expected the flags of a run")
+        raise InputError(
+            f"{file}: field `protocol`: found {shorten_repr(values)}, expected the flags of a run"
+        )
     protocol = flags.replace_fields(FinetuneConfig(), values, source=f"{file}: protocol")
     pair_template = details.get("pair_template", "")
     if not isinstance(pair_template, str):
-        raise InputError(f"{file}: field `pair_template`: found {shorten_repr(pair_template)}, expected text")
+        raise InputError(
+            f"{file}: field `pair_template`: found {shorten_repr(pair_template)}, expected text"
+        )
     if pair_template:
         try:
             DatasetConfig(pair_template=pair_template).check()
@@ -114,10 +132,20 @@ def _read_labels(file: Path) -> tuple[str, ...]:
     Raises InputError unless they are names that differ.
     """
     names = read_json_object(file, "the configuration of a model").get("id2label")
-    labels = tuple(names.get(str(index)) for index in range(len(names))) if isinstance(names, dict) else ()
-    if not labels or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+    labels = (
+        tuple(names.get(str(index)) for index in range(len(names)))
+        if isinstance(names, dict)
+        else ()
+    )
+    if (
+        not labels
+        or not all(isinstance(label, str) for label in labels)
+        or len(set(labels)) < len(labels)
+    ):
         value = "no such field" if names is None else f"found {shorten_repr(names)}"
-        raise InputError(f'{file}: field `id2label`: {value}, expected names that differ under "0", "1" and so on')
+        raise InputError(
+            f'{file}: field `id2label`: {value}, expected names that differ under "0", "1" and so on'
+        )
     return labels
 
 
@@ -130,7 +158,9 @@ def _format_line(prediction: dict[str, Any]) -> str:
     return line.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str) -> Examples:
+def _build_examples(
+    family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str
+) -> Examples:
     """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field.
 
     `pair_template` joins pairs as in training; it is empty for models of older versions that were trained without pairs.
@@ -141,15 +171,21 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
             formats.check_id(row, location)
             if family == TaskFamily.SC:
                 if row.get("text_pair") and not pair_template:
-                    raise InputError(f"{location}: field `text_pair`: expected both texts in `text`, joined as in training")
+                    raise InputError(
+                        f"{location}: field `text_pair`: expected both texts in `text`, joined as in training"
+                    )
                 yield formats.build_labelled_text(row, location, "", 0, pair_template)
             elif family == TaskFamily.TC:
                 words = formats.get_value(row, "tokens", location, list)
                 if not words or not all(isinstance(word, str) for word in words):
-                    raise InputError(f"{location}: field `tokens`: found {str(words)[:40]}, expected a list of words")
+                    raise InputError(
+                        f"{location}: field `tokens`: found {str(words)[:40]}, expected a list of words"
+                    )
                 yield TaggedWords("", tuple(words), (0,) * len(words))
             else:
-                question, context = (formats.get_value(row, key, location, str) for key in ("question", "context"))
+                question, context = (
+                    formats.get_value(row, key, location, str) for key in ("question", "context")
+                )
                 yield Question("", question, context, ())
 
     return list(build())
@@ -168,11 +204,18 @@ def _name_failures(place: Path, part: str) -> Iterator[None]:
     except BaseException as error:  # also panics of Rust
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"{place}: {part} fails: {first_error_line(error)}; expected what a run wrote there") from None
+        raise InputError(
+            f"{place}: {part} fails: {first_error_line(error)}; expected what a run wrote there"
+        ) from None
 
 
 def predict(
-    folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples: Examples, *, all_scores: bool = False
+    folder: Path,
+    family: TaskFamily,
+    protocol: FinetuneConfig,
+    examples: Examples,
+    *,
+    all_scores: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the prediction for each of `examples` by the kept model in `folder`: label and probability, tags, or answer.
 
@@ -217,30 +260,44 @@ def predict(
     device = detect_backend().device
     model, report = load_model(hf, config, model_class, f"a model of {family}")
     if missing := sorted(report["missing_keys"]):
-        raise InputError(f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}")
+        raise InputError(
+            f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}"
+        )
     if foreign := sorted(report["unexpected_keys"]):
-        raise InputError(f"--model {folder}: found a tensor `{foreign[0]}`, which a {type(model).__name__} does not have")
+        raise InputError(
+            f"--model {folder}: found a tensor `{foreign[0]}`, which a {type(model).__name__} does not have"
+        )
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
     with _name_failures(folder, "its tokenizer"):
         data = task.encode(examples, encoder)
     rows = model.get_input_embeddings().num_embeddings
-    if wrong := [token for token in (data.tokens.max(initial=0), config.pad_token_id or 0) if not 0 <= token < rows]:
+    if wrong := [
+        token
+        for token in (data.tokens.max(initial=0), config.pad_token_id or 0)
+        if not 0 <= token < rows
+    ]:
         raise InputError(
             f"--model {folder}: found the token id {wrong[0]}, expected 0 to {rows - 1}, those of the model; its tokenizer or "
             "`pad_token_id` is that of another model"
         )
     if data.truncated_count:
-        print_rank_0(f"{data.truncated_count:,} of {len(data):,} texts are longer than {encoder.max_length} tokens and are cut")
+        print_rank_0(
+            f"{data.truncated_count:,} of {len(data):,} texts are longer than {encoder.max_length} tokens and are cut"
+        )
     outside = labels.index("O") if "O" in labels else 0
     predictions: list[dict[str, Any]] = [{}] * len(data)
     done = 0
     with torch.inference_mode(), ProgressLine("predicting", total=len(data)) as line:
         for part in batch_by_tokens(data.lengths, _TOKENS_PER_FORWARD):
             with _name_failures(hf.config_file, type(model).__name__):
-                outputs = compute_hf_outputs(model, pack_texts(data.gather_rows(part), device)).cpu()
+                outputs = compute_hf_outputs(
+                    model, pack_texts(data.gather_rows(part), device)
+                ).cpu()
             if not bool(outputs.isfinite().all()):
-                raise InputError(f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained")
+                raise InputError(
+                    f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained"
+                )
             if family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
                     best = int(probabilities.argmax())
@@ -249,15 +306,21 @@ def predict(
                     if all_scores:
                         predictions[row]["scores"] = dict(zip(labels, scores, strict=True))
             else:
-                for row, logits in zip(part, outputs.split(data.lengths[part].tolist()), strict=True):
+                for row, logits in zip(
+                    part, outputs.split(data.lengths[part].tolist()), strict=True
+                ):
                     values = logits.numpy()
                     if family == TaskFamily.QA:
-                        answer = extract_answer(examples[row].context, values[:, 1] - values[:, 0], data, row)
+                        answer = extract_answer(
+                            examples[row].context, values[:, 1] - values[:, 0], data, row
+                        )
                         predictions[row] = {"answer": answer}
                     else:
                         words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
                         known = words >= 0
-                        tags = majority_vote(words[known], values.argmax(1)[known], len(examples[row].words), outside)
+                        tags = majority_vote(
+                            words[known], values.argmax(1)[known], len(examples[row].words), outside
+                        )
                         predictions[row] = {"tags": [labels[tag] for tag in np.asarray(tags)]}
             line.update(done := done + len(part))
     return predictions

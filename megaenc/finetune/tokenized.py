@@ -16,7 +16,11 @@ import numpy as np
 
 from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path, try_lock
 from megaenc.data.tokenizer.fast_encode import load_backend, replace_surrogates
-from megaenc.data.tokenizer.special_tokens import SpecialTokens, resolve_special_tokens, set_special_tokens
+from megaenc.data.tokenizer.special_tokens import (
+    SpecialTokens,
+    resolve_special_tokens,
+    set_special_tokens,
+)
 from megaenc.data.tokenizer.tokenizer import encode_documents, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
@@ -43,7 +47,9 @@ class TokenizedTexts:
     """Further arrays of a task by name, by row ([n, ...]) or by token ([N, ...])."""
 
     @classmethod
-    def from_rows(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "TokenizedTexts":
+    def from_rows(
+        cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray
+    ) -> "TokenizedTexts":
         """Return the TokenizedTexts of `rows`, the token ids of a text each; `truncated` is the number of cut texts."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
@@ -63,7 +69,9 @@ class TokenizedTexts:
     def gather_token_column(self, column: str, rows: np.ndarray) -> np.ndarray:
         """Return the entries of the by-token column `column` for the texts with indices `rows`, concatenated in order."""
         values = self.columns[column]
-        return np.concatenate([values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)])
+        return np.concatenate(
+            [values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)]
+        )
 
 
 def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
@@ -71,7 +79,9 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
 
-def choose_special_tokens(tokenizer: "PreTrainedTokenizerFast", protocol: FinetuneConfig) -> SpecialTokens:
+def choose_special_tokens(
+    tokenizer: "PreTrainedTokenizerFast", protocol: FinetuneConfig
+) -> SpecialTokens:
     """Return the special tokens around each text.
 
     Raises InputError if the tokenizer lacks one that a flag asks for.
@@ -96,10 +106,14 @@ def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -
         token = getattr(tokenizer, f"{name}_token_id")
         if token is not None:
             return token
-    raise InputError(f"--add-{role}: the tokenizer {tokenizer.name_or_path} has no {role.upper()} token; use --no-add-{role}")
+    raise InputError(
+        f"--add-{role}: the tokenizer {tokenizer.name_or_path} has no {role.upper()} token; use --no-add-{role}"
+    )
 
 
-def resolve_protocol(protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast") -> FinetuneConfig:
+def resolve_protocol(
+    protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast"
+) -> FinetuneConfig:
     """Return `protocol` with the default special tokens of the tokenizer.
 
     A template of only an EOS is recorded as --add-eos, as in results of earlier versions.
@@ -129,7 +143,9 @@ class TextEncoder:
     def __post_init__(self) -> None:
         if self.max_text_tokens < 1:
             added = self.special_tokens.count
-            raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
+            raise InputError(
+                f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens"
+            )
 
     @property
     def max_text_tokens(self) -> int:
@@ -143,7 +159,11 @@ class TextEncoder:
         Cache format, tokenizer, max_length and special tokens.
         """
         rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
-        return {"format": _CACHE_FORMAT, "tokenizer": read_vocabulary(self.tokenizer).fingerprint, **rule}
+        return {
+            "format": _CACHE_FORMAT,
+            "tokenizer": read_vocabulary(self.tokenizer).fingerprint,
+            **rule,
+        }
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Return a text's cut `tokens` with special tokens, int32[<= max_length].
@@ -157,7 +177,9 @@ class TextEncoder:
 
         They are cut as the row, with `fill` at special tokens.
         """
-        before, after = ([fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after))
+        before, after = (
+            [fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after)
+        )
         return np.concatenate([before, values[: self.max_text_tokens], after]).astype(np.int32)
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
@@ -181,7 +203,9 @@ class TextEncoder:
                 truncated += len(tokens) > self.max_text_tokens
                 rows.append(self.add_special_tokens(tokens))
         if empty := [number for number, row in enumerate(rows, start=1) if not len(row)]:
-            raise InputError(f"text {empty[0]}: found no token, expected some text, or training with --add-eos")
+            raise InputError(
+                f"text {empty[0]}: found no token, expected some text, or training with --add-eos"
+            )
         return TokenizedTexts.from_rows(rows, truncated)
 
     def _encode_pairs(self, texts: Sequence[str | tuple[str, str]]) -> list["Encoding"]:
@@ -198,7 +222,12 @@ class TextEncoder:
             raise InputError(
                 f"--max-length: found {self.max_length}, expected room for text next to the special tokens of a pair"
             )
-        inputs = [replace_surrogates(text) if isinstance(text, str) else tuple(map(replace_surrogates, text)) for text in texts]
+        inputs = [
+            replace_surrogates(text)
+            if isinstance(text, str)
+            else tuple(map(replace_surrogates, text))
+            for text in texts
+        ]
         return self._pair_tokenizer.encode_batch(inputs)
 
     @property
@@ -225,7 +254,10 @@ class TextEncoder:
             self.progress(start, len(texts))
             batch = [replace_surrogates(text) for text in texts[start : start + _TEXTS_PER_BATCH]]
             for encoding in self._fast_tokenizer.encode_batch(batch, add_special_tokens=False):
-                yield np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+                yield (
+                    np.array(encoding.ids, dtype=np.int32),
+                    np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2),
+                )
 
     @cached_property
     def _fast_tokenizer(self) -> "Tokenizer":
@@ -248,7 +280,10 @@ TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
 
 
 def load_or_compute(
-    folder: Path, key: dict, compute: Callable[[], TokenizedSplit], on_wait: Callable[[], None] = lambda: None
+    folder: Path,
+    key: dict,
+    compute: Callable[[], TokenizedSplit],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> TokenizedSplit:
     """Return the split cached under `key`, or call `compute` and cache it; `on_wait` runs while another process does.
 
@@ -259,14 +294,23 @@ def load_or_compute(
     path = folder / f"{name}.npz"
     while (split := _read_cache_file(path)) is None:
         with try_lock(folder / f".{name}.lock") as is_locked:
-            if is_locked and (split := _read_cache_file(path)) is None:  # another process may have written it meanwhile
+            if (
+                is_locked and (split := _read_cache_file(path)) is None
+            ):  # another process may have written it meanwhile
                 for stale_file in find_stale_temp_files(path):
                     remove_path(stale_file)
                 split = compute()
                 arrays = {}
                 for part, rows in (split if isinstance(split, dict) else {"": split}).items():
-                    row_arrays = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated_count)}
-                    arrays |= {f"{part}:{name}": array for name, array in (row_arrays | rows.columns).items()}
+                    row_arrays = {
+                        "tokens": rows.tokens,
+                        "starts": rows.starts,
+                        "truncated": np.array(rows.truncated_count),
+                    }
+                    arrays |= {
+                        f"{part}:{name}": array
+                        for name, array in (row_arrays | rows.columns).items()
+                    }
                 with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
                     np.savez(stream, **arrays)
         if split is not None:
@@ -285,7 +329,9 @@ def _read_cache_file(path: Path) -> TokenizedSplit | None:
                 part, _, name = key.partition(":")
                 arrays_by_part[part][name] = stored[key]
         parts = {
-            part: TokenizedTexts(arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays)
+            part: TokenizedTexts(
+                arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays
+            )
             for part, arrays in arrays_by_part.items()
         }
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -20,7 +20,14 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find_dataset
-from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, TaskFamily, hash_examples
+from megaenc.finetune.examples import (
+    Dataset,
+    Examples,
+    RetrievalExamples,
+    SplitName,
+    TaskFamily,
+    hash_examples,
+)
 from megaenc.finetune.job import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
 from megaenc.finetune.label_counts import describe_label_counts
@@ -29,7 +36,12 @@ from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup, coun
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.results.files import DatasetResult
 from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, Scores, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, choose_special_tokens, load_or_compute
+from megaenc.finetune.tokenized import (
+    TextEncoder,
+    TokenizedSplit,
+    choose_special_tokens,
+    load_or_compute,
+)
 from megaenc.finetune.validation import ValidationHistory, Weights
 
 ProgressCallback = Callable[[RunProgress], None]
@@ -91,22 +103,34 @@ class FinetuneRun:
         self.report = _ProgressReporter(report)
         self.began = time.monotonic()
         self.report(RunProgress("loading"))
-        datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+        datasets = [
+            find_dataset(dataset.location, **dataclasses.asdict(job.data))
+            for dataset in job.evaluate_on
+        ]
         _check_fingerprints(job, datasets)
         make_deterministic(job.protocol.threads, kernels=job.protocol.deterministic)
         backend = detect_backend()
         precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
         self.task = TASKS[job.family](datasets[0], job.protocol)
         tokenizer = load_tokenizer(job.model.location, "--model")
-        backbone, native_head = load_model(job, self.task, tokenizer, device=backend.device, dtype=_DTYPES[precision])
+        backbone, native_head = load_model(
+            job, self.task, tokenizer, device=backend.device, dtype=_DTYPES[precision]
+        )
         max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
         if max_length > backbone.context_length:
             raise InputError(
                 f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
             )
-        self.protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
+        self.protocol = dataclasses.replace(
+            job.protocol, precision=precision, max_length=max_length
+        )
         self.task.protocol = self.protocol
-        encoder = TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, self.protocol), self.report.report_texts)
+        encoder = TextEncoder(
+            tokenizer,
+            max_length,
+            choose_special_tokens(tokenizer, self.protocol),
+            self.report.report_texts,
+        )
         self.keeper = ModelKeeper(job, self.task, encoder) if job.keeps_model else None
         if self.keeper is not None:
             self.keeper.check_tokenizer(backbone.model.config)
@@ -126,7 +150,9 @@ class FinetuneRun:
             for line in describe_label_counts(job.train_on, self.task.label_names, counts):
                 print_rank_0(line)
         steps_per_epoch = math.ceil(self.task.count_examples(self.data) / self.protocol.batch_size)
-        self.steps = count_training_steps(self.protocol.epochs, self.protocol.max_steps, steps_per_epoch)
+        self.steps = count_training_steps(
+            self.protocol.epochs, self.protocol.max_steps, steps_per_epoch
+        )
         _print_steps(job.train_on, self.protocol, self.steps, steps_per_epoch)
         check_warmup(self.steps, self.protocol.warmup)
 
@@ -149,8 +175,12 @@ class FinetuneRun:
         """Train to the last step or an early stop; RunFailure at a NaN or inf."""
         job = self.job
         protocol = self.protocol
-        optimizer = MasterWeightOptimizer(self.model, learning_rate=job.learning_rate, steps=self.steps, protocol=protocol)
-        order = iterate_batches(job.seed, self.task.count_examples(self.data), protocol.batch_size, self.steps)
+        optimizer = MasterWeightOptimizer(
+            self.model, learning_rate=job.learning_rate, steps=self.steps, protocol=protocol
+        )
+        order = iterate_batches(
+            job.seed, self.task.count_examples(self.data), protocol.batch_size, self.steps
+        )
         fields: dict[str, float] = {}
         with contextlib.closing(optimizer):
             self.model.train()
@@ -161,14 +191,20 @@ class FinetuneRun:
                     if not math.isfinite(value):
                         raise RunFailure(f"the {quantity} is {value} in step {step}", step)
                 self.report(RunProgress("training", step, self.steps, {"loss": loss, **fields}))
-                if not protocol.eval_interval or (step % protocol.eval_interval and step < self.steps):
+                if not protocol.eval_interval or (
+                    step % protocol.eval_interval and step < self.steps
+                ):
                     continue
                 for held_out in self.held_out:
                     self._validate(held_out, step, optimizer)
                 fields = {"validation": 100 * self.held_out[0].history.evaluations[-1][1]}
-                if step < self.steps and all(held_out.history.is_stopped for held_out in self.held_out):
+                if step < self.steps and all(
+                    held_out.history.is_stopped for held_out in self.held_out
+                ):
                     patience = protocol.early_stopping
-                    print_rank_0(f"{job.name}: stopped after {step:,} of {self.steps:,} steps: --early-stopping {patience}")
+                    print_rank_0(
+                        f"{job.name}: stopped after {step:,} of {self.steps:,} steps: --early-stopping {patience}"
+                    )
                     break
                 self.model.train()
         if self.keeper is not None:
@@ -217,7 +253,9 @@ class FinetuneRun:
             best_step=history.best_step,
         )
 
-    def _score(self, held_out: HeldOutData, validation: Scores | None = None) -> dict[SplitName, Scores]:
+    def _score(
+        self, held_out: HeldOutData, validation: Scores | None = None
+    ) -> dict[SplitName, Scores]:
         """Return the model's Scores by split, with those of `validation` if known.
 
         Raises NonFinitePredictionError at a NaN or inf.
@@ -238,7 +276,9 @@ class FinetuneRun:
         """Keep the model in float32, if the job asks for it, and write the results."""
         first = self.held_out[0]
         for parameter in self.model.parameters():
-            parameter.data = self.masters.get(parameter, parameter.data).to(self.model.device, torch.float32)
+            parameter.data = self.masters.get(parameter, parameter.data).to(
+                self.model.device, torch.float32
+            )
         self.masters = {}
 
         def evaluate() -> Mapping[SplitName, Scores]:
@@ -251,19 +291,33 @@ def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
     """Raise InputError if the data sets or the tokenizer have changed since the job was planned."""
     fingerprints = job.fingerprints
     for source, current, planned in (
-        *((dataset.name, dataset.fingerprint, fingerprints.datasets[dataset.name]) for dataset in datasets),
+        *(
+            (dataset.name, dataset.fingerprint, fingerprints.datasets[dataset.name])
+            for dataset in datasets
+        ),
         (datasets[0].train_on, datasets[0].train_fingerprint, fingerprints.train_on),
-        (f"the tokenizer in {job.model.location}", compute_tokenizer_fingerprint(job.model.location), fingerprints.tokenizer),
+        (
+            f"the tokenizer in {job.model.location}",
+            compute_tokenizer_fingerprint(job.model.location),
+            fingerprints.tokenizer,
+        ),
     ):
         if current != planned:
-            raise InputError(f"{source}: has changed since the run was planned; run the same command again")
+            raise InputError(
+                f"{source}: has changed since the run was planned; run the same command again"
+            )
 
 
 def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_epoch: int) -> None:
     """Print which of --epochs and --max-steps limits a training, unless both are as in the study and --max-steps does."""
     if steps < protocol.max_steps:
-        print_rank_0(f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}")
-    elif steps == protocol.max_steps < protocol.epochs * steps_per_epoch and protocol.epochs != FinetuneConfig.epochs:
+        print_rank_0(
+            f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}"
+        )
+    elif (
+        steps == protocol.max_steps < protocol.epochs * steps_per_epoch
+        and protocol.epochs != FinetuneConfig.epochs
+    ):
         print_rank_0(
             f"{train_on}: {steps / steps_per_epoch:.2g} epochs instead of --epochs {protocol.epochs:g}: "
             f"--max-steps {protocol.max_steps:,}; --max-steps 0 lifts this limit"
@@ -312,15 +366,21 @@ class SplitLoader:
         """Return the tokenized training split from the cache on disk; without one, read, tokenize and cache the examples."""
         dataset = task.dataset
         key = {"data": dataset.train_fingerprint, "split": "train"}
-        return self._load_tokens(task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train"))
+        return self._load_tokens(
+            task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train")
+        )
 
-    def load_evaluation(self, task: FinetuneTask, split: SplitName) -> tuple[TokenizedSplit, Examples]:
+    def load_evaluation(
+        self, task: FinetuneTask, split: SplitName
+    ) -> tuple[TokenizedSplit, Examples]:
         """Return the tokens and the examples of the validation or test split."""
         examples = task.dataset.load_split(split)
         if not isinstance(examples, RetrievalExamples):
             return self._load_examples(task, examples, split), examples
         # Validation and test share their documents.
-        documents = self._load_examples(task, dataclasses.replace(examples, queries={}, relevant={}), "documents")
+        documents = self._load_examples(
+            task, dataclasses.replace(examples, queries={}, relevant={}), "documents"
+        )
         queries = self._load_examples(task, dataclasses.replace(examples, documents={}), split)
         return {"queries": queries["queries"], "documents": documents["documents"]}, examples
 
@@ -333,7 +393,11 @@ class SplitLoader:
         return self._load_tokens(task, key, f"{task.dataset.name}, {part}", lambda: examples)
 
     def _load_tokens(
-        self, task: FinetuneTask, key: dict[str, str], description: str, read: Callable[[], Examples]
+        self,
+        task: FinetuneTask,
+        key: dict[str, str],
+        description: str,
+        read: Callable[[], Examples],
     ) -> TokenizedSplit:
         """Tokenize the examples returned by `read`, or load their tokens from the cache."""
 
@@ -342,22 +406,30 @@ class SplitLoader:
             parts = tokens.values() if isinstance(tokens, dict) else [tokens]
             truncated = sum(part.truncated_count for part in parts)
             if truncated:
-                print_rank_0(f"{description}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+                print_rank_0(
+                    f"{description}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut"
+                )
             return tokens
 
         full_key = {**key, "family": task.family, **self.encoder.cache_key}
-        return load_or_compute(self.cache, full_key, tokenize, lambda: self.report(RunProgress("loading")))
+        return load_or_compute(
+            self.cache, full_key, tokenize, lambda: self.report(RunProgress("loading"))
+        )
 
 
 def make_deterministic(threads: int, *, kernels: bool = True) -> None:
     """Set torch's threads and, if `kernels`, deterministic kernels on GPUs, so that equal runs on a machine give equal bits."""
     torch.set_num_threads(threads)
     if torch.cuda.is_available() and kernels:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read at its first use
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # required by cuBLAS; read at its first use
         # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would write every new tensor
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # a debugging aid that would write every new tensor
+        )
 
 
 def hash_weights(model: torch.nn.Module) -> str:

@@ -39,7 +39,11 @@ class ValidationHistory:
     @property
     def best_step(self) -> int:
         """Return the step of the best score, the earliest of equals; 0 without any."""
-        return max(self.evaluations, key=lambda evaluation: (evaluation[1], -evaluation[0]), default=(0, 0.0))[0]
+        return max(
+            self.evaluations,
+            key=lambda evaluation: (evaluation[1], -evaluation[0]),
+            default=(0, 0.0),
+        )[0]
 
     def add(self, step: int, scores: Scores, copy_weights: Callable[[], Weights]) -> None:
         """Add the Scores of an evaluation; `copy_weights` is called if its weights are the best so far and may be used."""

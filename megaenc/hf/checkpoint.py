@@ -20,10 +20,17 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-_WITH_OUTPUT_LAYER = ("model.", "lm_head.", "head.", "decoder.")  # prefixes in models with an output layer
+_WITH_OUTPUT_LAYER = (
+    "model.",
+    "lm_head.",
+    "head.",
+    "decoder.",
+)  # prefixes in models with an output layer
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-_COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
+_COMPUTED = (
+    ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
+)
 # Fields of config.json that tell transformers how to load a model (its source and code) or what it returns besides states.
 _LOADING = re.compile(
     "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype|experts_implementation|fusion_config|id2label"
@@ -70,12 +77,18 @@ class HFCheckpoint:
                 for name in tensors.keys():  # noqa: SIM118, which is no dict
                     if name in self.headers:
                         other = self.headers[name].file.name
-                        raise InputError(f"{file}: holds `{name}` a second time (it is in {other} already)")
+                        raise InputError(
+                            f"{file}: holds `{name}` a second time (it is in {other} already)"
+                        )
                     header = tensors.get_slice(name)
                     if not name.endswith(_COMPUTED):
-                        self.headers[name] = TensorHeader(file, header.get_dtype(), tuple(header.get_shape()))
+                        self.headers[name] = TensorHeader(
+                            file, header.get_dtype(), tuple(header.get_shape())
+                        )
         for name, file in indexed.items():
-            if not name.endswith(_COMPUTED) and (name not in self.headers or self.headers[name].file.name != file):
+            if not name.endswith(_COMPUTED) and (
+                name not in self.headers or self.headers[name].file.name != file
+            ):
                 raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
         _check_counts(self.config, max(_MAX_COUNT, len(self.headers)), self.config_file)
 
@@ -83,8 +96,12 @@ class HFCheckpoint:
     def slices(self) -> Iterator[dict[str, Any]]:
         """Yield a dict of the safetensors slice of each weight by name, readable only within the block."""
         with contextlib.ExitStack() as stack:
-            opened = {file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files}
-            yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
+            opened = {
+                file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files
+            }
+            yield {
+                name: opened[header.file].get_slice(name) for name, header in self.headers.items()
+            }
 
 
 class TrainableHFCheckpoint(HFCheckpoint):
@@ -98,15 +115,21 @@ class TrainableHFCheckpoint(HFCheckpoint):
         """Read config.json, generation_config.json and the headers of the folder `path`. Raises InputError if one is unusable."""
         super().__init__(path)
         generation = path / GENERATION
-        self.generation: dict[str, Any] = _read_generation_config(generation) if generation.exists() else {}
+        self.generation: dict[str, Any] = (
+            _read_generation_config(generation) if generation.exists() else {}
+        )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for stored, (file, dtype, shape) in self.headers.items():
             name = stored if stored.startswith(_WITH_OUTPUT_LAYER) else f"model.{stored}"
             if name in self._stored:
-                raise InputError(f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)")
+                raise InputError(
+                    f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)"
+                )
             if dtype not in FLOAT_DTYPES:
-                raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+                raise InputError(
+                    f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+                )
             self._stored[name], self.shapes[name] = (file, stored), shape
 
     @property
@@ -118,12 +141,18 @@ class TrainableHFCheckpoint(HFCheckpoint):
         """Raise InputError for a weight that is missing, has another shape, or is neither `expected` nor `optional`."""
         for name, shape in expected.items():
             if name not in self.shapes:
-                raise InputError(f"{self.path}: no tensor `{name}`, expected one of shape {list(shape)}")
+                raise InputError(
+                    f"{self.path}: no tensor `{name}`, expected one of shape {list(shape)}"
+                )
             if self.shapes[name] != tuple(shape):
-                raise InputError(f"{self.path}: tensor `{name}`: found shape {list(self.shapes[name])}, expected {list(shape)}")
+                raise InputError(
+                    f"{self.path}: tensor `{name}`: found shape {list(self.shapes[name])}, expected {list(shape)}"
+                )
         for name, (file, stored) in self._stored.items():
             if name not in expected and name not in optional:
-                raise InputError(f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have")
+                raise InputError(
+                    f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have"
+                )
 
     def tensor(self, name: str) -> "Tensor":
         """Read the weight `name` from its file and return it as a tensor; the file is closed again to free its pages.
@@ -167,7 +196,11 @@ def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
 def _drop_loading_fields(value: Any) -> Any:
     """Return the content of config.json without the fields, at any depth, that tell transformers how to load a model."""
     if isinstance(value, dict):
-        return {name: _drop_loading_fields(inner) for name, inner in value.items() if not _LOADING.fullmatch(name)}
+        return {
+            name: _drop_loading_fields(inner)
+            for name, inner in value.items()
+            if not _LOADING.fullmatch(name)
+        }
     return [_drop_loading_fields(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -195,15 +228,25 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 f"{path / pickles[0]}: a pickle, which could run any code when loaded; expected {WEIGHTS} "
                 "(save_pretrained of transformers writes it)"
             )
-        raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
+        raise InputError(
+            f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model"
+        )
     index = read_json_object(path / INDEX, "the file of each tensor").get("weight_map")
-    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+    if (
+        not isinstance(index, dict)
+        or not index
+        or not all(isinstance(file, str) for file in index.values())
+    ):
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
         if Path(file).name != file or "\0" in file:
-            raise InputError(f"{path / INDEX}: found {shorten_repr(file)}, expected the name of a file in the same folder")
+            raise InputError(
+                f"{path / INDEX}: found {shorten_repr(file)}, expected the name of a file in the same folder"
+            )
         if not (path / file).exists():
-            raise InputError(f"{path / file}: missing, and {INDEX} lists it; download the folder again")
+            raise InputError(
+                f"{path / file}: missing, and {INDEX} lists it; download the folder again"
+            )
     return [path / file for file in sorted({*index.values()})], index
 
 
@@ -215,10 +258,17 @@ def _read_generation_config(file: Path) -> dict[str, Any]:
     try:
         GenerationConfig.from_dict(values).validate()
     except Exception as error:  # wrong types raise errors of many types
-        raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected a generation config") from None
+        raise InputError(
+            f"{file}: {' '.join(str(error).split())[:200]}; expected a generation config"
+        ) from None
     ends = values.get("eos_token_id")
-    if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise InputError(f"{file}: field `eos_token_id`: found {shorten_repr(ends)}, expected ids of tokens")
+    if not all(
+        type(token) is int
+        for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])
+    ):
+        raise InputError(
+            f"{file}: field `eos_token_id`: found {shorten_repr(ends)}, expected ids of tokens"
+        )
     return values
 
 
@@ -231,7 +281,9 @@ def shorten_repr(value: Any) -> str:
 def check_positive(value: Any, name: str, where: str) -> float:
     """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
+        raise InputError(
+            f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0"
+        )
     return float(value)
 
 
@@ -246,6 +298,8 @@ def _open_safetensors(file: Path, framework: str) -> Iterator[Any]:
     try:
         tensors = safe_open(file, framework)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: not a complete safetensors file ({error}); download it again") from None
+        raise InputError(
+            f"{file}: not a complete safetensors file ({error}); download it again"
+        ) from None
     with tensors:
         yield tensors

@@ -56,20 +56,31 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
             raise InputError(
                 f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
             )
-    if not isinstance(is_causal := values.get("is_causal", True), bool):  # transformers' kernels would read it differently
-        raise InputError(f"{where}: field `is_causal`: found {shorten_repr(is_causal)}, expected true or false")
+    if not isinstance(
+        is_causal := values.get("is_causal", True), bool
+    ):  # transformers' kernels would read it differently
+        raise InputError(
+            f"{where}: field `is_causal`: found {shorten_repr(is_causal)}, expected true or false"
+        )
     register_neobert(model_type)
     try:
         kind = CONFIG_MAPPING[model_type]
         # Class attributes (`attribute_map`) and methods (`to_dict`) are not fields.
         fields = {field.name for field in dataclasses.fields(kind)}
         reserved = {name for name in values if hasattr(kind, name) and name not in fields}
-        reserved -= {name for name in reserved if isinstance(inspect.getattr_static(kind, name), property)}
+        reserved -= {
+            name for name in reserved if isinstance(inspect.getattr_static(kind, name), property)
+        }
         return kind.from_dict(
-            {name: value for name, value in values.items() if name not in reserved} | {"model_type": model_type}
+            {name: value for name, value in values.items() if name not in reserved}
+            | {"model_type": model_type}
         )
-    except Exception as error:  # validation raises huggingface_hub's errors, wrong types many others
-        raise InputError(f"{where}: {format_error(error)}; expected the config.json of a {model_type} model") from None
+    except (
+        Exception
+    ) as error:  # validation raises huggingface_hub's errors, wrong types many others
+        raise InputError(
+            f"{where}: {format_error(error)}; expected the config.json of a {model_type} model"
+        ) from None
 
 
 def register_neobert(model_type: Any) -> None:
@@ -98,7 +109,10 @@ def find_base_class(config: Any) -> Any:
 
 def is_causal_decoder(config: Any) -> bool:
     """Return whether transformers' decoder of `config` is causal, and not bidirectional by a field of config.json."""
-    if hasattr(type(config), "use_bidirectional_attention") and config.use_bidirectional_attention is True:
+    if (
+        hasattr(type(config), "use_bidirectional_attention")
+        and config.use_bidirectional_attention is True
+    ):
         return False  # other models ignore the field
     return getattr(config, "is_causal", True)
 
@@ -109,16 +123,24 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
 
     where = str(folder.config_file)
     model_type = folder.config.get("model_type")
-    if model_type == "sl_model":  # the study's released models: EuroBERT's weights under another name
+    if (
+        model_type == "sl_model"
+    ):  # the study's released models: EuroBERT's weights under another name
         model_type = "eurobert"
-    if model_type == "mistral" and "layer_types" in folder.config:  # as transformers' AutoConfig does
+    if (
+        model_type == "mistral" and "layer_types" in folder.config
+    ):  # as transformers' AutoConfig does
         model_type = "ministral"
     register_neobert(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         known = f"one that transformers {version('transformers')} knows"
-        raise InputError(f"{where}: field `model_type`: found {str(model_type)[:60]!r}, expected {known}")
+        raise InputError(
+            f"{where}: field `model_type`: found {str(model_type)[:60]!r}, expected {known}"
+        )
     if model_type in _HUB_KERNEL_MODELS:
-        raise InputError(f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; expected another")
+        raise InputError(
+            f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; expected another"
+        )
     return build_hf_config(folder.config, model_type, where)
 
 
@@ -126,7 +148,9 @@ def find_position_offset(model: Any) -> int:
     """Return the first position of a text in the model's table of positions, above 0 in RoBERTa's, else 0."""
     from torch import nn
 
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    tables = (
+        module for name, module in model.named_modules() if name.endswith("position_embeddings")
+    )
     padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
     return next((index + 1 for index in padding if index is not None), 0)
 
@@ -136,24 +160,37 @@ def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
 
     A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     where = f"{folder.flag} {folder.path}"
     decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
     if decoder and is_causal_decoder(config):
-        raise InputError(f"{where}: {config.architectures[0]} reads causally; expected a masked language model")
-    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(type(config), None)
+        raise InputError(
+            f"{where}: {config.architectures[0]} reads causally; expected a masked language model"
+        )
+    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(
+        type(config), None
+    )
     if not isinstance(kind, type) or not hasattr(config, "max_position_embeddings"):
-        raise InputError(f"{where}: found a {config.model_type} model; expected a masked language model")
+        raise InputError(
+            f"{where}: found a {config.model_type} model; expected a masked language model"
+        )
     model, report = load_model(folder, config, kind, "a masked language model")
     if report["missing_keys"]:
-        raise InputError(f"{where}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+        raise InputError(
+            f"{where}: no weights `{min(report['missing_keys'])}`; expected a masked language model"
+        )
     return model.eval()
 
 
-def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_model(
+    folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """Return (`kind` model in float32 and eval mode with `folder`'s weights, loading report); InputError if they misfit.
 
     `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
@@ -163,11 +200,15 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
 
     config = copy.deepcopy(config)
     try:
-        config._attn_implementation = None  # also of nested configs: transformers selects its best one
+        config._attn_implementation = (
+            None  # also of nested configs: transformers selects its best one
+        )
         with torch.device("meta"):
             empty = kind(copy.deepcopy(config), **options)
     except Exception as error:  # wrong fields raise errors of many types
-        raise InputError(f"{folder.config_file}: {first_error_line(error)}; expected {expected}") from None
+        raise InputError(
+            f"{folder.config_file}: {first_error_line(error)}; expected {expected}"
+        ) from None
     stored = sum(math.prod(header.shape) for header in folder.headers.values())
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # a tied embedding may be counted twice
@@ -196,8 +237,12 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
                 ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
             )
-    except Exception as error:  # tensors with the right names and wrong dtypes raise errors of many types
-        raise InputError(f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}") from None
+    except (
+        Exception
+    ) as error:  # tensors with the right names and wrong dtypes raise errors of many types
+        raise InputError(
+            f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}"
+        ) from None
     for name, stored_shape, shape in sorted(report["mismatched_keys"]):
         file, stored = _find_stored(folder, model, name)
         raise InputError(
@@ -205,8 +250,13 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
         )
     for name, parameter in model.named_parameters():
         file, stored = _find_stored(folder, model, name)
-        if stored in folder.headers and (dtype := folder.headers[stored].dtype) not in (*FLOAT_DTYPES, "F64"):
-            raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+        if stored in folder.headers and (dtype := folder.headers[stored].dtype) not in (
+            *FLOAT_DTYPES,
+            "F64",
+        ):
+            raise InputError(
+                f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+            )
         check_finite(parameter.detach(), stored, file)
     return model, report
 
@@ -232,7 +282,9 @@ def save_hf_config(config: Any, folder: Path) -> None:
     config.save_pretrained(folder)
     values = read_json_object(folder / CONFIG)
     values |= _build_older_fields(values)
-    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def save_hf_model(model: Any, folder: Path) -> None:
@@ -259,7 +311,10 @@ def find_lowest_version(config: Any) -> str:
         return "5.3"
     if kind == "modernbert" and _find_global_period(config.layer_types) is None:
         return "5.3"
-    if kind == "modernbert-decoder" and config.rope_parameters[FULL] != config.rope_parameters[LOCAL]:
+    if (
+        kind == "modernbert-decoder"
+        and config.rope_parameters[FULL] != config.rope_parameters[LOCAL]
+    ):
         return "5.3"
     return "4.57" if kind in _OLD_MODELS else ""
 
@@ -274,15 +329,23 @@ def _build_older_fields(values: dict[str, Any]) -> dict[str, Any]:
         return {}
     if "rope_type" in rope:
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-        return {"rope_theta": rope["rope_theta"]} | ({} if rope["rope_type"] == "default" else {"rope_scaling": scaling})
+        return {"rope_theta": rope["rope_theta"]} | (
+            {} if rope["rope_type"] == "default" else {"rope_scaling": scaling}
+        )
     if not {FULL, LOCAL} <= set(rope):
         return {}
     if values["model_type"].startswith("gemma3"):
-        fields = {"rope_theta": rope[FULL]["rope_theta"], "rope_local_base_freq": rope[LOCAL]["rope_theta"]}
+        fields = {
+            "rope_theta": rope[FULL]["rope_theta"],
+            "rope_local_base_freq": rope[LOCAL]["rope_theta"],
+        }
         scaling = {name: value for name, value in rope[FULL].items() if name != "rope_theta"}
         return fields | ({} if scaling["rope_type"] == "default" else {"rope_scaling": scaling})
     if values["model_type"].startswith("modernbert"):
-        fields = {"global_rope_theta": rope[FULL]["rope_theta"], "local_rope_theta": rope[LOCAL]["rope_theta"]}
+        fields = {
+            "global_rope_theta": rope[FULL]["rope_theta"],
+            "local_rope_theta": rope[LOCAL]["rope_theta"],
+        }
         period = _find_global_period(values["layer_types"])
         return fields | ({} if period is None else {"global_attn_every_n_layers": period})
     return {}

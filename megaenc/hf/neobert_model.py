@@ -10,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_ROTARY_BASE, _MULTIPLE = 10000.0, 8  # constants of the Hub's code: positions, and the width inside the MLP
+_ROTARY_BASE, _MULTIPLE = (
+    10000.0,
+    8,
+)  # constants of the Hub's code: positions, and the width inside the MLP
 
 
 def inner_size(intermediate_size: int) -> int:
@@ -44,11 +53,19 @@ class NeoBERTConfig(PreTrainedConfig):
 
 
 def _eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (attention [B, S, heads, D], its weights) by the formula, of [B, heads, S, D] and an additive `mask`."""
     scores = query @ key.mT * scaling
-    weights = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+    weights = (
+        (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+    )
     return (weights @ value).transpose(1, 2), weights
 
 
@@ -91,9 +108,16 @@ class _NeoBERTLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
         """Return hidden states [B, S, H] after the layer."""
-        query, key, value = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
-        heads = (part.transpose(1, 2) for part in (_rotate(query, rotation), _rotate(key, rotation), value))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
+        query, key, value = (
+            self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
+        )
+        heads = (
+            part.transpose(1, 2)
+            for part in (_rotate(query, rotation), _rotate(key, rotation), value)
+        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _eager_attention
+        )
         attended, _ = attend(self, *heads, mask, scaling=self.head_dim**-0.5)
         x = x + self.wo(attended.flatten(2))
         return x + self.ffn(self.ffn_norm(x))
@@ -114,7 +138,9 @@ class NeoBERT(NeoBERTPreTrainedModel):
     def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
         self.encoder = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.transformer_encoder = nn.ModuleList(_NeoBERTLayer(config) for _ in range(config.num_hidden_layers))
+        self.transformer_encoder = nn.ModuleList(
+            _NeoBERTLayer(config) for _ in range(config.num_hidden_layers)
+        )
         self.layer_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()
 
@@ -139,10 +165,14 @@ class NeoBERT(NeoBERTPreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(x.size(1), device=x.device)[None]
         width = self.config.hidden_size // self.config.num_attention_heads
-        frequencies = 1.0 / _ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
+        frequencies = 1.0 / _ROTARY_BASE ** (
+            torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
+        )
         angles = position_ids[..., None] * frequencies
         rotation = torch.polar(torch.ones_like(angles), angles)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask
+        )
         for layer in self.transformer_encoder:
             x = layer(x, rotation, mask)
         return BaseModelOutput(last_hidden_state=self.layer_norm(x))
@@ -165,7 +195,9 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
         """Set the output layer."""
         self.decoder = value
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> MaskedLMOutput:
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
+    ) -> MaskedLMOutput:
         """Return logits, [B, S, V]; `options` are those of `NeoBERT`."""
         states = self.model(input_ids, attention_mask, **options).last_hidden_state
         return MaskedLMOutput(logits=self.decoder(states))

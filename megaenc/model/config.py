@@ -21,7 +21,9 @@ from megaenc.flags import (
 )
 
 _Factor = Annotated[float, Bounds(low=1)]
-_ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]  # megatron-core computes YaRN's angles of so many positions
+_ContextLength = Annotated[
+    int, Bounds(low=1, high=1 << 20)
+]  # megatron-core computes YaRN's angles of so many positions
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,25 @@ class ModelConfig:
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
     query_pre_attn_scalar: PositiveInt | None = setting(None, feature="scaling of queries")
     """divide attention scores by the square root of this number; of the head width unless given"""
-    rotary_base: PositiveFloat = setting(10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of another base period")
+    rotary_base: PositiveFloat = setting(
+        10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of another base period"
+    )
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
     use_rope_scaling: bool = setting(False, ADAPTABLE_WEIGHTS, feature="scaled rotary positions")
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
     rope_scaling_factor: _Factor = setting(8.0, ADAPTABLE_WEIGHTS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
-    yarn_rotary_scaling_factor: _Factor | None = setting(None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN")
+    yarn_rotary_scaling_factor: _Factor | None = setting(
+        None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN"
+    )
     """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
     sharpens attention; no YaRN unless given"""
     yarn_original_max_position_embeddings: _ContextLength | None = setting(None, ADAPTABLE_WEIGHTS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
-    rotary_seq_len_interpolation_factor: _Factor | None = setting(None, feature="linearly scaled rotary positions")
+    rotary_seq_len_interpolation_factor: _Factor | None = setting(
+        None, feature="linearly scaled rotary positions"
+    )
     """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", feature="LayerNorm")
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
@@ -102,7 +110,9 @@ class ModelConfig:
     and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
     init_cutoff: PositiveFloat = setting(2.0, ANY_WEIGHTS)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
-    untie_embeddings_and_output_weights: bool = setting(True, feature="output layer that shares the embedding")
+    untie_embeddings_and_output_weights: bool = setting(
+        True, feature="output layer that shares the embedding"
+    )
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: Size | None = None
     """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
@@ -122,8 +132,12 @@ class ModelConfig:
     def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
         """Return the number of parameters with `vocab_size` embedding rows; `lm_head`: include an untied output matrix."""
         hidden = self.hidden_size
-        vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(self.head_dim)
-        norms = self.norms_per_layer * self.num_layers + 1  # with --embedding-norm, the first layer has one less
+        vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(
+            self.head_dim
+        )
+        norms = (
+            self.norms_per_layer * self.num_layers + 1
+        )  # with --embedding-norm, the first layer has one less
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
         head = lm_head * (self.prediction_head_size + self.output_layer_bias * vocab_size)
         layers = self.num_layers * (self._layer_matrices + vectors) + norms * self.norm_size(hidden)
@@ -161,7 +175,9 @@ class ModelConfig:
     @property
     def _layer_matrices(self) -> int:
         """Return the number of weights in the matrices of one layer."""
-        return self.hidden_size * (self._qkv_size + self.query_size + self.mlp_matrices * self.ffn_hidden_size)
+        return self.hidden_size * (
+            self._qkv_size + self.query_size + self.mlp_matrices * self.ffn_hidden_size
+        )
 
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
         """Return one of `tensor_parallel` ranks' (output, input) widths of a layer's four matrices, by name."""
@@ -184,7 +200,10 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
-        return tuple(None if number in self._global_layers else self.window_size for number in range(self.num_layers))
+        return tuple(
+            None if number in self._global_layers else self.window_size
+            for number in range(self.num_layers)
+        )
 
     @property
     def _global_layers(self) -> range:
@@ -206,10 +225,17 @@ class ModelConfig:
 
     def head_flops(self, outputs: int, predicted: float) -> float:
         """Return both passes' FLOPs of `outputs` logits, and of the prediction head, at `predicted` positions."""
-        return 6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
+        return (
+            6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
+        )
 
     def training_flops(
-        self, outputs: int, predicted: int, spans: Iterable[tuple[int, int, int]], *, selects_rows: bool = True
+        self,
+        outputs: int,
+        predicted: int,
+        spans: Iterable[tuple[int, int, int]],
+        *,
+        selects_rows: bool = True,
     ) -> int:
         """Return both passes' FLOPs of documents `spans` (start, prefix end, stop).
 
@@ -219,11 +245,16 @@ class ModelConfig:
         """
         spans = list(spans)
         documents = sum(
-            self.layer_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
+            self.layer_flops_per_token() * (stop - start)
+            + self.attention_flops(stop - start, prefix=prefix - start)
             for start, prefix, stop in spans
         )
         tokens = sum(stop - start for start, _, stop in spans)
-        unneeded = self.unselected_flops_per_token() * (tokens - predicted) if selects_rows and predicted else 0
+        unneeded = (
+            self.unselected_flops_per_token() * (tokens - predicted)
+            if selects_rows and predicted
+            else 0
+        )
         return self.head_flops(outputs, predicted) + documents - unneeded
 
     def unselected_flops_per_token(self) -> int:
@@ -236,8 +267,14 @@ class ModelConfig:
         if self.kv_channels is None:
             self._check_multiple("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
-            source = "--hidden-size / --num-attention-heads is" if self.kv_channels is None else "--kv-channels: found"
-            raise InputError(f"{source} {self.head_dim}, expected an even head width for rotary positions")
+            source = (
+                "--hidden-size / --num-attention-heads is"
+                if self.kv_channels is None
+                else "--kv-channels: found"
+            )
+            raise InputError(
+                f"{source} {self.head_dim}, expected an even head width for rotary positions"
+            )
         self._check_multiple("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
@@ -252,7 +289,11 @@ class ModelConfig:
         with_global_layers = "--global-attn-every-n-layers with it"
         requirements = (
             (self.use_rope_scaling, ("rope_scaling_factor",), "--use-rope-scaling with it"),
-            (has_yarn, ("yarn_original_max_position_embeddings",), "--yarn-rotary-scaling-factor with it"),
+            (
+                has_yarn,
+                ("yarn_original_max_position_embeddings",),
+                "--yarn-rotary-scaling-factor with it",
+            ),
             (
                 self.yarn_original_max_position_embeddings is not None,
                 ("yarn_rotary_scaling_factor",),
@@ -265,7 +306,11 @@ class ModelConfig:
             ),
             (has_layer_norm, ("norm_bias",), "--normalization LayerNorm with it"),
             (not has_layer_norm, ("apply_layernorm_1p",), "--normalization RMSNorm with it"),
-            (has_window, ("global_attn_every_n_layers", "local_rotary_base"), "--window-size with it"),
+            (
+                has_window,
+                ("global_attn_every_n_layers", "local_rotary_base"),
+                "--window-size with it",
+            ),
             (has_global_layers, ("first_global_layer",), with_global_layers),
             # With a window and no global layer, all layers are local.
             (
@@ -273,24 +318,41 @@ class ModelConfig:
                 ("local_rotary_base", "rotary_seq_len_interpolation_factor"),
                 with_global_layers,
             ),
-            (self.init_method == "full_megatron", ("init_cutoff",), "--init-method full_megatron with it"),
+            (
+                self.init_method == "full_megatron",
+                ("init_cutoff",),
+                "--init-method full_megatron with it",
+            ),
         )
         for is_met, names, expected in requirements:
             for name in names:
-                self._check_field(name, is_met or getattr(self, name) == getattr(ModelConfig, name), expected)
+                self._check_field(
+                    name, is_met or getattr(self, name) == getattr(ModelConfig, name), expected
+                )
         if has_yarn:
-            for name in ("rotary_base", "local_rotary_base"):  # the formula divides by its logarithm
+            for name in (
+                "rotary_base",
+                "local_rotary_base",
+            ):  # the formula divides by its logarithm
                 value = getattr(self, name)
-                self._check_field(name, value is None or value > 1, "more than 1 with --yarn-rotary-scaling-factor")
+                self._check_field(
+                    name,
+                    value is None or value > 1,
+                    "more than 1 with --yarn-rotary-scaling-factor",
+                )
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
         """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""
-        self._check_field(name, getattr(self, name) % divisor == 0, f"a multiple of {divisor_flag} {divisor}")
+        self._check_field(
+            name, getattr(self, name) % divisor == 0, f"a multiple of {divisor_flag} {divisor}"
+        )
 
     def _check_field(self, name: str, is_valid: bool, expected: str) -> None:
         """Raise InputError, naming the flag of the field `name`, unless it is valid."""
         if not is_valid:
-            raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}")
+            raise InputError(
+                f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}"
+            )
 
 
 def visible_pairs(length: int, window: int | None) -> int:
@@ -341,14 +403,18 @@ PRESETS = {
     "neobert-base": ModelConfig(28, 768, 2048, 12, 12, output_layer_bias=True),
     "gemma3-270m": ModelConfig(18, 640, 2048, 4, 1, **_GEMMA3),
     "gemma3-1b": ModelConfig(26, 1152, 6912, 4, 1, **_GEMMA3),
-    "embeddinggemma-300m": ModelConfig(24, 768, 1152, 3, 1, **_GEMMA3 | {"kv_channels": None, "window_size": 256}),
+    "embeddinggemma-300m": ModelConfig(
+        24, 768, 1152, 3, 1, **_GEMMA3 | {"kv_channels": None, "window_size": 256}
+    ),
 }
 
 
 def get_preset(name: str) -> ModelConfig:
     """Return the ModelConfig of the preset `name`, such as 610m, in any case; InputError, listing all, if unknown."""
     if (key := str(name).lower()) not in PRESETS:  # a YAML file may have any value
-        raise InputError(f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}")
+        raise InputError(
+            f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}"
+        )
     return PRESETS[key]
 
 

@@ -33,7 +33,12 @@ from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import ACTIVATIONS, Rotation
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.kernels.selftest import LayerWidths, select_fused_kernels
-from megaenc.model.layer_spec import build_block_spec, build_transformer_config, list_fused_kernels, select_norm
+from megaenc.model.layer_spec import (
+    build_block_spec,
+    build_transformer_config,
+    list_fused_kernels,
+    select_norm,
+)
 from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -63,8 +68,12 @@ class Encoder(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.vocab_size = vocab_size
         self.vp_stage = chunk
-        self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
-        self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+        self.pre_process = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=chunk
+        )
+        self.post_process = parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=chunk
+        )
         self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
@@ -74,19 +83,33 @@ class Encoder(LanguageModule):
         self._rotary_base = 0.0
         self.set_rotary_base(model.rotary_base)
         self.local_angles = None
-        if model.local_rotary_base is not None or (model.local_layers and model.rotary_seq_len_interpolation_factor):
+        if model.local_rotary_base is not None or (
+            model.local_layers and model.rotary_seq_len_interpolation_factor
+        ):
             # Also if both bases are equal, as a phase may change the other one.
-            self.local_angles, _ = _rotary_angles(model, model.local_rotary_base or model.rotary_base, seq_length)
+            self.local_angles, _ = _rotary_angles(
+                model, model.local_rotary_base or model.rotary_base, seq_length
+            )
         widths = LayerWidths(
-            model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
+            model.hidden_size,
+            model.head_dim,
+            model.ffn_hidden_size // tensor_parallel,
+            padded // tensor_parallel,
         )
         names = list_fused_kernels(model)
-        self.fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths, names)
+        self.fused = select_fused_kernels(
+            kernels.fused_kernels, detect_backend().device, dtype, widths, names
+        )
         norm = partial(
-            build_module, select_norm(model, kernels, self.fused), hidden_size=model.hidden_size, eps=model.norm_epsilon
+            build_module,
+            select_norm(model, kernels, self.fused),
+            hidden_size=model.hidden_size,
+            eps=model.norm_epsilon,
         )
         if self.pre_process:
-            self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
+            self.embedding = LanguageModelEmbedding(
+                config, padded, seq_length, position_embedding_type="rope"
+            )
             if model.scale_embedding:
                 self.embedding.word_embeddings.register_forward_hook(_scale_by_root_of_width)
             self.embedding_norm = norm(config=config) if model.embedding_norm else None
@@ -100,10 +123,14 @@ class Encoder(LanguageModule):
         self.selects_rows = any(layer.selects_rows for layer in self.decoder.layers)
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
-            whole = dataclasses.replace(config, sequence_parallel=False, gradient_accumulation_fusion=False)
+            whole = dataclasses.replace(
+                config, sequence_parallel=False, gradient_accumulation_fusion=False
+            )
             self.prediction_head = None
             if model.prediction_head:
-                self.prediction_head = PredictionHead(whole, ACTIVATIONS[model.activation].function, norm(config=whole))
+                self.prediction_head = PredictionHead(
+                    whole, ACTIVATIONS[model.activation].function, norm(config=whole)
+                )
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,
@@ -113,7 +140,8 @@ class Encoder(LanguageModule):
                 init_method=config.init_method,
                 bias=model.output_layer_bias,
                 # If tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=self.pre_process
+                and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
 
@@ -122,7 +150,9 @@ class Encoder(LanguageModule):
         if self._rotary_base != base:
             self._rotary_base = base
             divisor = self._model.rotary_seq_len_interpolation_factor
-            self.angles, self.rotation_scale = _rotary_angles(self._model, base, self._seq_length, divisor)
+            self.angles, self.rotation_scale = _rotary_angles(
+                self._model, base, self._seq_length, divisor
+            )
 
     def _set_attention_backend(self) -> None:
         """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
@@ -161,9 +191,13 @@ class Encoder(LanguageModule):
             local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         if self.config.sequence_parallel and packing.dropout_keys is not None:
-            packing = dataclasses.replace(packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys))
+            packing = dataclasses.replace(
+                packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys)
+            )
         rows = predictions.positions
-        if self.selects_rows and rows is not None and rows.numel():  # accelerators' products of no rows are untested
+        if (
+            self.selects_rows and rows is not None and rows.numel()
+        ):  # accelerators' products of no rows are untested
             packing = dataclasses.replace(packing, output_rows=rows)
             predictions = dataclasses.replace(predictions, positions=None)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
@@ -173,13 +207,19 @@ class Encoder(LanguageModule):
         """Return (loss, number correct), or without labels logits [N, V], at the positions of `predictions`."""
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
-            hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
+            hidden_S1H = gather_from_sequence_parallel_region(
+                hidden_S1H, tensor_parallel_output_grad=False
+            )
         hidden_NH = hidden_S1H.squeeze(1)
         if predictions.positions is not None:
             hidden_NH = hidden_NH.index_select(0, predictions.positions)
         if self.prediction_head is not None:
             hidden_NH = self.prediction_head(hidden_NH)
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        tied = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
         return self.output_layer(hidden_NH, tied, predictions)
 
 
@@ -188,7 +228,9 @@ def _scale_by_root_of_width(module: torch.nn.Module, inputs: Any, embedding: Ten
     return embedding * torch.tensor(embedding.size(-1) ** 0.5, dtype=embedding.dtype).item()
 
 
-def _rotary_angles(model: ModelConfig, base: float, seq_length: int, divisor: float | None = None) -> tuple[Tensor, float]:
+def _rotary_angles(
+    model: ModelConfig, base: float, seq_length: int, divisor: float | None = None
+) -> tuple[Tensor, float]:
     """Return the rotary angles of positions 0 to `seq_length` - 1 over `divisor`, float32[seq_length, 1, 1, head_dim].
 
     Also returns YaRN's scale, a factor of rotated queries and keys, 1 without YaRN.
@@ -218,9 +260,16 @@ class PredictionHead(torch.nn.Module):
     Tensor-parallel ranks compute the same: its product is small next to the output layer's.
     """
 
-    def __init__(self, config: TransformerConfig, activation: Callable[[Tensor], Tensor], norm: torch.nn.Module):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        activation: Callable[[Tensor], Tensor],
+        norm: torch.nn.Module,
+    ):
         super().__init__()
-        self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size, bias=False, dtype=config.params_dtype)
+        self.dense = torch.nn.Linear(
+            config.hidden_size, config.hidden_size, bias=False, dtype=config.params_dtype
+        )
         self.activation = activation
         self.norm = norm
 
@@ -235,7 +284,12 @@ class OutputLayer(ColumnParallelLinear):
     # One module for both: weights that are gathered on use are gathered by module calls.
 
     def __init__(
-        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, fused: FusedKernels = NO_FUSED_KERNELS, **options
+        self,
+        hidden_size: int,
+        padded_vocab_size: int,
+        vocab_size: int,
+        fused: FusedKernels = NO_FUSED_KERNELS,
+        **options,
     ):
         super().__init__(hidden_size, padded_vocab_size, **options)
         self.fused = fused
@@ -285,10 +339,16 @@ def build_model_chunks(
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks_per_stage(model.num_layers)
     encoders = [
-        Encoder(model, vocab_size, seq_length, layout, dtype, chunk, kernels).to(detect_backend().device)
+        Encoder(model, vocab_size, seq_length, layout, dtype, chunk, kernels).to(
+            detect_backend().device
+        )
         for chunk in (range(chunks) if chunks > 1 else (None,))
     ]
-    return encoders if seed is None else [init_weights(encoder, model, vocab_size, seed) for encoder in encoders]
+    return (
+        encoders
+        if seed is None
+        else [init_weights(encoder, model, vocab_size, seed) for encoder in encoders]
+    )
 
 
 def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
@@ -310,7 +370,9 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 
 
 @torch.no_grad()
-def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+def init_weights(
+    encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int
+) -> torch.nn.Module:
     """Initialize and return `encoder`: matrices by `seed` and `model.init_method`, norms' factors 1, biases and padding 0."""
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
@@ -334,17 +396,25 @@ def _initial_std(name: str, model: ModelConfig) -> float:
     return model.init_method_std
 
 
-def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
+def _draw_weight_shard(
+    name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int
+) -> np.ndarray:
     """Return float32, this rank's rows and columns of the standard normal matrix called `name`."""
     rows, columns = parameter.shape
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     if name.endswith(_OUTPUT_PROJECTIONS):  # row parallel: each rank has all rows of some columns
-        return normal_rows(seed, name, range(rows), columns * size)[:, columns * rank : columns * (rank + 1)]
-    if name.endswith(".linear_fc1.weight"):  # each rank has its part of the gate, then of the up projection
+        return normal_rows(seed, name, range(rows), columns * size)[
+            :, columns * rank : columns * (rank + 1)
+        ]
+    if name.endswith(
+        ".linear_fc1.weight"
+    ):  # each rank has its part of the gate, then of the up projection
         height = rows // parameter.partition_stride
         starts = range(height * rank, rows * size, height * size)
-        return np.concatenate([normal_rows(seed, name, range(start, start + height), columns) for start in starts])
+        return np.concatenate(
+            [normal_rows(seed, name, range(start, start + height), columns) for start in starts]
+        )
     start = 0 if name == "prediction_head.dense.weight" else rows * rank  # all ranks have the same
     stop = start + rows
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -22,7 +22,9 @@ def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 (Zhang & Sennrich 2019).
 
     With `residual` [..., H]: return (x + residual, its norm). For the CPU, on which torch's own writes a float32 copy of `x`
@@ -61,7 +63,9 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         x_RH, shrink_R1, weight = ctx.saved_tensors
-        gradient_RH, to_sum_RH = (gradient.reshape(x_RH.shape) for gradient in (gradients[-1], gradients[0]))
+        gradient_RH, to_sum_RH = (
+            gradient.reshape(x_RH.shape) for gradient in (gradients[-1], gradients[0])
+        )
         scale = weight.to(shrink_R1.dtype)
         to_x_RH = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device)
         to_weight = torch.zeros_like(scale)
@@ -89,7 +93,9 @@ class Rotation:
     sin: Tensor
     fused: bool = False
     """whether the Triton kernel is used, which computes in float32 for all dtypes"""
-    _rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """cos and sin cast to other dtypes, cached for all layers"""
 
     @classmethod
@@ -168,7 +174,10 @@ class _SplitQKV(torch.autograd.Function):
         groups = mixed.size(2)
         heads = mixed.size(3) // dim
         blocks = mixed.contiguous().view(tokens, groups, heads, dim)
-        q, k, v = (torch.empty(tokens, groups, count, dim, dtype=mixed.dtype, device=mixed.device) for count in (heads - 2, 1, 1))
+        q, k, v = (
+            torch.empty(tokens, groups, count, dim, dtype=mixed.dtype, device=mixed.device)
+            for count in (heads - 2, 1, 1)
+        )
         copy_qkv(blocks, q, k, v, cos, sin, False)
         return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
 
@@ -177,14 +186,18 @@ class _SplitQKV(torch.autograd.Function):
     def backward(ctx, to_q, to_k, to_v):
         tokens, groups, dim = to_k.shape
         per_group = to_q.size(1) // groups
-        to_mixed = torch.empty(tokens, groups, per_group + 2, dim, dtype=to_k.dtype, device=to_k.device)
+        to_mixed = torch.empty(
+            tokens, groups, per_group + 2, dim, dtype=to_k.dtype, device=to_k.device
+        )
         counts = zip((to_q, to_k, to_v), (per_group, 1, 1), strict=True)
         parts = (part.contiguous().view(tokens, groups, count, dim) for part, count in counts)
         ctx.copy_qkv(to_mixed, *parts, *ctx.saved_tensors, True)
         return to_mixed.view(ctx.shape), None, None, None, None
 
 
-def _copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
+def _copy_qkv(
+    mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool
+) -> None:
     """Copy the joint projection to q, k and v, or back, as `kernels.rotary.copy_qkv` does, in torch."""
     parts = mixed.split([q.size(2), 1, 1], dim=2)
     for joint, part in zip(parts[:2], (q, k), strict=True):
@@ -207,7 +220,9 @@ ACTIVATIONS = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input, "swiglu"),
     "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward.grad_input, "geglu"),
     "gelu_pytorch_tanh": Activation(
-        partial(F.gelu, **_GELU_TANH), partial(torch.ops.aten.gelu_backward.grad_input, **_GELU_TANH), "geglu"
+        partial(F.gelu, **_GELU_TANH),
+        partial(torch.ops.aten.gelu_backward.grad_input, **_GELU_TANH),
+        "geglu",
     ),
 }
 """Values of --activation."""
@@ -252,7 +267,10 @@ class _GatedActivation(torch.autograd.Function):
         return to_x, None
 
 
-_HASH_FACTORS = (0x7FEB352D, 0x846CA68B)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits
+_HASH_FACTORS = (
+    0x7FEB352D,
+    0x846CA68B,
+)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits
 _CHANNEL_STEP = 0x9E3779B1
 _LAYER_STEP = 0x85EBCA77
 

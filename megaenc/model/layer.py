@@ -43,7 +43,11 @@ class EncoderLayer(TransformerLayer):
         self.recompute_activation = recompute_activation
 
     def forward(
-        self, hidden_states: Tensor | PendingSum, attention_mask: None, packed_seq_params: PackedSequences, **_: Any
+        self,
+        hidden_states: Tensor | PendingSum,
+        attention_mask: None,
+        packed_seq_params: PackedSequences,
+        **_: Any,
     ) -> tuple[Tensor | PendingSum, None]:
         """Return (hidden states [S, 1, H], or their PendingSum if another layer follows; None), as megatron-core's layers do."""
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
@@ -51,11 +55,20 @@ class EncoderLayer(TransformerLayer):
         if self.selects_rows:  # as the core attention has done
             residual = select_rows(residual, packed_seq_params)
         output = self._drop_output(output, packed_seq_params)
-        residual, normed = add_and_norm(self.pre_mlp_layernorm, self._pending_sum(residual, output, self.self_attn_bda))
-        output = checkpoint(self._compute_mlp, False, normed) if self.recompute_mlp else self._compute_mlp(normed)
+        residual, normed = add_and_norm(
+            self.pre_mlp_layernorm, self._pending_sum(residual, output, self.self_attn_bda)
+        )
+        output = (
+            checkpoint(self._compute_mlp, False, normed)
+            if self.recompute_mlp
+            else self._compute_mlp(normed)
+        )
         result = self._pending_sum(residual, output, self.mlp_bda)
         # Full recomputation saves tensors between layers.
-        return result.add() if self.is_last or self.config.recompute_granularity == "full" else result, None
+        return (
+            result.add() if self.is_last or self.config.recompute_granularity == "full" else result,
+            None,
+        )
 
     def _drop_output(self, output: Tensor, packing: PackedSequences) -> Tensor:
         """Return attention's output [S, 1, H], or of the selected rows, after dropout; unchanged outside of training."""
@@ -69,14 +82,20 @@ class EncoderLayer(TransformerLayer):
     @staticmethod
     def _pending_sum(residual: Tensor, output: Tensor, post_norm: Any) -> PendingSum:
         """Return the PendingSum of `residual` and a sublayer's `output`, with the norm of --post-norms if there is one."""
-        return PendingSum(residual, post_norm(output) if isinstance(post_norm, PostNorm) else output)
+        return PendingSum(
+            residual, post_norm(output) if isinstance(post_norm, PostNorm) else output
+        )
 
     def _compute_mlp(self, hidden: Tensor) -> Tensor:
         """Return the MLP's output [S, 1, H] of `hidden` [S, 1, H]."""
         first, _ = self.mlp.linear_fc1(hidden)
         activation = self.mlp.activation_func(first)
         is_saved = not (self.recompute_activation and torch.is_grad_enabled())
-        with contextlib.nullcontext() if is_saved else _recompute_saved(activation, self.mlp.activation_func, first):
+        with (
+            contextlib.nullcontext()
+            if is_saved
+            else _recompute_saved(activation, self.mlp.activation_func, first)
+        ):
             output, _ = self.mlp.linear_fc2(activation)
         return output
 
@@ -161,7 +180,9 @@ class PackedAttention(MegatronModule):
         else:
             query, key = (x if rotation is None else rotation(x) for x in (query, key))
             inputs = (x.squeeze(1) for x in (query, key, value))
-        out = compute_attention(self.backend, *inputs, packing, self.softmax_scale, window=self.window)
+        out = compute_attention(
+            self.backend, *inputs, packing, self.softmax_scale, window=self.window
+        )
         out = out.reshape(query.size(0), 1, -1)
         return select_rows(out, packing) if self.selects_rows else out
 

@@ -11,9 +11,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.model import transformer_engine
@@ -28,10 +34,14 @@ from megaenc.model.norms import LayerNorm, PostNorm, RMSNorm
 _DEFAULT_KERNELS = KernelConfig()
 
 
-def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) -> ModuleSpec | type:
+def select_norm(
+    model: ModelConfig, kernels: KernelConfig, fused: FusedKernels
+) -> ModuleSpec | type:
     """Return the class or spec of the model's norms, built with the arguments `config`, `hidden_size` and `eps`."""
     if model.normalization == "LayerNorm":
-        return ModuleSpec(module=LayerNorm, params={"bias": model.norm_bias, "fused": fused.layer_norm})
+        return ModuleSpec(
+            module=LayerNorm, params={"bias": model.norm_bias, "fused": fused.layer_norm}
+        )
     if kernels.transformer_impl == "transformer_engine":
         return transformer_engine.RMSNormFactory
     return ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
@@ -50,7 +60,10 @@ def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
 
 
 def build_transformer_config(
-    model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
+    model: ModelConfig,
+    layout: ParallelConfig,
+    dtype: torch.dtype,
+    kernels: KernelConfig = _DEFAULT_KERNELS,
 ) -> TransformerConfig:
     """Return megatron-core's TransformerConfig of `model` for `layout` and `kernels`; `dtype`: float32 or bfloat16."""
     stages = layout.pipeline_model_parallel_size
@@ -59,7 +72,9 @@ def build_transformer_config(
     parts = [["decoder"] * layers for layers in split]
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
-    modules = [module for module in layout.selected_recompute_modules if module != "activation"]  # which is our layer's
+    modules = [
+        module for module in layout.selected_recompute_modules if module != "activation"
+    ]  # which is our layer's
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -68,7 +83,9 @@ def build_transformer_config(
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
         add_qkv_bias=model.add_qkv_bias,
-        softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
+        softmax_scale=None
+        if model.query_pre_attn_scalar is None
+        else model.query_pre_attn_scalar**-0.5,
         qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
         normalization=model.normalization,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
@@ -88,7 +105,9 @@ def build_transformer_config(
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
         sequence_parallel=layout.sequence_parallel,
-        recompute_granularity=layout.recompute_granularity if layout.recompute_granularity == "full" or modules else None,
+        recompute_granularity=layout.recompute_granularity
+        if layout.recompute_granularity == "full" or modules
+        else None,
         recompute_modules=modules or None,
         recompute_method=layout.full_recompute[0],
         recompute_num_layers=layout.full_recompute[1],
@@ -126,7 +145,9 @@ def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, typ
         return transformer_engine.linear_classes()
     if kernels.fp8_format:
         params = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
-        return ModuleSpec(Float8ColumnParallelLinear, params=params), ModuleSpec(Float8RowParallelLinear, params=params)
+        return ModuleSpec(Float8ColumnParallelLinear, params=params), ModuleSpec(
+            Float8RowParallelLinear, params=params
+        )
     return ColumnParallelLinear, RowParallelLinear
 
 
@@ -151,7 +172,10 @@ def build_block_spec(
         is_last = number == numbers[-1]
         options = {"is_last": is_last, "selects_rows": is_last and has_head and layout.selects_rows}
         options["recompute_activation"] = recompute_activation
-        options |= {"output_dropout": model.attention_output_dropout, "fused_dropout": fused.dropout}
+        options |= {
+            "output_dropout": model.attention_output_dropout,
+            "fused_dropout": fused.dropout,
+        }
         layers.append(_build_layer_spec(model, config, number, kernels, fused, options))
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
 
@@ -170,9 +194,15 @@ def _build_layer_spec(
     column_parallel, row_parallel = _select_linear_layers(kernels)
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
     attention["selects_rows"] = options["selects_rows"]
-    add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
+    add = (
+        ModuleSpec(module=PostNorm, params={"norm": norm, "config": config})
+        if model.post_norms
+        else get_bias_dropout_add
+    )
     is_fused = getattr(fused, ACTIVATIONS[model.activation].kernel, False)
-    activation = ModuleSpec(module=GatedActivation, params={"activation": model.activation, "fused": is_fused})
+    activation = ModuleSpec(
+        module=GatedActivation, params={"activation": model.activation, "fused": is_fused}
+    )
     return ModuleSpec(
         module=EncoderLayer,
         params=options,

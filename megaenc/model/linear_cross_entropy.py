@@ -159,16 +159,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses_N[part] = sum_n.log() + top_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
-                error_nU = logits_to_gradient_(logits_nU, labels_n, top_n, sum_n, first, columns, *soft_labels)
+                error_nU = logits_to_gradient_(
+                    logits_nU, labels_n, top_n, sum_n, first, columns, *soft_labels
+                )
                 if weights_N is not None:
                     error_nU *= weights_N[part, None]
                 torch.mm(error_nU, weight_UH, out=to_hidden_NH[part])
-                to_weight_UH = accumulate_matmul(to_weight_UH, error_nU.t(), hidden_nH, in_float32=options.fused.sum)
+                to_weight_UH = accumulate_matmul(
+                    to_weight_UH, error_nU.t(), hidden_nH, in_float32=options.fused.sum
+                )
                 if bias_V is not None:
                     to_bias_V[:used] += error_nU.sum(dim=0, dtype=torch.float32)
         to_weight_VH = None
         if train and options.main_grad_VH is not None:
-            weight_VH.grad_added_to_main_grad = True  # read by megatron-core, which then ignores the empty gradient
+            weight_VH.grad_added_to_main_grad = (
+                True  # read by megatron-core, which then ignores the empty gradient
+            )
         elif train:
             if to_weight_UH is None:
                 to_weight_UH = torch.zeros_like(weight_UH, dtype=torch.float32)
@@ -192,11 +198,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(to_hidden_NH, group=ctx.group)
         shape, dtype = ctx.weight
         if to_weight_VH is None:
-            torch._assert_async(scale == 1, "the output layer's gradient is already in main_grad, expected an unscaled loss")
+            torch._assert_async(
+                scale == 1,
+                "the output layer's gradient is already in main_grad, expected an unscaled loss",
+            )
             scaled_VH = to_hidden_NH.new_empty(shape)
         else:
             # Scaled while it is cast to the weight's dtype, which autograd would do anyway.
-            scaled_VH = to_weight_VH if dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=dtype)
+            scaled_VH = (
+                to_weight_VH
+                if dtype == torch.float32
+                else torch.empty_like(to_weight_VH, dtype=dtype)
+            )
             torch.mul(to_weight_VH, scale, out=scaled_VH)
         to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(dtype)
         return to_hidden_NH, scaled_VH, to_bias_V, None
@@ -215,9 +228,13 @@ def _softmax_statistics(
     The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is
     not the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
     """
-    lowest = max(torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32))  # not -inf: a rank may have only padding
+    lowest = max(
+        torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32)
+    )  # not -inf: a rank may have only padding
     logits_nV[:, columns:].fill_(lowest)
-    at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
+    at_nK, own_nK = _label_columns(
+        logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
+    )
     scores_nK = logits_nV.gather(1, at_nK).float()
     scores_nK = scores_nK if probabilities_nK is None else scores_nK * probabilities_nK
     target_n = torch.where(own_nK, scores_nK, 0.0).sum(dim=1)
@@ -225,9 +242,15 @@ def _softmax_statistics(
     statistics = []
     for piece in _row_chunks(logits_nV):
         scores = logits_nV[piece].to(torch.float32, copy=True)
-        token = (_label_if_likeliest(scores, label_n1[piece], lowest) if _is_on_host(scores) else scores.argmax(1)).float()
+        token = (
+            _label_if_likeliest(scores, label_n1[piece], lowest)
+            if _is_on_host(scores)
+            else scores.argmax(1)
+        ).float()
         highest = scores.amax(1)
-        largest_share = torch.softmax(scores, 1, out=scores).amax(1)  # that of the highest score: 1 / sum
+        largest_share = torch.softmax(scores, 1, out=scores).amax(
+            1
+        )  # that of the highest score: 1 / sum
         statistics.append(torch.stack([highest, 1 / largest_share, token + first]))
     highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
@@ -258,18 +281,26 @@ def _logits_to_gradient_(
 
     `_softmax_statistics` must have been called on them, with the same labels.
     """
-    at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
-    hit_nK = own_nK.float() if probabilities_nK is None else torch.where(own_nK, probabilities_nK, 0.0)
+    at_nK, own_nK = _label_columns(
+        logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
+    )
+    hit_nK = (
+        own_nK.float() if probabilities_nK is None else torch.where(own_nK, probabilities_nK, 0.0)
+    )
     for piece in _row_chunks(logits_nV):
         scores = logits_nV[piece].to(torch.float32, copy=True)
         highest_p1 = scores.amax(1, keepdim=True)
         shares = torch.softmax(scores, 1, out=scores)  # of this rank's vocabulary; faster than exp
-        scale_p1 = (highest_p1 - top_n[piece, None]).exp() / (sum_n[piece, None] * shares.amax(1, keepdim=True))
+        scale_p1 = (highest_p1 - top_n[piece, None]).exp() / (
+            sum_n[piece, None] * shares.amax(1, keepdim=True)
+        )
         logits_nV[piece] = shares.mul_(scale_p1).scatter_add_(1, at_nK[piece], -hit_nK[piece])
     return logits_nV
 
 
-def _label_columns(logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+def _label_columns(
+    logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int
+) -> tuple[Tensor, Tensor]:
     """Return each label's column in this rank's share, int64[n, K] (clamped), and bool[n, K], whether this rank has the label."""
     own_nK = (ids_nK >= first) & (ids_nK < first + columns)
     return (ids_nK - first).clamp(0, logits_nV.size(1) - 1), own_nK
@@ -278,7 +309,9 @@ def _label_columns(logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int) 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
     """Yield slices of rows that fit into a CPU's caches as float32; on an accelerator one slice of all rows."""
     rows, width = logits_nV.shape
-    return row_slices(rows, width, _CACHE_ELEMENTS) if _is_on_host(logits_nV) else iter([slice(None)])
+    return (
+        row_slices(rows, width, _CACHE_ELEMENTS) if _is_on_host(logits_nV) else iter([slice(None)])
+    )
 
 
 def _is_on_host(x: Tensor) -> bool:

@@ -30,12 +30,21 @@ class RMSNorm(torch.nn.Module):
     summed over the tensor-parallel ranks.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        fused: bool = False,
+        **_,
+    ):
         super().__init__()
         self.eps = eps
         self.fused = fused
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.is_zero_centered, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.full((hidden_size,), 1.0 - self.is_zero_centered, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,13 +68,23 @@ class LayerNorm(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, fused: bool = False, **_
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = False,
+        fused: bool = False,
+        **_,
     ):
         super().__init__()
         self.eps = eps
         self.fused = fused and not bias
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
+        self.bias = (
+            torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+            if bias
+            else None
+        )
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
@@ -85,7 +104,9 @@ class PostNorm(torch.nn.Module):
 
     def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
         super().__init__()
-        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = build_module(
+            norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
 
     def forward(self, output: Tensor) -> Tensor:
         """Return the norm of `output` [S, 1, H]."""

@@ -24,14 +24,18 @@ class PrefixRows:
     longest_suffix: int
 
     @classmethod
-    def from_lengths(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
+    def from_lengths(
+        cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device
+    ) -> "PrefixRows":
         """Return the PrefixRows on `device` of documents with these lengths and prefix lengths, int64[D] each."""
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
         nonempty = prefixes[prefixes > 0]
         rest = lengths - prefixes
         rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]
-        ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (nonempty, rest)]
+        ends = [
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (nonempty, rest)
+        ]
         tensors = (copy_to_device(torch.from_numpy(array), device) for array in (*rows, *ends))
         return cls(*tensors, int(prefixes.max()), int(rest.max()))
 
@@ -63,7 +67,11 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def from_edges(
-        cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
+        cls,
+        edges: list[int],
+        attention: Attention,
+        device: torch.device,
+        prefixes: np.ndarray | None = None,
     ) -> "PackedSequences":
         """Return the PackedSequences of document boundaries `edges`, from 0; `prefixes`: lengths if prefix attention.
 
@@ -71,9 +79,15 @@ class PackedSequences(PackedSeqParams):
         """
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
-            raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them only under prefix attention")
-        if prefixes is not None and (prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any()):
-            raise ValueError(f"prefixes: found {prefixes}, expected for each document at most its length, {lengths}")
+            raise ValueError(
+                f"{attention} attention: found prefixes {prefixes}, expected them only under prefix attention"
+            )
+        if prefixes is not None and (
+            prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any()
+        ):
+            raise ValueError(
+                f"prefixes: found {prefixes}, expected for each document at most its length, {lengths}"
+            )
         cu_seqlens = copy_to_device(torch.tensor(edges, dtype=torch.int32), device)
         longest = int(lengths.max())
         return cls(
@@ -85,7 +99,9 @@ class PackedSequences(PackedSeqParams):
             attention=attention,
             documents=list(pairwise(edges)),
             prefixes=[] if prefixes is None else prefixes.tolist(),
-            prefix_rows=None if prefixes is None else PrefixRows.from_lengths(lengths, prefixes, device),
+            prefix_rows=None
+            if prefixes is None
+            else PrefixRows.from_lengths(lengths, prefixes, device),
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -95,7 +111,10 @@ class PackedSequences(PackedSeqParams):
         bidirectional and `start` under causal attention.
         """
         if self.attention == Attention.PREFIX:
-            return [(start, start + prefix, stop) for (start, stop), prefix in zip(self.documents, self.prefixes, strict=True)]
+            return [
+                (start, start + prefix, stop)
+                for (start, stop), prefix in zip(self.documents, self.prefixes, strict=True)
+            ]
         bidirectional = self.attention == Attention.BIDIRECTIONAL
         return [(start, stop if bidirectional else start, stop) for start, stop in self.documents]
 

@@ -55,5 +55,9 @@ class RMSNormFactory:
     It is a class because megatron-core does not call functions in a layer's specification.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        return _spec_provider().layer_norm(rms_norm=True)(config=config, hidden_size=hidden_size, eps=eps)
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
+        return _spec_provider().layer_norm(rms_norm=True)(
+            config=config, hidden_size=hidden_size, eps=eps
+        )

@@ -5,7 +5,12 @@ from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.diffusion import MaskedDiffusion
 from megaenc.objectives.distillation import Distillation
 from megaenc.objectives.gpt_bert import GPTBERT
-from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking, text_token_mask
+from megaenc.objectives.masking import (
+    MaskedLanguageModeling,
+    MaskedNextTokenPrediction,
+    Masking,
+    text_token_mask,
+)
 from megaenc.objectives.parser import parse_schedule
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
 from megaenc.objectives.pseudo_perplexity import (

@@ -89,7 +89,9 @@ def option(
     above: float = -math.inf,
 ) -> Any:
     """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
-    return dataclasses.field(default=default, metadata={"help": help, "bounds": Bounds(low, high, above)})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "bounds": Bounds(low, high, above)}
+    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ class Objective(ABC):
             if name not in known:
                 near = closest_match(name, known)
                 hint = f"; did you mean `{near}`?" if near else ""
-                raise OptionError(cls.name, name, f"unknown, expected {', '.join(known) or 'no options'}{hint}")
+                raise OptionError(
+                    cls.name, name, f"unknown, expected {', '.join(known) or 'no options'}{hint}"
+                )
             values[name] = cls._parse_option(known[name], text)
         return cls(vocabulary, **values)
 
@@ -157,7 +161,9 @@ class Objective(ABC):
             if first != last:
                 value = first * (1 - share) + last * share
                 value = math.floor(value + 0.5) if type(field.default) is int else value
-                changed[field.name] = min(max(value, min(first, last)), max(first, last))  # rounding may exceed an end
+                changed[field.name] = min(
+                    max(value, min(first, last)), max(first, last)
+                )  # rounding may exceed an end
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
@@ -168,7 +174,9 @@ class Objective(ABC):
             last = getattr(end or self, field.name)
             if first != last or first != field.default or every:
                 values = (first,) if first == last else (first, last)
-                assignments.append(f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}")
+                assignments.append(
+                    f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}"
+                )
         return f"{self.name}({','.join(assignments)})" if assignments else self.name
 
     @classmethod
@@ -179,24 +187,36 @@ class Objective(ABC):
             if kind in (int, float) and "_" in text:  # Python reads 0_1 as 01
                 raise ValueError
             value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-            return value + 0 if kind is float else value  # -0 becomes 0, so that equal options have equal texts
+            return (
+                value + 0 if kind is float else value
+            )  # -0 becomes 0, so that equal options have equal texts
         except (KeyError, ValueError):
-            raise OptionError(cls.name, field.name, f"found `{text}`, expected {_format_expected(field)}") from None
+            raise OptionError(
+                cls.name, field.name, f"found `{text}`, expected {_format_expected(field)}"
+            ) from None
 
     @classmethod
     def _check_option(cls, field: dataclasses.Field, value: Any) -> None:
         """Raise OptionError unless `value` has the type of the option and lies within its bounds."""
         kind = type(field.default)
-        is_valid = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        is_valid = isinstance(value, (int, float) if kind is float else kind) and (
+            kind is bool or not isinstance(value, bool)
+        )
         if is_valid and kind in (int, float):
             is_valid = value in field.metadata["bounds"]
         if not is_valid:
-            raise OptionError(cls.name, field.name, f"found {_format_value(value)}, expected {_format_expected(field)}")
+            raise OptionError(
+                cls.name,
+                field.name,
+                f"found {_format_value(value)}, expected {_format_expected(field)}",
+            )
 
 
 def _format_expected(field: dataclasses.Field) -> str:
     """Format the type, bounds and help of an option for an error message."""
-    kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[type(field.default)]
+    kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[
+        type(field.default)
+    ]
     bounds = str(field.metadata["bounds"])
     return f"{kind}{bounds and ', '}{bounds} ({field.metadata['help']})"
 

@@ -32,7 +32,11 @@ class MaskedDiffusion(Objective):
         """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
         super().__post_init__()
         if self.low > self.high:
-            raise OptionError(self.name, "low", f"found {self.low:g} with high={self.high:g}, expected at most as much")
+            raise OptionError(
+                self.name,
+                "low",
+                f"found {self.low:g} with high={self.high:g}, expected at most as much",
+            )
         check_mask_token(self.name, self.vocabulary)
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
@@ -41,8 +45,12 @@ class MaskedDiffusion(Objective):
         ratios = self.low + (self.high - self.low) * randomness.uniforms("ratio", len(lengths))
         ratio_of_token = np.repeat(ratios, lengths)
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
-        (positions,) = ((randomness.uniforms("mask", len(pack.tokens)) < ratio_of_token) & eligible).nonzero()
+        (positions,) = (
+            (randomness.uniforms("mask", len(pack.tokens)) < ratio_of_token) & eligible
+        ).nonzero()
         inputs = pack.tokens.copy()
         inputs[positions] = self.vocabulary.mask_id
         weights = (1 / ratio_of_token[positions]).astype(np.float32)
-        return Targets(inputs, positions, pack.tokens[positions], weights=weights, count=int(eligible.sum()))
+        return Targets(
+            inputs, positions, pack.tokens[positions], weights=weights, count=int(eligible.sum())
+        )

@@ -47,7 +47,9 @@ class Distillation(MaskedLanguageModeling):
     name = "distill"
 
     teacher: str = option("", "folder of a Hugging Face masked language model")
-    top_k: int = option(32, "number of the teacher's likeliest tokens in a label distribution", low=1)
+    top_k: int = option(
+        32, "number of the teacher's likeliest tokens in a label distribution", low=1
+    )
     temperature: float = option(1.0, "divisor of the teacher's logits", above=0)
     share: float = option(0.5, "share of the teacher in a label distribution", low=0, high=1)
 
@@ -56,7 +58,9 @@ class Distillation(MaskedLanguageModeling):
         super().__post_init__()
         if not self.teacher:
             raise OptionError(
-                self.name, "teacher", f"missing, expected the folder of a masked language model: {self.name}(teacher=DIR)"
+                self.name,
+                "teacher",
+                f"missing, expected the folder of a masked language model: {self.name}(teacher=DIR)",
             )
 
     def files(self) -> tuple[Path, ...]:
@@ -68,16 +72,22 @@ class Distillation(MaskedLanguageModeling):
         """Return the Targets of `mlm` with the label distributions. Raises InputError for an unusable teacher."""
         targets = super().targets(pack, randomness)
         teacher = load_teacher(self.teacher, self.vocabulary)
-        ids_NK, logits_NK = teacher.find_top_tokens(pack, targets.inputs, targets.predict_at, self.top_k)
+        ids_NK, logits_NK = teacher.find_top_tokens(
+            pack, targets.inputs, targets.predict_at, self.top_k
+        )
         weights_NK = np.exp((logits_NK - logits_NK.max(axis=1, keepdims=True)) / self.temperature)
         probabilities_NK = self.share * weights_NK / weights_NK.sum(axis=1, keepdims=True)
         # A token has all of its probability at one place, so that the sum over a row has one result in any order.
         labels_N1 = targets.labels[:, None]
         is_label_NK = ids_NK == labels_N1
-        of_label_N1 = 1 - self.share + np.where(is_label_NK, probabilities_NK, 0).sum(axis=1, keepdims=True)
+        of_label_N1 = (
+            1 - self.share + np.where(is_label_NK, probabilities_NK, 0).sum(axis=1, keepdims=True)
+        )
         probabilities_NK[is_label_NK] = 0
         probabilities = np.concatenate([of_label_N1, probabilities_NK], axis=1).astype(np.float32)
-        return targets._replace(soft_labels=SoftLabels(np.concatenate([labels_N1, ids_NK], axis=1), probabilities))
+        return targets._replace(
+            soft_labels=SoftLabels(np.concatenate([labels_N1, ids_NK], axis=1), probabilities)
+        )
 
 
 class Teacher:
@@ -92,7 +102,9 @@ class Teacher:
         size = getattr(config, "vocab_size", 0)
         if size < vocabulary.size:
             owner = "the tokenizer" if vocabulary.fingerprint else "made-up packs"
-            raise InputError(f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of {owner}")
+            raise InputError(
+                f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of {owner}"
+            )
         _check_tokenizer(Path(path), vocabulary)
         self.path = path
         self.vocabulary = vocabulary
@@ -105,7 +117,9 @@ class Teacher:
         self._padding = getattr(config, "pad_token_id", None) or 0
         self._lock = threading.Lock()  # for the hook of a call
 
-    def find_top_tokens(self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def find_top_tokens(
+        self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int64[N, K], logits float64[N, K]) of the `count` likeliest tokens at `positions` of `inputs`, best first.
 
         Special tokens are left out. K is `count`, or the number of other tokens if that is smaller. Each document is read
@@ -130,15 +144,23 @@ class Teacher:
             row_of[documents] = np.arange(len(documents))
             tokens_BL = np.full((len(documents), lengths[documents[0]]), self._padding)
             mask_BL = np.arange(tokens_BL.shape[1]) < lengths[documents, None]
-            tokens_BL[mask_BL] = np.concatenate([inputs[pack.edges[at] : pack.edges[at + 1]] for at in documents])
+            tokens_BL[mask_BL] = np.concatenate(
+                [inputs[pack.edges[at] : pack.edges[at + 1]] for at in documents]
+            )
             (chosen,) = (row_of[document_of] >= 0).nonzero()
-            at_n = row_of[document_of[chosen]] * tokens_BL.shape[1] + positions[chosen] - pack.edges[document_of[chosen]]
+            at_n = (
+                row_of[document_of[chosen]] * tokens_BL.shape[1]
+                + positions[chosen]
+                - pack.edges[document_of[chosen]]
+            )
             logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
             best = logits_nV.topk(count)
             ids_NK[chosen], logits_NK[chosen] = best.indices.numpy(), best.values.numpy()
         return ids_NK, logits_NK
 
-    def _compute_logits(self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor") -> "torch.Tensor":
+    def _compute_logits(
+        self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor"
+    ) -> "torch.Tensor":
         """Return logits float32[n, V] at the places `at_n` of the flattened right-padded tokens; `mask_BL`: True for tokens.
 
         Those of special tokens are -inf.
@@ -149,8 +171,14 @@ class Teacher:
             """Keep only the predicted positions, so that no other logits are computed."""
             return (inputs[0].flatten(0, 1)[at_n],)
 
-        with torch.inference_mode(), self._lock, self.model.get_output_embeddings().register_forward_pre_hook(select):
-            logits_nV = self.model(input_ids=tokens_BL, attention_mask=mask_BL.long()).logits[:, : self.vocabulary.size]
+        with (
+            torch.inference_mode(),
+            self._lock,
+            self.model.get_output_embeddings().register_forward_pre_hook(select),
+        ):
+            logits_nV = self.model(input_ids=tokens_BL, attention_mask=mask_BL.long()).logits[
+                :, : self.vocabulary.size
+            ]
             logits_nV[:, list(self.vocabulary.special_ids)] = -torch.inf
             return logits_nV
 

@@ -40,4 +40,11 @@ class GPTBERT(MaskedNextTokenPrediction):
         weights = np.where(is_causal[predicted], 1.0, 1 / self.mask).astype(np.float32)
         inputs = np.where(is_causal, pack.tokens, masked.inputs)
         prefixes = np.where(document_is_causal, 0, lengths)
-        return Targets(inputs, predicted - self.shift, pack.tokens[predicted], prefixes, weights, int(eligible.sum()))
+        return Targets(
+            inputs,
+            predicted - self.shift,
+            pack.tokens[predicted],
+            prefixes,
+            weights,
+            int(eligible.sum()),
+        )

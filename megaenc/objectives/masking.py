@@ -49,27 +49,47 @@ class Masking(Objective):
         """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
         super().__post_init__()
         if self.random + self.keep > 1 + 1e-9:
-            raise OptionError(self.name, "keep", f"found random + keep = {self.random + self.keep:g}, expected at most 1")
+            raise OptionError(
+                self.name,
+                "keep",
+                f"found random + keep = {self.random + self.keep:g}, expected at most 1",
+            )
         if self.span and self.span * (1 - self.mask) < 1 - 1e-9:
             # Independent tokens have this mean run length; shorter runs are impossible here.
             expected = "0: every token is hidden"
             if self.mask < 1:
                 expected = f"0 or from {math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000:g} up"
-            raise OptionError(self.name, "span", f"found {self.span:g} with mask={self.mask:g}, expected {expected}")
+            raise OptionError(
+                self.name,
+                "span",
+                f"found {self.span:g} with mask={self.mask:g}, expected {expected}",
+            )
         check_mask_token(self.name, self.vocabulary)
         self._check_unit()
 
     def _check_unit(self) -> None:
         """Check `unit` and read its file. Raises OptionError."""
         if self.unit != "token" and self.span:
-            raise OptionError(self.name, "unit", f"found {self.unit} with span={self.span:g}, expected token, or no span")
+            raise OptionError(
+                self.name,
+                "unit",
+                f"found {self.unit} with span={self.span:g}, expected token, or no span",
+            )
         if self.unit == "word":
             if self.vocabulary.fingerprint and not self.vocabulary.word_codes:
-                raise OptionError(self.name, "unit", "found word, but the tokens of this tokenizer do not show where words begin")
+                raise OptionError(
+                    self.name,
+                    "unit",
+                    "found word, but the tokens of this tokenizer do not show where words begin",
+                )
         elif self.unit != "token":
             near = closest_match(self.unit, ("token", "word"))
             if near and not Path(self.unit).exists():
-                raise OptionError(self.name, "unit", f"found {self.unit}, expected token, word or a file; did you mean `{near}`?")
+                raise OptionError(
+                    self.name,
+                    "unit",
+                    f"found {self.unit}, expected token, word or a file; did you mean `{near}`?",
+                )
             try:
                 check_collocations(self.unit, self.vocabulary)
             except InputError as error:
@@ -93,7 +113,9 @@ class Masking(Objective):
             draws = randomness.uniforms("random token", len(pack.tokens))[positions]
             replacements = text_token_ids(self.vocabulary)
             others = replacements[(draws * len(replacements)).astype(np.int64)]
-            hidden = np.where(fate < self.random, others, np.where(fate < self.random + self.keep, labels, hidden))
+            hidden = np.where(
+                fate < self.random, others, np.where(fate < self.random + self.keep, labels, hidden)
+            )
         inputs = pack.tokens.copy()
         inputs[positions] = hidden
         return Targets(inputs, positions - self.shift, labels)
@@ -112,7 +134,9 @@ class Masking(Objective):
         is_start = np.ones(len(draws), dtype=bool)
         is_start[1:] = ~eligible[:-1]
         is_start[pack.edges[:-1]] = True
-        starts_run = draws < np.where(is_start, self.mask, self.mask / (self.span * (1 - self.mask)))
+        starts_run = draws < np.where(
+            is_start, self.mask, self.mask / (self.span * (1 - self.mask))
+        )
         ends_run = draws >= 1 - 1 / self.span
         # A settled position does not depend on the previous one; all others repeat the last settled state.
         settled = is_start | starts_run | ends_run | ~eligible

@@ -75,7 +75,9 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
 def build_error(text: str, part: SourceText, complaint: object) -> InputError:
     """Return, without raising, an InputError with `complaint`, the place of `part`, and `text` with `part` in brackets."""
     marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
-    return InputError(f"{FLAG}: at character {part.start + 1} of '{text}': {complaint} (here: {marked})")
+    return InputError(
+        f"{FLAG}: at character {part.start + 1} of '{text}': {complaint} (here: {marked})"
+    )
 
 
 class _ScheduleParser:
@@ -89,7 +91,10 @@ class _ScheduleParser:
     def parse_schedule(self) -> tuple[ParsedPhase, ...]:
         """Return the phases of the whole text, repetitions spelled out; InputError if empty or of wrong syntax."""
         if not self.text.strip():
-            raise self.error(SourceText("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
+            raise self.error(
+                SourceText("", 0),
+                "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75",
+            )
         items = self.parse_items(depth=0)
         if not self.is_at_end():
             raise self.unexpected("`,` and another phase, or the end")
@@ -117,13 +122,18 @@ class _ScheduleParser:
         if not int(count):
             raise self.error(count, "zero repetitions, expected more than zero; leave them out")
         if depth == MAX_REPEAT_DEPTH:
-            raise self.error(count, f"a repetition in more than {MAX_REPEAT_DEPTH} others, expected fewer")
+            raise self.error(
+                count, f"a repetition in more than {MAX_REPEAT_DEPTH} others, expected fewer"
+            )
         self.at = repeat.end()
         phases = self.parse_items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
         total = int(count) * len(phases)
         if self.train_iters is not None and total > self.train_iters:
-            raise self.error(count, f"makes {total} phases of {self.train_iters} steps, expected at least a step for each")
+            raise self.error(
+                count,
+                f"makes {total} phases of {self.train_iters} steps, expected at least a step for each",
+            )
         if total > _MAX_PHASES:
             raise self.error(count, f"makes {total:,} phases, expected at most {_MAX_PHASES:,}")
         return phases * int(count)
@@ -131,11 +141,17 @@ class _ScheduleParser:
     def parse_phase(self, is_first: bool) -> ParsedPhase:
         """Parse an objective, mixture or sum and its amount, which a sole phase (`is_first`) may lack: then share 1."""
         start = self.at
-        name = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(`, `{SUM}(` or a repetition such as `5x(`")
+        name = self.expect(
+            _NAME, f"the name of an objective, `{MIXTURE}(`, `{SUM}(` or a repetition such as `5x(`"
+        )
         if kind := COMBINATIONS.get(name):
             if not (opening := self.take("(")):
-                raise self.unexpected(f"`(` and the objectives of the {kind}, such as {name}(clm:0.3,mlm:0.7)")
-            components = self.parse_parts(opening, self.parse_component, "`,` and another objective with its weight, or `)`")
+                raise self.unexpected(
+                    f"`(` and the objectives of the {kind}, such as {name}(clm:0.3,mlm:0.7)"
+                )
+            components = self.parse_parts(
+                opening, self.parse_component, "`,` and another objective with its weight, or `)`"
+            )
         else:
             components = ((Fraction(1), ParsedObjective(name, self.parse_options())),)
         phase_text = self.text[start : self.at].strip() if kind else name
@@ -151,13 +167,17 @@ class _ScheduleParser:
         """Parse `objective:weight` in a mixture or sum; return (weight above zero, objective)."""
         name = self.expect(_NAME, "the name of an objective")
         if kind := COMBINATIONS.get(name):
-            raise self.error(name, f"a {kind} in a mixture or sum, expected the name of an objective")
+            raise self.error(
+                name, f"a {kind} in a mixture or sum, expected the name of an objective"
+            )
         objective = ParsedObjective(name, self.parse_options())
         if not self.take(":"):
             raise self.unexpected(f"`:` and the weight of `{name}`")
         weight = self.expect(_WORD, "a weight such as 0.7")
         if not (_SHARE.fullmatch(weight) or _WHOLE.fullmatch(weight)) or not Fraction(weight):
-            raise self.error(weight, f"found `{weight}`, expected a weight above zero such as 0.7 or 2")
+            raise self.error(
+                weight, f"found `{weight}`, expected a weight above zero such as 0.7 or 2"
+            )
         return Fraction(weight), objective
 
     def parse_options(self) -> tuple[ParsedOption, ...]:
@@ -176,7 +196,11 @@ class _ScheduleParser:
         if not self.take("="):
             raise self.unexpected(f"`=` and the value of `{name}`")
         value = self.expect(_WORD, f"the value of `{name}`", _MAX_PATH_LENGTH)
-        end = self.expect(_WORD, f"the value of `{name}` at the end of the phase") if self.take("->") else None
+        end = (
+            self.expect(_WORD, f"the value of `{name}` at the end of the phase")
+            if self.take("->")
+            else None
+        )
         return ParsedOption(name, value, end)
 
     def parse_amount(self, written: SourceText) -> Fraction | int:
@@ -189,10 +213,14 @@ class _ScheduleParser:
         if written.startswith("-"):
             raise self.error(written, f"negative {noun} {written}, expected more than zero")
         if kind(written) == 0:
-            raise self.error(written, f"zero {noun} {written}, expected more than zero; leave the phase out")
+            raise self.error(
+                written, f"zero {noun} {written}, expected more than zero; leave the phase out"
+            )
         return kind(written)
 
-    def parse_parts(self, opening: SourceText, parse_part: Callable[[], Any], expected: str) -> tuple[Any, ...]:
+    def parse_parts(
+        self, opening: SourceText, parse_part: Callable[[], Any], expected: str
+    ) -> tuple[Any, ...]:
         """Return the parts, separated by commas, that `parse_part` reads, and take the `)` that closes `opening`."""
         parts = [parse_part()]
         while self.take(","):
@@ -207,7 +235,9 @@ class _ScheduleParser:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.unexpected(expected)
 
-    def expect(self, pattern: re.Pattern[str], expected: str, longest: int = _MAX_WORD_LENGTH) -> SourceText:
+    def expect(
+        self, pattern: re.Pattern[str], expected: str, longest: int = _MAX_WORD_LENGTH
+    ) -> SourceText:
         """Take the next part and return it if it matches `pattern`, else raise InputError that names `expected`."""
         self.skip_spaces()
         if not (match := pattern.match(self.text, self.at)):
@@ -240,7 +270,10 @@ class _ScheduleParser:
         """Return, without raising, an InputError that found the next word or sign, or the end, not `expected`."""
         self.skip_spaces()
         token = _TOKEN.match(self.text, self.at)[0]
-        return self.error(SourceText(token, self.at), f"found {f'`{token}`' if token else 'the end'}, expected {expected}")
+        return self.error(
+            SourceText(token, self.at),
+            f"found {f'`{token}`' if token else 'the end'}, expected {expected}",
+        )
 
     def error(self, part: SourceText, complaint: str) -> InputError:
         """Return, without raising, an InputError with `complaint` that shows `part` in brackets within the text."""

@@ -32,7 +32,9 @@ class PrefixLanguageModeling(Objective):
         """Check the options. Raises OptionError."""
         super().__post_init__()
         if self.low > self.high:
-            raise OptionError(self.name, "low", f"found {self.low:g}, expected at most high={self.high:g}")
+            raise OptionError(
+                self.name, "low", f"found {self.low:g}, expected at most high={self.high:g}"
+            )
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return one pack's Targets, with a random prefix per document.

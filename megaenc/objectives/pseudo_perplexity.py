@@ -38,7 +38,9 @@ class PseudoPerplexity(Objective):
         """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
         super().__post_init__()
         if self.part >= self.passes:
-            raise OptionError(self.name, "part", f"found {self.part}, expected less than passes={self.passes}")
+            raise OptionError(
+                self.name, "part", f"found {self.part}, expected less than passes={self.passes}"
+            )
         check_mask_token(self.name, self.vocabulary)
 
     @property
@@ -58,13 +60,19 @@ class PseudoPerplexity(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return a pack's Targets in this pass: its part of the tokens is hidden, and predicted `shift` before."""
         is_text = text_token_mask(self.vocabulary)[pack.tokens]
-        is_hidden = is_text & (self._assign_parts(pack, is_text, randomness) == self.part) & (pack.positions >= self.shift)
+        is_hidden = (
+            is_text
+            & (self._assign_parts(pack, is_text, randomness) == self.part)
+            & (pack.positions >= self.shift)
+        )
         (positions,) = is_hidden.nonzero()
         inputs = pack.tokens.copy()
         inputs[positions] = self.vocabulary.mask_id
         return Targets(inputs, positions - self.shift, pack.tokens[positions])
 
-    def _assign_parts(self, pack: Pack, is_text: np.ndarray, randomness: SampleRandomness) -> np.ndarray:
+    def _assign_parts(
+        self, pack: Pack, is_text: np.ndarray, randomness: SampleRandomness
+    ) -> np.ndarray:
         """Return int64[T], the pass of each token that `is_text`; of others any. It does not depend on `shift`.
 
         A document's tokens, in random order, go to consecutive passes from a random one on, so that their numbers in two passes
@@ -75,13 +83,24 @@ class PseudoPerplexity(Objective):
         order = np.lexsort((randomness.uniforms("order", len(pack.tokens)), ~is_text, document))
         rank = np.empty(len(order), dtype=np.int64)
         rank[order] = pack.positions  # the sorted tokens are still document by document
-        first_part = (randomness.uniforms("first part", len(lengths)) * self.passes).astype(np.int64)
+        first_part = (randomness.uniforms("first part", len(lengths)) * self.passes).astype(
+            np.int64
+        )
         return (rank + first_part[document]) % self.passes
 
 
 def pseudo_perplexity_shifts(objectives: Iterable[Objective]) -> list[int]:
     """Return the shifts of the pseudo-perplexities of a model trained with `objectives`: 0, and those that are not causal."""
-    return sorted({0, *(objective.shift for objective in objectives if objective.attention != Attention.CAUSAL)})
+    return sorted(
+        {
+            0,
+            *(
+                objective.shift
+                for objective in objectives
+                if objective.attention != Attention.CAUSAL
+            ),
+        }
+    )
 
 
 def build_pseudo_perplexities(

@@ -32,7 +32,9 @@ def _find_defect(name: str, objective: Any) -> str:
         return "is no subclass of megaenc.objectives.Objective"
     if inspect.isabstract(objective):
         return f"has no method `{min(objective.__abstractmethods__)}`"
-    if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
+    if not isinstance(getattr(objective, "name", None), str) or not isinstance(
+        getattr(objective, "attention", None), Attention
+    ):
         return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
     if kind := COMBINATIONS.get(objective.name):
         return f"is called `{objective.name}`, which is a {kind} in a schedule"
@@ -41,7 +43,9 @@ def _find_defect(name: str, objective: Any) -> str:
     if type(objective.classes) is not int or objective.classes == 1 or objective.classes < 0:
         return f"has {objective.classes!r} classes, expected 2 or more, or 0 for tokens"
     if objective.classes and objective.shift:
-        return f"has classes and shift {objective.shift}, expected 0: a class is predicted where it is"
+        return (
+            f"has classes and shift {objective.shift}, expected 0: a class is predicted where it is"
+        )
     if "__dataclass_fields__" not in vars(objective):
         return "is no dataclass, expected @dataclass(frozen=True) above it"
     for field in objective.options():

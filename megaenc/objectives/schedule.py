@@ -32,7 +32,15 @@ from megaenc import counter_rng
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.parser import FLAG, MIXTURE, SUM, ParsedObjective, ParsedPhase, build_error, parse_schedule
+from megaenc.objectives.parser import (
+    FLAG,
+    MIXTURE,
+    SUM,
+    ParsedObjective,
+    ParsedPhase,
+    build_error,
+    parse_schedule,
+)
 from megaenc.objectives.registry import OBJECTIVES, find
 
 _MAX_SPELLED_OUT_PHASES = 16
@@ -90,7 +98,11 @@ class Phase:
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
         """Return the objective that `choice`, one of `choices`, trains at `step`, options interpolated over the phase."""
         length = self.last_step - self.first_step
-        return choice.start.interpolate(choice.end, (step - self.first_step) / length) if length else choice.start
+        return (
+            choice.start.interpolate(choice.end, (step - self.first_step) / length)
+            if length
+            else choice.start
+        )
 
     @property
     def passes(self) -> int:
@@ -115,7 +127,9 @@ class Schedule:
     """Seed of the draws from mixtures."""
 
     @classmethod
-    def build(cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0) -> "Schedule":
+    def build(
+        cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0
+    ) -> "Schedule":
         """Parse a schedule, assign steps 1..train_iters to its phases, build their objectives; InputError if invalid.
 
         Raises InputError. A phase given as a share ends at its cumulative share times train_iters, half rounded up.
@@ -128,7 +142,9 @@ class Schedule:
         built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
         checked: set[tuple[Hashable, int]] = set()
         phases = []
-        for index, (phase, (before, last)) in enumerate(zip(parsed_phases, pairwise([0, *ends]), strict=True)):
+        for index, (phase, (before, last)) in enumerate(
+            zip(parsed_phases, pairwise([0, *ends]), strict=True)
+        ):
             key = (phase.components, phase.is_sum)
             if key not in built:
                 built[key] = _build_choices(text, phase, vocabulary)
@@ -185,7 +201,9 @@ class Schedule:
             files = {*choice.start.files(), *choice.end.files()}
             origin = OBJECTIVES.package_origin(kind.name, kind)
             texts = {origin} if origin else set()
-            needs.setdefault(kind.name, set()).update(texts, (f"{file.name} ({_hash_file(file)})" for file in files))
+            needs.setdefault(kind.name, set()).update(
+                texts, (f"{file.name} ({_hash_file(file)})" for file in files)
+            )
         return {name: ", ".join(sorted(texts)) for name, texts in needs.items() if texts}
 
     def _distinct_phases(self) -> dict[int, Phase]:
@@ -222,14 +240,18 @@ def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
     Raises InputError, naming `flag`, for wrong syntax, phases, mixtures, sums and options that change.
     """
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
-        raise InputError(f"{flag} {text}: found phases or a share, expected one objective such as mlm(mask=0.3)")
+        raise InputError(
+            f"{flag} {text}: found phases or a share, expected one objective such as mlm(mask=0.3)"
+        )
     try:
         choices = Schedule.build(text, 1, vocabulary).phases[0].choices
     except InputError as error:
         raise InputError(str(error).replace(FLAG, flag, 1)) from None
     if len(choices) > 1 or choices[0].start != choices[0].end:
         problem = "a mixture or sum" if len(choices) > 1 else "an option that changes"
-        raise InputError(f"{flag} {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)")
+        raise InputError(
+            f"{flag} {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)"
+        )
     return choices[0].start
 
 
@@ -246,31 +268,54 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
     for phase in phases:
         if isinstance(phase.amount, Fraction) != shares:
             kinds = "steps after a share" if shares else "a share after steps"
-            raise build_error(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
+            raise build_error(
+                text,
+                phase.amount_text,
+                f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)",
+            )
     # Shares as integer multiples of a common denominator: exact and fast sums.
     denominator = math.lcm(*{phase.amount.denominator for phase in phases}) if shares else 1
     totals = list(accumulate(int(phase.amount * denominator) for phase in phases))
     expected = denominator if shares else train_iters
     if totals[-1] != expected:
         # The phase at which the sum exceeds the run, else the last one.
-        culprit = next((phase for phase, total in zip(phases, totals, strict=True) if total > expected), phases[-1])
-        kind, expected_text = ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
+        culprit = next(
+            (phase for phase, total in zip(phases, totals, strict=True) if total > expected),
+            phases[-1],
+        )
+        kind, expected_text = (
+            ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
+        )
         if not shares and [phase.amount for phase in phases] == [1]:
             expected_text += "; `1` is one step, write 1.0 for the whole run"
-        total_text = format((Decimal(totals[-1]) / denominator).normalize(), "f")  # sums of decimal fractions are finite
-        raise build_error(text, culprit.amount_text, f"{kind} add up to {total_text}, expected {expected_text}")
-    ends = [(2 * total * train_iters + denominator) // (2 * denominator) for total in totals] if shares else totals
+        total_text = format(
+            (Decimal(totals[-1]) / denominator).normalize(), "f"
+        )  # sums of decimal fractions are finite
+        raise build_error(
+            text, culprit.amount_text, f"{kind} add up to {total_text}, expected {expected_text}"
+        )
+    ends = (
+        [(2 * total * train_iters + denominator) // (2 * denominator) for total in totals]
+        if shares
+        else totals
+    )
     for phase, (previous_end, end) in zip(phases, pairwise([0, *ends]), strict=True):
         if end == previous_end:
-            complaint = f"{phase.amount_text} of {train_iters} steps is no step, expected at least one"
+            complaint = (
+                f"{phase.amount_text} of {train_iters} steps is no step, expected at least one"
+            )
             raise build_error(text, phase.amount_text, complaint)
     return ends
 
 
-def _build_choices(text: str, phase: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
+def _build_choices(
+    text: str, phase: ParsedPhase, vocabulary: Vocabulary
+) -> tuple[ScheduledObjective, ...]:
     """Build the objectives of a phase with integer weights. Raises InputError."""
     choices = []
-    for weight, (_, parsed) in zip(_compute_integer_weights(text, phase), phase.components, strict=True):
+    for weight, (_, parsed) in zip(
+        _compute_integer_weights(text, phase), phase.components, strict=True
+    ):
         start = end = _build_objective(text, parsed, vocabulary)
         numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
         for option in parsed.options:
@@ -300,19 +345,32 @@ def _compute_integer_weights(text: str, phase: ParsedPhase) -> list[int]:
     return weights
 
 
-def _build_objective(text: str, parsed: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
+def _build_objective(
+    text: str, parsed: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False
+) -> Objective:
     """Build an objective with the options of the start or, `at_end`, of the end of its phase. Raises InputError."""
-    values = {option.name: option.end if at_end and option.end else option.value for option in parsed.options}
-    parts = {option.name: option.name for option in parsed.options}  # by the option that an error names
+    values = {
+        option.name: option.end if at_end and option.end else option.value
+        for option in parsed.options
+    }
+    parts = {
+        option.name: option.name for option in parsed.options
+    }  # by the option that an error names
     try:
         kind = find(parsed.name)
-        parts |= {field.name: values[field.name] for field in kind.options() if field.name in values}
+        parts |= {
+            field.name: values[field.name] for field in kind.options() if field.name in values
+        }
         return kind.from_texts(vocabulary, values)
     except InputError as error:
-        raise build_error(text, parts.get(getattr(error, "option", ""), parsed.name), error) from error
+        raise build_error(
+            text, parts.get(getattr(error, "option", ""), parsed.name), error
+        ) from error
 
 
-def _check_interpolation(text: str, phase: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
+def _check_interpolation(
+    text: str, phase: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int
+) -> None:
     """Raise InputError if interpolated options are unusable (span=0->3) near the ends or in the middle of the phase."""
     for choice, (_, parsed) in zip(choices, phase.components, strict=True):
         for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():
@@ -322,4 +380,6 @@ def _check_interpolation(text: str, phase: ParsedPhase, choices: tuple[Scheduled
                 except OptionError as error:
                     parts = {option.name: option.end for option in parsed.options if option.end}
                     complaint = f"at step {step + 1} of the phase: {error}"
-                    raise build_error(text, parts.get(error.option, parsed.name), complaint) from None
+                    raise build_error(
+                        text, parts.get(error.option, parsed.name), complaint
+                    ) from None

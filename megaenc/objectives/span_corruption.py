@@ -34,7 +34,9 @@ class SpanCorruption(MaskedLanguageModeling):
         (positions,) = self.eligible(pack).nonzero()
         document = np.repeat(np.arange(documents), np.diff(pack.edges))[positions]
         counts = np.bincount(document, minlength=documents)
-        hidden = np.floor(counts * self.mask + randomness.uniforms("rounding", documents)).astype(np.int64)
+        hidden = np.floor(counts * self.mask + randomness.uniforms("rounding", documents)).astype(
+            np.int64
+        )
         hidden = np.minimum(hidden, counts)
         visible = counts - hidden
         spans = np.maximum(np.rint(hidden / self.span).astype(np.int64), 1)
@@ -43,12 +45,16 @@ class SpanCorruption(MaskedLanguageModeling):
             _cut_randomly(total, spans, randomness.uniforms(purpose, length))
             for purpose, total in (("visible parts", visible), ("hidden parts", hidden))
         ]
-        pattern = np.repeat(np.tile([False, True], int(spans.sum())), np.stack(parts, axis=1).ravel())
+        pattern = np.repeat(
+            np.tile([False, True], int(spans.sum())), np.stack(parts, axis=1).ravel()
+        )
         starts = np.cumsum(counts) - counts
         rotations = (randomness.uniforms("rotation", documents) * counts).astype(np.int64)
         place = np.arange(len(positions)) - starts[document]
         chosen = np.zeros(length, dtype=bool)
-        chosen[positions] = pattern[starts[document] + (place + rotations[document]) % counts[document]]
+        chosen[positions] = pattern[
+            starts[document] + (place + rotations[document]) % counts[document]
+        ]
         return chosen
 
 
@@ -60,7 +66,9 @@ def _cut_randomly(totals: np.ndarray, parts: np.ndarray, draws: np.ndarray) -> n
     group = np.repeat(np.arange(len(totals)), totals)
     starts = np.cumsum(totals) - totals
     is_first = np.arange(len(group)) == starts[group]
-    order = np.lexsort((np.where(is_first, 2.0, draws[: len(group)]), group))  # the first item comes last: no cut before it
+    order = np.lexsort(
+        (np.where(is_first, 2.0, draws[: len(group)]), group)
+    )  # the first item comes last: no cut before it
     is_cut = np.zeros(len(group), dtype=bool)
     is_cut[order] = np.arange(len(group)) - starts[group] < (parts - 1)[group]
     cuts = np.cumsum(is_cut)

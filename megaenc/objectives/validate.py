@@ -7,7 +7,9 @@ from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective, SoftLabels, Targets
 
-_SUM_TOLERANCE = 1e-3  # of the sum of a label distribution; float32 rounds thousands of probabilities far less
+_SUM_TOLERANCE = (
+    1e-3  # of the sum of a label distribution; float32 rounds thousands of probabilities far less
+)
 
 
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
@@ -47,7 +49,9 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         return f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, expected 0 to {size - 1}"
     if len(predict_at) != len(labels):
         return f"`predict_at` holds {len(predict_at)} positions and `labels` {len(labels)}, expected equal numbers"
-    if len(predict_at) and (predict_at[0] < 0 or predict_at[-1] >= length or (np.diff(predict_at) <= 0).any()):
+    if len(predict_at) and (
+        predict_at[0] < 0 or predict_at[-1] >= length or (np.diff(predict_at) <= 0).any()
+    ):
         return f"`predict_at` is not increasing from 0 or more to less than {length}"
     document = np.repeat(np.arange(documents), np.diff(pack.edges))
     predicted = predict_at + objective.shift
@@ -68,12 +72,18 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
             "expected the labels to be the pack's tokens at predict_at + shift"
         )
     if weights is not None:
-        if not isinstance(weights, np.ndarray) or weights.dtype != np.float32 or weights.shape != labels.shape:
+        if (
+            not isinstance(weights, np.ndarray)
+            or weights.dtype != np.float32
+            or weights.shape != labels.shape
+        ):
             return f"`weights` is {_describe_kind(weights)}, expected float32[{len(labels)}], one for each label"
         wrong = ~(np.isfinite(weights) & (weights >= 0))
         if wrong.any():
             return f"`weights` holds {weights[wrong][0]}, expected finite numbers of 0 or more"
-    if soft_labels is not None and (complaint := _find_soft_label_violation(soft_labels, len(labels), outputs)):
+    if soft_labels is not None and (
+        complaint := _find_soft_label_violation(soft_labels, len(labels), outputs)
+    ):
         return complaint
     if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
         return f"`count` is {count!r}, expected a whole number above 0, or 0 without predictions"
@@ -88,16 +98,25 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
 
 def _describe_kind(value: object) -> str:
     """Return dtype and shape of an array, or the type of another value."""
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+    return (
+        f"{value.dtype}{list(value.shape)}"
+        if isinstance(value, np.ndarray)
+        else type(value).__name__
+    )
 
 
 def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -> str:
     """Return a description of the first error in label distributions of `count` predictions over `size` outputs, or ""."""
-    for name, array, dtype in zip(SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True):
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 2 or len(array) != count:
-            return (
-                f"`soft_labels.{name}` is {_describe_kind(array)}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
-            )
+    for name, array, dtype in zip(
+        SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True
+    ):
+        if (
+            not isinstance(array, np.ndarray)
+            or array.dtype != dtype
+            or array.ndim != 2
+            or len(array) != count
+        ):
+            return f"`soft_labels.{name}` is {_describe_kind(array)}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
     ids, probabilities = soft_labels
     if ids.shape != probabilities.shape:
         return f"`soft_labels` holds {ids.shape[1]} ids and {probabilities.shape[1]} probabilities a row, expected equal numbers"

@@ -12,7 +12,12 @@ from megaenc.backend.reductions import gather_lowest, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
-from megaenc.model.attention.backends import BACKENDS, exclude_flash_attn, exclude_unmeasured_flash_attn, flash_attn_versions
+from megaenc.model.attention.backends import (
+    BACKENDS,
+    exclude_flash_attn,
+    exclude_unmeasured_flash_attn,
+    flash_attn_versions,
+)
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
@@ -31,7 +36,9 @@ def select_plan_attention(plan: Plan, backend: Backend) -> str:
     phases = [phase.settings for phase in settings.phase_configs]
     batch_shape = {"seq_length": max(each.data.seq_length for each in phases)}
     batch_shape["packs"] = max(each.packs_at_once for each in phases)
-    return select_attention(requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape)
+    return select_attention(
+        requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape
+    )
 
 
 def select_attention(
@@ -50,8 +57,17 @@ def select_attention(
     """
     tensor = layout.tensor_model_parallel_size
     failures = []
-    sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
-    sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
+    sizes = {
+        "heads": shape.num_attention_heads // tensor,
+        "groups": shape.num_query_groups // tensor,
+        "head_dim": shape.head_dim,
+    }
+    sizes |= {
+        "dtype": dtype,
+        "device": backend.device,
+        "masks": [mask for mask in Attention if mask in masks],
+        **batch_shape,
+    }
     sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))
     if requested == "auto":
         exclude_unmeasured_flash_attn(backend.device)
@@ -62,10 +78,14 @@ def select_attention(
                 print_rank_0(f"attention by {line}")
             return name
         if requested != "auto":
-            raise InputError(f"--attention-backend {requested}: {failure}; expected a backend that works here, or auto")
+            raise InputError(
+                f"--attention-backend {requested}: {failure}; expected a backend that works here, or auto"
+            )
         if available_count:
             failures.append(f"{name} is not used: {failure}")
-    raise InputError(f"--attention-backend auto: no attention backend works here: {'; '.join(failures)}")
+    raise InputError(
+        f"--attention-backend auto: no attention backend works here: {'; '.join(failures)}"
+    )
 
 
 def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -> tuple[int, str]:

@@ -45,7 +45,9 @@ def name_machine() -> Iterator[None]:
         raise CheckpointReadError(f"{error.filename}: not found {where}") from None
     except OSError as error:
         remedy = "give the same command again when the disk can be read"
-        raise CheckpointReadError(f"{error.filename}: {error.strerror} on {socket.gethostname()}; {remedy}") from None
+        raise CheckpointReadError(
+            f"{error.filename}: {error.strerror} on {socket.gethostname()}; {remedy}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -74,9 +76,13 @@ class CheckpointDir:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step") from None
+            raise InputError(
+                f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step"
+            ) from None
         if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove the file to use the newest")
+            raise InputError(
+                f"{tracker}: found {text!r}, expected the number of a step; remove the file to use the newest"
+            )
         return int(text)
 
     def path(self, step: int) -> Path:
@@ -85,7 +91,9 @@ class CheckpointDir:
 
     def steps(self) -> list[int]:
         """Return the sorted steps of all checkpoint directories, complete or not."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
+        return sorted(
+            int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal()
+        )
 
     def read_state(self, step: int) -> dict[str, Any]:
         """Return state.json of checkpoint `step`.
@@ -100,19 +108,34 @@ class CheckpointDir:
             state = parse_json(read_regular_file(path / STATE_FILE))
             expected = state.pop(DIGEST_FIELD, None)
             if expected != json_digest(state):
-                raise DamagedCheckpointError(f"{path / STATE_FILE}: its content changed; the checkpoint is damaged")
+                raise DamagedCheckpointError(
+                    f"{path / STATE_FILE}: its content changed; the checkpoint is damaged"
+                )
             if state["step"] != step:
                 raise ValueError(f"step {state['step']}")
-            texts = [*state.get("skip_packs", ()), *(entry["sha256"] for entry in state["files"].values())]
-            kinds = isinstance(state["identity"], dict) and state["files"] and all(isinstance(text, str) for text in texts)
-            if not (kinds and all(type(state.get(name, 0)) in (int, float) for name in PROGRESS_FIELDS)):
+            texts = [
+                *state.get("skip_packs", ()),
+                *(entry["sha256"] for entry in state["files"].values()),
+            ]
+            kinds = (
+                isinstance(state["identity"], dict)
+                and state["files"]
+                and all(isinstance(text, str) for text in texts)
+            )
+            if not (
+                kinds and all(type(state.get(name, 0)) in (int, float) for name in PROGRESS_FIELDS)
+            ):
                 raise ValueError("fields of another kind")
             damage = find_size_damage(path, state["files"])
         except OSError as error:
             kind = (
-                DamagedCheckpointError if isinstance(error, FileNotFoundError | NotADirectoryError) else UnreadableCheckpointError
+                DamagedCheckpointError
+                if isinstance(error, FileNotFoundError | NotADirectoryError)
+                else UnreadableCheckpointError
             )
-            raise kind(f"{path / STATE_FILE}: {error.strerror}; the checkpoint is incomplete") from None
+            raise kind(
+                f"{path / STATE_FILE}: {error.strerror}; the checkpoint is incomplete"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{path / STATE_FILE}: not written by a save ({error!r}); the checkpoint is incomplete"
@@ -135,7 +158,11 @@ class CheckpointDir:
         Later checkpoints may be left from before a rewind.
         """
         tracked, steps = self.tracked_step(), self.steps()
-        return steps if tracked is None else sorted({step for step in steps if step < tracked} | {tracked})
+        return (
+            steps
+            if tracked is None
+            else sorted({step for step in steps if step < tracked} | {tracked})
+        )
 
 
 DIGEST_FIELD = "sha256"
@@ -152,7 +179,10 @@ def json_digest(fields: dict[str, Any]) -> str:
 def file_digest(file: Path) -> dict[str, Any]:
     """Return size and SHA-256 of `file` as {"bytes": size, "sha256": hexadecimal}. Raises OSError."""
     with name_file(file), open(file, "rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+        }
 
 
 def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -26,8 +26,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     settings = parse_config(argv, prog)
     from megaenc.training.planning import build_plan
 
-    parent_config = Path(settings.start.init_from or "") / CONFIG_FILE  # has the values that need no decision
-    plan = build_plan(settings, flags.find_given_fields(argv, preset="model", without=parent_config))
+    parent_config = (
+        Path(settings.start.init_from or "") / CONFIG_FILE
+    )  # has the values that need no decision
+    plan = build_plan(
+        settings, flags.find_given_fields(argv, preset="model", without=parent_config)
+    )
     if settings.output.dry_run:
         from megaenc.training.dry_run import print_dry_run
 
@@ -42,10 +46,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     check_launcher_variables()
     if get_rank() == 0:
         ranks = get_world_size()
-        allow_open_files(2 * ranks, f"{ranks:,} ranks")  # the first node's store has two connections to each
+        allow_open_files(
+            2 * ranks, f"{ranks:,} ranks"
+        )  # the first node's store has two connections to each
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.init_distributed(
-        settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout
+        settings.layout,
+        settings.seed,
+        settings.layout.chunks_per_stage(settings.shape.num_layers),
+        timeout,
     )
     from megaenc.training.distributed.collectives import call_on_all
     from megaenc.training.distributed.signals import EXIT_STOPPED

@@ -35,7 +35,9 @@ from megaenc.training.phases import (
     resolve_phases,
 )
 
-_BatchSize = Annotated[int, Bounds(low=1, high=10_000_000)]  # packs: hundreds of times the largest in use
+_BatchSize = Annotated[
+    int, Bounds(low=1, high=10_000_000)
+]  # packs: hundreds of times the largest in use
 
 
 def has_bf16() -> bool:
@@ -78,7 +80,9 @@ class PretrainConfig:
     gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
-    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig, metadata=NOT_IN_IDENTITY)
+    learning_rate: LearningRateConfig = field(
+        default_factory=LearningRateConfig, metadata=NOT_IN_IDENTITY
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     start: StartConfig = field(default_factory=StartConfig, metadata=NOT_IN_IDENTITY)
     layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=NOT_IN_IDENTITY)
@@ -114,13 +118,19 @@ class PretrainConfig:
         self.shape.check(self.layout.tensor_model_parallel_size)
         self.check_rampup()
         if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
-            missing = "--save: a rewind loads a checkpoint" if not self.output.save else "--loss-spike-sigmas above 0"
+            missing = (
+                "--save: a rewind loads a checkpoint"
+                if not self.output.save
+                else "--loss-spike-sigmas above 0"
+            )
             raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
         self._check_float8()
         try:
             (self.output.save or "").encode()
         except UnicodeEncodeError:
-            raise InputError(f"--save {self.output.save!r}: not UTF-8; expected another name") from None
+            raise InputError(
+                f"--save {self.output.save!r}: not UTF-8; expected another name"
+            ) from None
         self.layout.chunks_per_stage(self.shape.num_layers)  # raises for stages that cannot be
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
@@ -130,7 +140,8 @@ class PretrainConfig:
         self._check_window()
         if (
             self.micro_batch_size == "auto"
-            and self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size > 1
+            and self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
+            > 1
         ):
             # One rank that runs out of memory would leave the others of its replica waiting.
             problem = "measures a model on one device, found tensor or pipeline parallelism"
@@ -156,7 +167,11 @@ class PretrainConfig:
     def _check_length(self) -> None:
         """Raise InputError if the run has more than _MOST_STEPS steps or _MOST_TOKENS tokens."""
         name = "train_iters" if self.train_tokens is None else "train_tokens"
-        flag = "phases: found" if self.phases else f"--{name.replace('_', '-')}: found {vars(self)[name]}"
+        flag = (
+            "phases: found"
+            if self.phases
+            else f"--{name.replace('_', '-')}: found {vars(self)[name]}"
+        )
         tokens = self.tokens_after(self.total_iters)
         if self.total_iters > _MOST_STEPS:
             raise InputError(f"{flag}, expected at most {_MOST_STEPS:,} steps")
@@ -175,7 +190,9 @@ class PretrainConfig:
         longest = max(phase.settings.data.seq_length for phase in self.phase_configs)
         flag = f"--eval-pseudo-perplexity-passes {passes}"
         if passes and not self.eval_every:
-            raise InputError(f"{flag}: found with --eval-interval 0, expected an interval of validations")
+            raise InputError(
+                f"{flag}: found with --eval-interval 0, expected an interval of validations"
+            )
         if passes > longest:
             raise InputError(
                 f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
@@ -183,7 +200,11 @@ class PretrainConfig:
 
     def _check_blend_temperature(self) -> None:
         """Raise InputError for a --blend-temperature without a group of corpora."""
-        phases = [phase.settings.data for phase in self.phase_configs if phase.settings.data.blend_temperature != 1]
+        phases = [
+            phase.settings.data
+            for phase in self.phase_configs
+            if phase.settings.data.blend_temperature != 1
+        ]
         if phases and not any(has_group(data.data_path) for data in phases):
             raise InputError(
                 f"--blend-temperature {phases[0].blend_temperature:g}: found no group of corpora in --data-path, expected a "
@@ -268,23 +289,34 @@ class PretrainConfig:
 
     def phase_at(self, step: int) -> PhaseConfig:
         """Return the PhaseConfig of `step` (1, 2, ...); the last one for later steps."""
-        return next((phase for phase in self.phase_configs if step <= phase.last_step), self.phase_configs[-1])
+        return next(
+            (phase for phase in self.phase_configs if step <= phase.last_step),
+            self.phase_configs[-1],
+        )
 
     @property
     def schedule_text(self) -> str:
         """Return the objective schedule as text: --objective-schedule, or the objectives of `phases` with their steps."""
         if not self.phases:
             return self.objective_schedule
-        return ",".join(f"{phase.settings.objective_schedule}:{phase.settings.own_iters}" for phase in self.phase_configs)
+        return ",".join(
+            f"{phase.settings.objective_schedule}:{phase.settings.own_iters}"
+            for phase in self.phase_configs
+        )
 
     def samples_after(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read."""
-        return sum(phase.settings.batch_sizes.first_sample(own + 1) for phase, own in self._steps_by_phase(step))
+        return sum(
+            phase.settings.batch_sizes.first_sample(own + 1)
+            for phase, own in self._steps_by_phase(step)
+        )
 
     def tokens_after(self, step: int) -> int:
         """Return the total number of tokens (packs times --seq-length) that steps 1 to `step` read."""
         settings = [(phase.settings, own) for phase, own in self._steps_by_phase(step)]
-        return sum(each.batch_sizes.first_sample(own + 1) * each.data.seq_length for each, own in settings)
+        return sum(
+            each.batch_sizes.first_sample(own + 1) * each.data.seq_length for each, own in settings
+        )
 
     def _steps_by_phase(self, step: int) -> list[tuple[PhaseConfig, int]]:
         """Return each phase that begins before or at `step`, with the number of its steps up to `step`; the last is endless."""
@@ -304,7 +336,9 @@ class PretrainConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model replicas: `world_size` // (tensor-parallel size * pipeline-parallel size)."""
-        return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
+        return world_size // (
+            self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
+        )
 
     @property
     def total_iters(self) -> int:
@@ -321,7 +355,11 @@ class PretrainConfig:
     @property
     def eval_every(self) -> int:
         """Return the steps between validations: --eval-interval (0: none), or without it a tenth of the run, at least 1."""
-        return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
+        return (
+            max(1, self.total_iters // 10)
+            if self.output.eval_interval is None
+            else self.output.eval_interval
+        )
 
 
 def _format_range(numbers: Sequence[int]) -> str:
@@ -361,7 +399,9 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
         phases = [parse_phase(text, config or prog) for text in default.phases]
         for phase in phases:
             phase.pop("micro_batch_size", None)  # as it only depends on the machine
-        default = dataclasses.replace(default, phases=tuple(flags.YamlMapping(json.dumps(phase)) for phase in phases))
+        default = dataclasses.replace(
+            default, phases=tuple(flags.YamlMapping(json.dumps(phase)) for phase in phases)
+        )
     return default
 
 
@@ -381,7 +421,9 @@ def _prepare_defaults(settings: PretrainConfig, fields: Mapping[str, Any]) -> Pr
 def _check_schedule(phases: Any, schedule: Any) -> None:
     """Raise InputError for both `phases` and an objective schedule, whatever its value."""
     if phases and schedule is not None:
-        raise InputError(f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase")
+        raise InputError(
+            f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase"
+        )
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:

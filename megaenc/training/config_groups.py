@@ -34,7 +34,9 @@ class DataConfig:
     blend_temperature: Fraction = setting(1.0, NOT_IN_IDENTITY, BY_PHASE)
     """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
     shares are proportional to tokens ** T"""
-    blend_max_epochs: Annotated[int, Bounds(low=1, high=10_000)] | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
+    blend_max_epochs: Annotated[int, Bounds(low=1, high=10_000)] | None = setting(
+        None, NOT_IN_IDENTITY, BY_PHASE
+    )
     """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
     tokenizer: str = setting("", NOT_IN_IDENTITY)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
@@ -110,14 +112,18 @@ class StartConfig:
         for at, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
-                raise InputError(f"--{at}-at {step}: found no --{at}-from, expected the run directory of this step")
+                raise InputError(
+                    f"--{at}-at {step}: found no --{at}-from, expected the run directory of this step"
+                )
         if self.branch_from and self.init_from:
             raise InputError(
                 f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, expected one of them (--branch-from "
                 "continues a run, --init-from loads only its weights)"
             )
         if self.skip_samples == "parent" and not (self.init_from or self.branch_from):
-            raise InputError("--skip-samples parent: found no --init-from, expected the run whose data to skip")
+            raise InputError(
+                "--skip-samples parent: found no --init-from, expected the run whose data to skip"
+            )
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,11 @@ class FaultConfig:
 
     def is_spike(self, deviations: float | None) -> bool:
         """Return whether `deviations` above recent losses exceed --loss-spike-sigmas; False if that is 0, or for None."""
-        return bool(self.loss_spike_sigmas) and deviations is not None and deviations > self.loss_spike_sigmas
+        return (
+            bool(self.loss_spike_sigmas)
+            and deviations is not None
+            and deviations > self.loss_spike_sigmas
+        )
 
 
 @dataclass(frozen=True)
@@ -236,12 +246,19 @@ class MonitoringConfig:
         if not self.profile:
             return
         if not save:
-            raise InputError("--profile: found no --save, expected the run directory to write the trace to")
+            raise InputError(
+                "--profile: found no --save, expected the run directory to write the trace to"
+            )
         if not 1 <= self.profile_step_start <= self.profile_step_end <= steps:
             raise InputError(
                 f"--profile-step-start {self.profile_step_start} --profile-step-end {self.profile_step_end}: expected first and "
                 f"last step of a trace, within the run's 1 to {steps}"
             )
-        if not self.profile_ranks or not 0 <= min(self.profile_ranks) <= max(self.profile_ranks) < world_size:
+        if (
+            not self.profile_ranks
+            or not 0 <= min(self.profile_ranks) <= max(self.profile_ranks) < world_size
+        ):
             ranks = " ".join(map(str, self.profile_ranks))
-            raise InputError(f"--profile-ranks {ranks}: expected ranks of this run, from 0 to {world_size - 1}")
+            raise InputError(
+                f"--profile-ranks {ranks}: expected ranks of this run, from 0 to {world_size - 1}"
+            )

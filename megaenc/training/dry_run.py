@@ -31,13 +31,17 @@ def print_dry_run(plan: Plan) -> None:
     """Print `plan` on rank 0: model, layout, corpora, phases, objectives with target counts, learning rate, validation."""
     if get_rank():
         return
-    console = build_rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    console = build_rich_console(
+        width=None if sys.stdout.isatty() else 120, highlight=False, markup=False
+    )
     settings = plan.settings
     total = settings.total_iters
     processes = f"{get_world_size()} process{'es' if get_world_size() > 1 else ''}"
     if settings.output.gpu:
         processes += f" on {settings.output.gpu}"
-    console.print(f"{format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
+    console.print(
+        f"{format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}"
+    )
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
@@ -48,15 +52,24 @@ def print_dry_run(plan: Plan) -> None:
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_corpus_table(plan))
     special = plan.data.special_tokens
-    remedy = "" if special.count else "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
-    console.print(f"special tokens of a document: {special.describe(plan.tokenizer)} ({special.mode}){remedy}", soft_wrap=True)
+    remedy = (
+        ""
+        if special.count
+        else "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
+    )
+    console.print(
+        f"special tokens of a document: {special.describe(plan.tokenizer)} ({special.mode}){remedy}",
+        soft_wrap=True,
+    )
     console.print(_phase_table(plan))
     console.print(_objective_table(plan))
     validation = "none"
     if plan.has_validation:
         validation = f"every {settings.eval_every:,} steps"
         if plan.validation_sets:
-            validation += f" on {', '.join(held_out.describe() for held_out in plan.validation_sets)}"
+            validation += (
+                f" on {', '.join(held_out.describe() for held_out in plan.validation_sets)}"
+            )
         elif settings.phases:
             validation += " on the held-out text of each phase"
         if settings.phases:
@@ -73,7 +86,9 @@ def print_dry_run(plan: Plan) -> None:
         device = settings.output.gpu or "this machine"
         console.print(f"on {device} it would be refused: {error}", soft_wrap=True)
     if not backend.is_cpu and not settings.has_auto_micro_batches:
-        console.print(f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once")
+        console.print(
+            f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once"
+        )
 
 
 def _corpus_table(plan: Plan) -> Table:
@@ -84,7 +99,14 @@ def _corpus_table(plan: Plan) -> Table:
         rows.sort(key=lambda row: -row.packs)
     for row in rows[:_TABLE_CORPORA]:
         share = _format_share(row.share)
-        table.add_row(row.prefix, share, f"{row.tokens:,}", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
+        table.add_row(
+            row.prefix,
+            share,
+            f"{row.tokens:,}",
+            f"{row.packs:,}",
+            f"{row.epochs:.2f}",
+            f"{100 * row.dropped:.1f} %",
+        )
     others = rows[_TABLE_CORPORA:]
     if others:
         epochs = [row.epochs for row in others]
@@ -106,19 +128,31 @@ def _format_share(share: float) -> str:
 
 def _phase_table(plan: Plan) -> Table:
     """Return a table of steps and tokens of each phase of the objective schedule."""
-    changing = {name: format_value for name, format_value in _PHASE_COLUMNS.items() if plan.settings.phases}
+    changing = {
+        name: format_value for name, format_value in _PHASE_COLUMNS.items() if plan.settings.phases
+    }
     for name, format_value in _RARE_COLUMNS.items():
         if len({format_value(phase.settings) for phase in plan.settings.phase_configs}) > 1:
             changing[name] = format_value
     table = _new_table("phase", "steps", "tokens", "tokens so far", *changing)
     phases = plan.schedule.phases
     for phase in phases[:_TABLE_PHASES]:
-        before, after = (plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step))
+        before, after = (
+            plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step)
+        )
         settings = plan.settings.phase_at(phase.first_step).settings
-        cells = [f"{phase.first_step:,} to {phase.last_step:,}", f"{after - before:,}", f"{after:,}"]
-        table.add_row(phase.text, *cells, *(format_value(settings) for format_value in changing.values()))
+        cells = [
+            f"{phase.first_step:,} to {phase.last_step:,}",
+            f"{after - before:,}",
+            f"{after:,}",
+        ]
+        table.add_row(
+            phase.text, *cells, *(format_value(settings) for format_value in changing.values())
+        )
     if len(phases) > _TABLE_PHASES:
-        table.add_row(f"... {len(phases) - _TABLE_PHASES:,} more phases", f"to {phases[-1].last_step:,}")
+        table.add_row(
+            f"... {len(phases) - _TABLE_PHASES:,} more phases", f"to {phases[-1].last_step:,}"
+        )
     return table
 
 
@@ -148,7 +182,9 @@ def _objective_table(plan: Plan) -> Table:
     tokens_of: dict[str, int] = defaultdict(int)
     estimated: set[str] = set()
     # Mixtures are evaluated step by step, long ones only at every `mixture_stride`-th step.
-    mixture_stride = max(1, sum(len(phase) for phase in plan.schedule.phases if _is_mixture(phase)) // _SAMPLED_STEPS)
+    mixture_stride = max(
+        1, sum(len(phase) for phase in plan.schedule.phases if _is_mixture(phase)) // _SAMPLED_STEPS
+    )
     for phase in plan.schedule.phases:
         is_mixture = _is_mixture(phase)
         stride = mixture_stride if is_mixture else len(phase)
@@ -156,16 +192,25 @@ def _objective_table(plan: Plan) -> Table:
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
             estimated |= {text} if is_mixture and stride > 1 else set()
-            parts_of[text].append(part[:1] if is_mixture else part)  # the rest may have other objectives
+            parts_of[text].append(
+                part[:1] if is_mixture else part
+            )  # the rest may have other objectives
             steps_of[text] += len(part)
-            tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
+            tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(
+                part[0] - 1
+            )
     table = _new_table("objective", "steps", "tokens", "predicted, about")
     for text, parts in parts_of.items():
         steps = steps_of[text]
         tokens = tokens_of[text]
         share = _predicted_share(plan, parts)
         about = "about " if text in estimated else ""
-        table.add_row(text, f"{about}{steps:,}", f"{about}{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
+        table.add_row(
+            text,
+            f"{about}{steps:,}",
+            f"{about}{tokens:,}",
+            f"{share * tokens:,.0f} ({100 * share:.1f} %)",
+        )
     return table
 
 
@@ -179,9 +224,14 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
         part = bisect_right(ends, position)
         step = parts[part][position - ends[part]]  # negative: from the end of the part
         packs = plan.data_at(step).train
-        pack = packs[packs.first_sample + (sample if packs.samples is None else sample % packs.samples)]
+        pack = packs[
+            packs.first_sample + (sample if packs.samples is None else sample % packs.samples)
+        ]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        predicted += sum(len(objective.targets(pack, randomness).labels) for _, objective in plan.schedule.objectives(step))
+        predicted += sum(
+            len(objective.targets(pack, randomness).labels)
+            for _, objective in plan.schedule.objectives(step)
+        )
         tokens += len(pack.tokens)
     return predicted / tokens
 

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -26,7 +30,13 @@ from megaenc.model.packed_sequences import copy_to_device
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
 from megaenc.training.distributed.collectives import call_on_all
-from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher, TokenGroups
+from megaenc.training.micro_batches import (
+    DataParallelSampler,
+    MicroBatch,
+    MicroBatchSpec,
+    Prefetcher,
+    TokenGroups,
+)
 from megaenc.training.optimizers import build_optimizer
 from megaenc.training.plan import Plan
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers
@@ -71,7 +81,9 @@ class BatchSums:
         """
         device = self.group_sums.device
         of_device = torch.stack([self.loss_sum, self.correct])
-        of_host = torch.tensor([self.predicted, self.loss_count, self.flops, *votes], dtype=torch.float64)
+        of_host = torch.tensor(
+            [self.predicted, self.loss_count, self.flops, *votes], dtype=torch.float64
+        )
         parts = [of_device, copy_to_device(of_host, device), self.group_sums.flatten()]
         sums = torch.cat(parts)
         dist.all_reduce(sums)
@@ -79,7 +91,9 @@ class BatchSums:
         loss_sum, correct = of_device.tolist()
         predicted, loss_count, flops, *votes = of_host.tolist()
         group_sums = of_groups.numpy().reshape(2, -1)
-        return BatchSums(loss_sum, int(correct), int(predicted), int(loss_count), flops, group_sums), tuple(votes)
+        return BatchSums(
+            loss_sum, int(correct), int(predicted), int(loss_count), flops, group_sums
+        ), tuple(votes)
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,9 @@ class Engine:
             parallel_state.get_data_parallel_world_size(),
             self._interleaved_stages,
         )
-        self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
+        self.kernels = dataclasses.replace(
+            settings.kernels, attention_backend=select_plan_attention(plan, backend)
+        )
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
         call_on_all(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
         longest = max(phase.settings.data.seq_length for phase in settings.phase_configs)
@@ -132,18 +148,28 @@ class Engine:
             seed=settings.seed if init_weights else None,
             kernels=self.kernels,
         )
-        self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
+        self.fused_kernels = dataclasses.asdict(
+            encoders[0].fused
+        )  # by name, whether the kernel is used; equal in all chunks
         attention = describe_backend(self.kernels.attention_backend, backend.device)
-        self.kernel_metadata = dataclasses.asdict(self.kernels) | {"attention": attention, "fused": self.fused_kernels}
+        self.kernel_metadata = dataclasses.asdict(self.kernels) | {
+            "attention": attention,
+            "fused": self.fused_kernels,
+        }
         self.config = encoders[0].config  # read by megatron-core's schedules
         self.config.finalize_model_grads_func = finalize_summed_grads
         self.step_timers = StepTimers()  # of one step
         # On a CPU a prefetching thread would only take cores from the computation.
         self._build_micro_batch = partial(MicroBatchSpec.build, device=backend.device)
         self._prefetcher = (
-            None if backend.is_cpu else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
+            None
+            if backend.is_cpu
+            else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
         )
-        modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
+        modules = [
+            Float16Module(encoder.config, encoder) if settings.bf16 else encoder
+            for encoder in encoders
+        ]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.layout.use_distributed_optimizer,
@@ -152,7 +178,9 @@ class Engine:
         )
         self.chunks = [
             # Communication of later chunks overlaps with the computation of others without buckets.
-            DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
+            DistributedDataParallel(
+                module.config, data_parallel, module, disable_bucketing=number > 0
+            )
             for number, module in enumerate(modules)
         ]
         if backend.is_cpu or self.fused_kernels["sum"]:
@@ -209,7 +237,11 @@ class Engine:
         self.enter_phase(step)
         with self.step_timers.measure(FORWARD_BACKWARD):
             specs = self.micro_batch_specs(step)
-            next_specs = self.micro_batch_specs(step + 1) if self._prefetcher and step < plan.settings.total_iters else ()
+            next_specs = (
+                self.micro_batch_specs(step + 1)
+                if self._prefetcher and step < plan.settings.total_iters
+                else ()
+            )
             self.local_sums = self.run_micro_batches(specs, next_specs, train=True)
             sums, vote_sums = self.local_sums.reduce(votes())
         if before_optimizer:
@@ -228,13 +260,19 @@ class Engine:
         packs = self.plan.data_at(step).train
         specs = []
         for weight, objective in self.plan.schedule.objectives(step):
-            specs += self._list_specs(packs, rows, objective, self.plan.settings.seed, weight=weight)
+            specs += self._list_specs(
+                packs, rows, objective, self.plan.settings.seed, weight=weight
+            )
         return specs
 
     def work_share(self, step: int) -> float:
         """Return this rank's tokens of `step`, filling included, over the ranks' mean."""
         specs = self.micro_batch_specs(step)
-        mean_packs = self.plan.batch_size(step) / self.sampler.size * len(self.plan.schedule.objectives(step))
+        mean_packs = (
+            self.plan.batch_size(step)
+            / self.sampler.size
+            * len(self.plan.schedule.objectives(step))
+        )
         return sum(spec.length for spec in specs) / (mean_packs * specs[0].packs.seq_length)
 
     @property
@@ -257,7 +295,10 @@ class Engine:
 
         Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all have the same.
         """
-        lengths = [-(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor for row in rows]
+        lengths = [
+            -(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor
+            for row in rows
+        ]
         if self.layout.pipeline_model_parallel_size > 1:
             lengths = [max(lengths)] * len(rows)
         dropout = train and self.plan.settings.shape.attention_output_dropout > 0
@@ -301,12 +342,16 @@ class Engine:
         divisor = max(sums.loss_count, 1)
         grad_norm = float(optimizer.get_grad_norm()) / divisor
         # As megatron-core clips, with its epsilon.
-        optimizer.optimizer.grad_scale = divisor * max(1.0, (grad_norm + 1e-6) / optimizer.config.clip_grad)
+        optimizer.optimizer.grad_scale = divisor * max(
+            1.0, (grad_norm + 1e-6) / optimizer.config.clip_grad
+        )
         finite = math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)
         if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
             # Each model replica computes its own norm: a fault in one of them would make the replicas diverge.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
-            dist.all_reduce(all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(
+                all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group()
+            )
             finite = bool(all_finite)
         if finite:
             self.optimizer.step_with_ready_grads()
@@ -350,13 +395,27 @@ class Engine:
         self.zero_grad()
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
-            specs = self._list_specs(packs or self.plan.packs, [row], objective, self.plan.settings.seed)
+                stack.enter_context(
+                    chunk.no_sync()
+                )  # after zero_grad, which enables the reduction again
+            specs = self._list_specs(
+                packs or self.plan.packs, [row], objective, self.plan.settings.seed
+            )
             sums = self.run_micro_batches(specs * self._interleaved_stages, (), train=True)
-        norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
+        norms = [
+            torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32)
+            for c in self.chunks
+            for buffer in c.buffers
+        ]
         return float(sums.loss_sum), float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def evaluate(self, packs: PackedDataset, samples: int, objective: Objective, groups: TokenGroups | None = None) -> BatchSums:
+    def evaluate(
+        self,
+        packs: PackedDataset,
+        samples: int,
+        objective: Objective,
+        groups: TokenGroups | None = None,
+    ) -> BatchSums:
         """Return the sums of all ranks under `objective` over `samples` of `packs`.
 
         The first ones are read, in global batches of the phase entered last, and masks never change.
@@ -372,8 +431,12 @@ class Engine:
         specs = []
         batch_size = self.sampler.global_batch_size
         for start in range(0, samples, batch_size):
-            sampler = dataclasses.replace(self.sampler, global_batch_size=min(batch_size, samples - start))
-            specs.append(self._list_specs(packs, sampler.samples(start), objective, 0, groups, train=False))
+            sampler = dataclasses.replace(
+                self.sampler, global_batch_size=min(batch_size, samples - start)
+            )
+            specs.append(
+                self._list_specs(packs, sampler.samples(start), objective, 0, groups, train=False)
+            )
         total = BatchSums()
         with self._gathered_parameters():
             for batch, next_batch in zip(specs, [*specs[1:], []], strict=True):
@@ -383,7 +446,9 @@ class Engine:
             chunk.train()
         return total
 
-    def run_micro_batches(self, specs: Sequence[MicroBatchSpec], next_specs: Sequence[MicroBatchSpec], train: bool) -> BatchSums:
+    def run_micro_batches(
+        self, specs: Sequence[MicroBatchSpec], next_specs: Sequence[MicroBatchSpec], train: bool
+    ) -> BatchSums:
         """Run this rank's micro-batches `specs` forward and, if `train`, backward.
 
         Args:
@@ -395,9 +460,15 @@ class Engine:
             Sums on the device. Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once;
             those of other ranks are zero.
         """
-        batches = self._prefetcher.iterate(specs, next_specs) if self._prefetcher else map(self._build_micro_batch, specs)
+        batches = (
+            self._prefetcher.iterate(specs, next_specs)
+            if self._prefetcher
+            else map(self._build_micro_batch, specs)
+        )
         batches = self.step_timers.measure_items(DATA, batches)
-        iterators = repeat_iterator(batches, len(self.chunks))  # each chunk consumes all of them at its own pace
+        iterators = repeat_iterator(
+            batches, len(self.chunks)
+        )  # each chunk consumes all of them at its own pace
         with torch.set_grad_enabled(train):
             sums_of_micro_batches = get_forward_backward_func()(
                 forward_step_func=self.forward_step,
@@ -424,18 +495,24 @@ class Engine:
         predictions = batch.predictions
         output = model(batch.tokens, batch.positions, batch.packing, predictions)
 
-        def compute_loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, BatchSums]:
+        def compute_loss(
+            output: tuple[torch.Tensor, torch.Tensor],
+        ) -> tuple[torch.Tensor, torch.Tensor, BatchSums]:
             loss, correct = output
             predicted = predictions.labels.numel()
             outputs = predictions.classes or self.plan.vocab_size
             selects_rows = self._encoders[-1].selects_rows
-            flops = self.plan.settings.shape.training_flops(outputs, predicted, batch.spans(), selects_rows=selects_rows)
+            flops = self.plan.settings.shape.training_flops(
+                outputs, predicted, batch.spans(), selects_rows=selects_rows
+            )
             group_sums = 0.0
             if predictions.per_token:
                 group_sums = sum_by_group(batch, loss.detach())
                 loss = loss.sum()
             loss_sum = loss.detach().double()
-            sums = BatchSums(loss_sum, correct.double(), predicted, batch.loss_count, flops, group_sums)
+            sums = BatchSums(
+                loss_sum, correct.double(), predicted, batch.loss_count, flops, group_sums
+            )
             # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads ignores.
             return loss, torch.zeros((), dtype=torch.int, device=self.device), sums
 
@@ -455,7 +532,9 @@ def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     sizes_N = torch.ones_like(losses_N) if weights_N is None else weights_N.double()
     tokens_2N = torch.stack([losses_N, sizes_N])
     sums_2G = tokens_2N.new_zeros(2, len(batch.groups))
-    sums_2G[:, : len(batch.groups.starts)] = torch.where(batch.in_range, tokens_2N[:, :, None], 0.0).sum(1)
+    sums_2G[:, : len(batch.groups.starts)] = torch.where(
+        batch.in_range, tokens_2N[:, :, None], 0.0
+    ).sum(1)
     start = 0
     for group, count in batch.corpus_spans:
         sums_2G[:, group] += tokens_2N[:, start : start + count].sum(1)
@@ -463,7 +542,9 @@ def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     return sums_2G
 
 
-def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
+def finalize_summed_grads(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options
+) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
     The number of tokens is known to all ranks without a reduction of its own (see Engine._optimizer_step).

@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any, Self
 
 from megaenc.errors import InputError
-from megaenc.flags import BY_PHASE, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, setting
+from megaenc.flags import (
+    BY_PHASE,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    setting,
+)
 from megaenc.plugins import Registry
 
 WSD = "WSD"
@@ -39,7 +46,11 @@ class LearningRateConfig:
     """learning rate at which a decay would end in the step after the run's last"""
 
 
-_RESOLVED = ("lr_warmup_iters", "lr_wsd_decay_iters", "lr_wsd_decay_style")  # a run's identity has other values
+_RESOLVED = (
+    "lr_warmup_iters",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_style",
+)  # a run's identity has other values
 
 
 def linear(elapsed: float) -> float:
@@ -76,12 +87,20 @@ def _find_defect(name: str, style: Any) -> str:
 def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
     """Return the fields of LearningRateConfig that a decay style reads: its keyword-only parameters."""
     parameters = inspect.signature(style).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return tuple(
+        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    )
 
 
-LEARNING_RATE_IDENTITY = (*(field.name for field in fields(LearningRateConfig)), "lr_decay_package", "lr_phases")
+LEARNING_RATE_IDENTITY = (
+    *(field.name for field in fields(LearningRateConfig)),
+    "lr_decay_package",
+    "lr_phases",
+)
 """Possible entries of a run's identity about its learning rate."""
-DECAY_STYLES: Registry[Callable[..., float]] = Registry("megaenc.lr_decay_styles", "decay style", _find_defect)
+DECAY_STYLES: Registry[Callable[..., float]] = Registry(
+    "megaenc.lr_decay_styles", "decay style", _find_defect
+)
 """Functions of the elapsed fraction r of a decay, 0 to 1, that return the remaining fraction of the peak above --min-lr."""
 for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
     DECAY_STYLES.register(_style.__name__, _style)
@@ -127,7 +146,9 @@ class LearningRateSchedule:
 
     def decayed(self, elapsed: float) -> float:
         """Return the learning rate after the fraction `elapsed` of the decay."""
-        return self.min_lr + (self.peak - self.min_lr) * self._remaining(elapsed, **dict(self.options))
+        return self.min_lr + (self.peak - self.min_lr) * self._remaining(
+            elapsed, **dict(self.options)
+        )
 
     @property
     def last_peak(self) -> int:
@@ -138,7 +159,10 @@ class LearningRateSchedule:
     def from_config(cls, config: LearningRateConfig, total: int) -> Self:
         """Return the schedule of the flags `config` in a run of `total` steps; InputError if they do not fit together."""
         style = config.lr_decay_style
-        shape = {WSD: config.lr_wsd_decay_style, CONSTANT: LearningRateConfig.lr_wsd_decay_style}.get(style, style)
+        shape = {
+            WSD: config.lr_wsd_decay_style,
+            CONSTANT: LearningRateConfig.lr_wsd_decay_style,
+        }.get(style, style)
         flag = "--lr-wsd-decay-style" if style == WSD else "--lr-decay-style"
         try:
             remaining = DECAY_STYLES.find(shape)
@@ -150,11 +174,17 @@ class LearningRateSchedule:
         options = {name: getattr(config, name) for name in own_flags}
         _try_style(flag, shape, partial(remaining, **options))
         if config.min_lr > config.lr:
-            raise InputError(f"--min-lr: found {config.min_lr:g}, expected at most --lr {config.lr:g}")
-        warmup = resolve_steps("lr-warmup", config.lr_warmup_iters, config.lr_warmup_fraction, total)
+            raise InputError(
+                f"--min-lr: found {config.min_lr:g}, expected at most --lr {config.lr:g}"
+            )
+        warmup = resolve_steps(
+            "lr-warmup", config.lr_warmup_iters, config.lr_warmup_fraction, total
+        )
         decay = 0
         if style == WSD:
-            decay = resolve_steps("lr-wsd-decay", config.lr_wsd_decay_iters, config.lr_wsd_decay_fraction, total)
+            decay = resolve_steps(
+                "lr-wsd-decay", config.lr_wsd_decay_iters, config.lr_wsd_decay_fraction, total
+            )
         elif style != CONSTANT:
             decay = max(total - warmup, 0)
         return cls(config.lr, warmup, decay, total, shape, config.min_lr, tuple(options.items()))
@@ -176,8 +206,12 @@ class LearningRateSchedule:
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
         """Return the schedule of a run by its `identity`; ValueError if that holds none, InputError without its style."""
         rates = [identity.get(name) for name in ("lr", "min_lr")]
-        steps = [identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-        if not all(type(rate) in (int, float) for rate in rates) or not all(type(count) is int for count in steps):
+        steps = [
+            identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
+        ]
+        if not all(type(rate) in (int, float) for rate in rates) or not all(
+            type(count) is int for count in steps
+        ):
             raise ValueError("no learning rate")
         style = str(identity.get("lr_wsd_decay_style"))
         options = tuple((name, identity.get(name)) for name in flags_of(DECAY_STYLES.find(style)))
@@ -215,7 +249,10 @@ class PhasedSchedule:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the entry `lr_phases` of a run's identity: flags and steps of each part."""
-        return {"lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts], "lr": self.parts[-1].peak}
+        return {
+            "lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts],
+            "lr": self.parts[-1].peak,
+        }
 
     def describe(self) -> str:
         """Return the texts of the parts, such as `to 0.002 over 10 steps, constant`, joined by `then`."""
@@ -235,7 +272,9 @@ def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
     return PhasedSchedule(tuple(LearningRateSchedule.from_identity(row) for row in rows))
 
 
-def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
+def resolve_steps(
+    flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05
+) -> int:
     """Return `iters`, else `fraction` (else `default`) of `total` steps, rounded; InputError if both are given.
 
     They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`.
@@ -255,9 +294,13 @@ def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> Non
             value = remaining(elapsed)
             is_finite = math.isfinite(value)
         except Exception as error:  # a package's function may raise anything
-            raise InputError(f"{flag}: decay style `{name}` cannot be computed: {type(error).__name__}: {error}") from error
+            raise InputError(
+                f"{flag}: decay style `{name}` cannot be computed: {type(error).__name__}: {error}"
+            ) from error
         if not is_finite:
-            raise InputError(f"{flag}: decay style `{name}` is {value} after {elapsed:g} of the decay, expected a number")
+            raise InputError(
+                f"{flag}: decay style `{name}` is {value} after {elapsed:g} of the decay, expected a number"
+            )
 
 
 def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> None:
@@ -271,4 +314,6 @@ def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> Non
             continue
         flag = f"--{field.name.replace('_', '-')}"
         expected = WSD if field.name in WSD_FLAGS else "another style"
-        raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")
+        raise InputError(
+            f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}"
+        )

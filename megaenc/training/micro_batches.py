@@ -64,10 +64,17 @@ class TokenGroups:
         """
         names = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
         scored = [
-            (name, loss / count) if count else None for name, loss, count in zip((*names, *self.corpora), *sums, strict=True)
+            (name, loss / count) if count else None
+            for name, loss, count in zip((*names, *self.corpora), *sums, strict=True)
         ]
-        ranges, corpora = (dict(filter(None, part)) for part in (scored[: len(names)], scored[len(names) :]))
-        return {kind: losses for kind, losses in (("by_position", ranges), ("by_corpus", corpora)) if len(losses) > 1}
+        ranges, corpora = (
+            dict(filter(None, part)) for part in (scored[: len(names)], scored[len(names) :])
+        )
+        return {
+            kind: losses
+            for kind, losses in (("by_position", ranges), ("by_corpus", corpora))
+            if len(losses) > 1
+        }
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,12 @@ class MicroBatch:
     predictions: Predictions
     loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
     groups: TokenGroups | None = None  # groups whose losses are also reported
-    in_range: Tensor | None = None  # bool[N, R], whether each predicted token is in each range of positions of `groups`
-    corpus_spans: tuple[tuple[int, int], ...] = ()  # of each pack: its corpus's group, and its number of predicted tokens
+    in_range: Tensor | None = (
+        None  # bool[N, R], whether each predicted token is in each range of positions of `groups`
+    )
+    corpus_spans: tuple[
+        tuple[int, int], ...
+    ] = ()  # of each pack: its corpus's group, and its number of predicted tokens
     fill_documents: int = 0  # the last documents of the row, whose tokens count nothing
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -135,7 +146,9 @@ def build_micro_batch(
     prefixes = [target.prefixes for target in targets if target.prefixes is not None]
     if objective.attention == Attention.PREFIX:
         prefixes.append(np.zeros(fill_documents, dtype=np.int64))
-    packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
+    packing = PackedSequences.from_edges(
+        edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None
+    )
     if dropout:
         keys = []
         for source, target in zip(randomness, targets, strict=True):
@@ -231,7 +244,9 @@ class DataParallelSampler:
 
         `start`: first sample of the global batch. There is at least one row. Rows are empty if there are fewer packs than rows.
         """
-        least, larger = divmod(self.global_batch_size, self.size)  # the first `larger` ranks have one pack more
+        least, larger = divmod(
+            self.global_batch_size, self.size
+        )  # the first `larger` ranks have one pack more
         most_rows = self._cut(least + 1)
         least_rows = self._cut(least)
         own = most_rows if self.rank < larger else least_rows
@@ -259,7 +274,9 @@ class Prefetcher:
     is deleted.
     """
 
-    def __init__(self, build: Callable[[Any], Any], set_up: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, build: Callable[[Any], Any], set_up: Callable[[], object] | None = None
+    ) -> None:
         """Start the thread, which calls `set_up` first."""
         self._build = build
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
@@ -276,6 +293,8 @@ class Prefetcher:
         remaining = deque([*keys, *following][len(self._pending) :])
         for _ in keys:
             while remaining and len(self._pending) < 1 + DEPTH:
-                self._pending.append((remaining[0], self._pool.submit(self._build, remaining.popleft())))
+                self._pending.append(
+                    (remaining[0], self._pool.submit(self._build, remaining.popleft()))
+                )
             _, future = self._pending.popleft()
             yield future.result()

@@ -21,7 +21,11 @@ from megatron.core.utils import get_attr_wrapped_model
 from megaenc.backend.optimizer_patches import GroupStepAdamW, compare_groups_by_stage, replace_adam
 from megaenc.training.config import PretrainConfig
 
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
+_NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
 _VOCABULARY_WEIGHTS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2025)
 
@@ -102,7 +106,9 @@ class StableAdamW(_ShardAwareOptimizer):
                 sums.append(torch.zeros((), device=self.device))
                 continue
             squared = shard.param.grad.square()
-            second = torch.lerp(self.state[shard.param]["exp_avg_sq"], squared, 1 - beta2).div_(1 - beta2 ** group["step"])
+            second = torch.lerp(self.state[shard.param]["exp_avg_sq"], squared, 1 - beta2).div_(
+                1 - beta2 ** group["step"]
+            )
             sums.append(squared.div_(second.clamp_(min=eps * eps)).sum())
         total = torch.stack(sums)
         for process_group in (self.range_group, self.tensor_group):
@@ -113,7 +119,9 @@ class StableAdamW(_ShardAwareOptimizer):
     @functools.cached_property
     def _element_counts(self) -> torch.Tensor:
         """Return float32 [weights], the number of elements of each whole weight, kept on the device."""
-        return torch.tensor([shard.elements for shard in self.shards], dtype=torch.float32, device=self.device)
+        return torch.tensor(
+            [shard.elements for shard in self.shards], dtype=torch.float32, device=self.device
+        )
 
 
 class Muon(_ShardAwareOptimizer):
@@ -138,16 +146,30 @@ class Muon(_ShardAwareOptimizer):
         """Update all parameters by one step; `closure` is ignored. All ranks call this together."""
         self.begin_steps()
         for number, group in enumerate(self.param_groups):
-            vectors = [s.param for s in self.shards if s.param is not None and s.group == number and not s.parts]
+            vectors = [
+                s.param
+                for s in self.shards
+                if s.param is not None and s.group == number and not s.parts
+            ]
             self.update_adamw(vectors, group, group["lr"])
-        replicas, rank = (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
+        replicas, rank = (
+            (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
+        )
         matrices = self._order_matrices(replicas)
         for first in range(0, len(matrices), replicas):
             numbers = matrices[first : first + replicas]
             batch = [self.shards[number] for number in numbers]
             momenta = [self._update_momentum(shard) for shard in batch]
-            exchange = _RangeExchange(self._ranges, numbers, self.range_group) if self.range_group else None
-            own = exchange.to_owner(momenta, self.dtype, self.device) if exchange else momenta[min(rank, len(batch) - 1)]
+            exchange = (
+                _RangeExchange(self._ranges, numbers, self.range_group)
+                if self.range_group
+                else None
+            )
+            own = (
+                exchange.to_owner(momenta, self.dtype, self.device)
+                if exchange
+                else momenta[min(rank, len(batch) - 1)]
+            )
             if rank < len(batch):
                 own = self._orthogonalize(batch[rank], own.view(batch[rank].shape))
             updates = exchange.from_owner(own) if exchange else self._broadcast_updates(batch, own)
@@ -182,15 +204,21 @@ class Muon(_ShardAwareOptimizer):
         momentum.lerp_(grad, 1 - self.momentum)
         return grad.lerp(momentum, self.momentum).to(self.dtype)
 
-    def _broadcast_updates(self, batch: Sequence[WeightShard], own: torch.Tensor) -> list[torch.Tensor]:
+    def _broadcast_updates(
+        self, batch: Sequence[WeightShard], own: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Return the updates of all matrices of `batch`, number i of which rank i of the replicas has computed as `own`."""
         if self.replica_group is None:
             return [own]
         updates = []
         for owner, shard in enumerate(batch):
             is_owner = self.replica_group.rank() == owner
-            updates.append(own if is_owner else torch.empty(shard.shape, dtype=self.dtype, device=self.device))
-            dist.broadcast(updates[-1], dist.get_global_rank(self.replica_group, owner), self.replica_group)
+            updates.append(
+                own if is_owner else torch.empty(shard.shape, dtype=self.dtype, device=self.device)
+            )
+            dist.broadcast(
+                updates[-1], dist.get_global_rank(self.replica_group, owner), self.replica_group
+            )
         return updates
 
     @functools.cached_property
@@ -230,25 +258,37 @@ class _RangeExchange:
     sent to one rank only, unlike in a reduction and a broadcast. `ranges`: elements by rank and weight.
     """
 
-    def __init__(self, ranges: Sequence[Sequence[int]], numbers: Sequence[int], group: dist.ProcessGroup):
+    def __init__(
+        self, ranges: Sequence[Sequence[int]], numbers: Sequence[int], group: dist.ProcessGroup
+    ):
         rank = group.rank()
         idle = group.size() - len(numbers)
         self._group = group
         self._updated = [ranges[rank][number] for number in numbers] + [0] * idle  # by owner
-        self._owned = [sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges]  # by rank that updates them
+        self._owned = [
+            sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges
+        ]  # by rank that updates them
         self._count = len(numbers)
 
-    def to_owner(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def to_owner(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return the matrix that this rank owns, flat, of which each rank has one of its `parts`; empty if it owns none."""
-        sent = [torch.empty(0, dtype=dtype, device=device)] + [part.flatten() for part in parts if part is not None]
+        sent = [torch.empty(0, dtype=dtype, device=device)] + [
+            part.flatten() for part in parts if part is not None
+        ]
         whole = torch.empty(sum(self._owned), dtype=dtype, device=device)
-        dist.all_to_all_single(whole, torch.cat(sent), self._owned, self._updated, group=self._group)
+        dist.all_to_all_single(
+            whole, torch.cat(sent), self._owned, self._updated, group=self._group
+        )
         return whole
 
     def from_owner(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's part of each matrix, flat, of which each owner has the `whole`."""
         parts = whole.new_empty(sum(self._updated))
-        dist.all_to_all_single(parts, whole.flatten(), self._updated, self._owned, group=self._group)
+        dist.all_to_all_single(
+            parts, whole.flatten(), self._updated, self._owned, group=self._group
+        )
         return list(parts.split(self._updated))[: self._count]
 
 
@@ -269,7 +309,9 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 _CLASSES = {"adamw": GroupStepAdamW, "stable_adamw": StableAdamW, "muon": Muon}
 
 
-def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(
+    settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model `chunks`, which compute in `dtype`, around that of --optimizer."""
     flags = settings.optimizer
     layout = settings.layout
@@ -280,7 +322,8 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
         adam_beta1=flags.adam_beta1,
         adam_beta2=flags.adam_beta2,
         adam_eps=flags.adam_eps,
-        clip_grad=flags.clip_grad or float("inf"),  # read by the training engine, which folds clipping into `grad_scale`
+        clip_grad=flags.clip_grad
+        or float("inf"),  # read by the training engine, which folds clipping into `grad_scale`
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
         bf16=settings.bf16,
@@ -289,7 +332,9 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
     # Without overrides the weight decay applies to all parameters.
     overrides = get_standard_config_overrides(config) if flags.no_weight_decay_norm_bias else {}
     with replace_adam(_CLASSES[flags.optimizer]), compare_groups_by_stage():
-        result = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+        result = get_megatron_optimizer(
+            config, chunks, config_overrides=overrides, use_gloo_process_groups=False
+        )
     [part] = result.chained_optimizers
     optimizer = part.optimizer
     if not isinstance(optimizer, _ShardAwareOptimizer):
@@ -298,7 +343,9 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
     optimizer.device = next(chunks[0].parameters()).device
     replicas = parallel_state.get_data_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
-    optimizer.range_group = replicas if layout.use_distributed_optimizer and replicas.size() > 1 else None
+    optimizer.range_group = (
+        replicas if layout.use_distributed_optimizer and replicas.size() > 1 else None
+    )
     optimizer.tensor_group = tensor if tensor.size() > 1 else None
     if isinstance(optimizer, Muon):
         optimizer.replica_group = replicas if replicas.size() > 1 else None
@@ -308,10 +355,14 @@ def build_optimizer(settings: PretrainConfig, dtype: torch.dtype, chunks: Sequen
     return result
 
 
-def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[WeightShard]:
+def list_shards(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> list[WeightShard]:
     """Return a WeightShard for each weight of `chunks`, in their order, with the parameter that `optimizer` updates."""
     groups = optimizer.optimizer.param_groups
-    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    group_of = {
+        id(param): number for number, group in enumerate(groups) for param in group["params"]
+    }
     shards = []
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
@@ -330,11 +381,15 @@ def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOp
             if name.endswith(_VOCABULARY_WEIGHTS):
                 elements = get_attr_wrapped_model(chunk, "vocab_size") * weight[0].numel()
             parts = _matrix_parts(name, weight, chunk.config)
-            shards.append(WeightShard(weight.shape, param, elements, start, split_dim, group, parts))
+            shards.append(
+                WeightShard(weight.shape, param, elements, start, split_dim, group, parts)
+            )
     return shards
 
 
-def _matrix_parts(name: str, weight: torch.nn.Parameter, config: TransformerConfig) -> tuple[int, ...]:
+def _matrix_parts(
+    name: str, weight: torch.nn.Parameter, config: TransformerConfig
+) -> tuple[int, ...]:
     """Return the rows of each matrix in a block of rows of `weight`: (Q, K, V), (gate, up) or all; () if it is no matrix."""
     if weight.dim() != 2 or getattr(weight, "is_embedding_or_output_parameter", False):
         return ()

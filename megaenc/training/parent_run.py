@@ -10,11 +10,23 @@ from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
-from megaenc.training.lr_schedule import LEARNING_RATE_IDENTITY, LearningRate, LearningRateSchedule, learning_rate_from_identity
+from megaenc.training.lr_schedule import (
+    LEARNING_RATE_IDENTITY,
+    LearningRate,
+    LearningRateSchedule,
+    learning_rate_from_identity,
+)
 from megaenc.training.phases import parse_phase
 from megaenc.training.plan import Plan, phase_identity
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
-from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest, read_run_metadata
+from megaenc.training.run_init import (
+    NEW_WEIGHTS,
+    PROGRESS_FIELDS,
+    Ancestor,
+    RunInit,
+    identity_digest,
+    read_run_metadata,
+)
 from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; schedules and phases are compared separately, step by step up to its first step.
@@ -29,11 +41,19 @@ _FREE_IN_BRANCH = {
     "phases",
 }
 WEIGHT_FIELDS = (
-    *(field.name for field in dataclasses.fields(ModelConfig) if field.metadata.get("weights") != "any"),
+    *(
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if field.metadata.get("weights") != "any"
+    ),
     "tokenizer",
 )
 """Entries of a run's identity that its weights depend on."""
-_POSITION_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.metadata.get("weights") == "given"]
+_POSITION_FIELDS = [
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.metadata.get("weights") == "given"
+]
 # Entries that the numbering of samples depends on.
 _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed", "phases")
 
@@ -52,16 +72,24 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
     elif config.branch_from:
         start = _init_branch(plan, ParentRun("--branch-from", config.branch_from, save))
     elif config.init_from:
-        start = _init_from_weights(plan, ParentRun("--init-from", config.init_from, save), recorded, given)
+        start = _init_from_weights(
+            plan, ParentRun("--init-from", config.init_from, save), recorded, given
+        )
     else:
         start = NEW_WEIGHTS
-    return dataclasses.replace(start, skip_samples=config.skip_samples) if isinstance(config.skip_samples, int) else start
+    return (
+        dataclasses.replace(start, skip_samples=config.skip_samples)
+        if isinstance(config.skip_samples, int)
+        else start
+    )
 
 
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
     """Return `settings` with the step and skipped samples of `start` in --branch-at or --init-at, and --skip-samples."""
     at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
-    values = ({at: start.at} if at else {}) | {"skip_samples": start.skip_samples or settings.start.skip_samples}
+    values = ({at: start.at} if at else {}) | {
+        "skip_samples": start.skip_samples or settings.start.skip_samples
+    }
     return dataclasses.replace(settings, start=dataclasses.replace(settings.start, **values))
 
 
@@ -75,13 +103,17 @@ class ParentRun:
         self.path = Path(run)
         self.checkpoints = _checkpoint_dir(run)
         if save and self.path.resolve() == Path(save).resolve():
-            raise InputError(f"{self.flag}: is also --save, expected another directory for the new run")
+            raise InputError(
+                f"{self.flag}: is also --save, expected another directory for the new run"
+            )
         run_file = self.path / RUN_FILE
         try:
             run_file.stat()
         except OSError as error:
             reason = f"{RUN_FILE}: {error.strerror}"
-            raise InputError(f"{self.flag}: not a run directory ({reason}), expected the --save of a run") from None
+            raise InputError(
+                f"{self.flag}: not a run directory ({reason}), expected the --save of a run"
+            ) from None
         metadata, self.start = read_run_metadata(run_file)
         self.identity = metadata["identity"]
         try:
@@ -102,22 +134,32 @@ class ParentRun:
         """
         try:
             values = self.checkpoints.read_state(step)
-            return {name: values[name] for name in PROGRESS_FIELDS} | {"skip_packs": SkippedPacks.parse(values["skip_packs"])}
+            return {name: values[name] for name in PROGRESS_FIELDS} | {
+                "skip_packs": SkippedPacks.parse(values["skip_packs"])
+            }
         except DamagedCheckpointError as damage:
             raise InputError(f"{damage}; choose another checkpoint") from None
         except KeyError as error:
             path = self.checkpoints.path(step) / STATE_FILE
-            raise InputError(f"{path}: {error!r}; not written by a save, choose another checkpoint") from None
+            raise InputError(
+                f"{path}: {error!r}; not written by a save, choose another checkpoint"
+            ) from None
 
     def check_has_checkpoint(self, flag: str, step: int | None) -> int:
         """Return `step`; InputError, with `flag` and the steps that exist, if `step` has no checkpoint or is None."""
         steps = self.checkpoints.steps()
         if step not in steps:
-            problem = f"{flag}: missing" if step is None else f"{flag} {step}: {self.run} has no checkpoint of this step"
+            problem = (
+                f"{flag}: missing"
+                if step is None
+                else f"{flag} {step}: {self.run} has no checkpoint of this step"
+            )
             raise InputError(f"{problem}, expected one of {_format_steps(steps)}")
         return step
 
-    def check_same_fields(self, plan: Plan, names: Iterable[str], reason: str, at: int | None = None) -> None:
+    def check_same_fields(
+        self, plan: Plan, names: Iterable[str], reason: str, at: int | None = None
+    ) -> None:
         """Raise InputError, ending in `reason`, if a field of `names` differs in the identity of this run and of `plan`.
 
         `at`: compare the values of this run's step `at` with those of the plan's first, if they change by phase.
@@ -139,28 +181,46 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     """Return the starting point recorded in `--save`; None without a run there or if the flags name another start."""
     config = settings.start
     run_file = Path(settings.output.save) / RUN_FILE
-    run, at = (config.branch_from, config.branch_at) if config.branch_from else (config.init_from, config.init_at)
+    run, at = (
+        (config.branch_from, config.branch_at)
+        if config.branch_from
+        else (config.init_from, config.init_at)
+    )
     if not run or not settings.output.save:
         return None
     try:
         _, start = read_run_metadata(run_file)
     except InputError:
         return None  # reported on opening the run directory
-    is_same = start.run == run and (start.kind == "branch") == bool(config.branch_from) and at in (None, start.at)
+    is_same = (
+        start.run == run
+        and (start.kind == "branch") == bool(config.branch_from)
+        and at in (None, start.at)
+    )
     return start if is_same else None
 
 
 def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     """Return the starting point of a new branch of `parent`; InputError if `plan` does not match the parent up to its step."""
     if parent.is_converted:
-        raise InputError(f"{parent.flag}: holds converted weights without optimizer state; expected --init-from {parent.run}")
+        raise InputError(
+            f"{parent.flag}: holds converted weights without optimizer state; expected --init-from {parent.run}"
+        )
     settings = plan.settings
     at = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
     if at >= settings.total_iters:
-        raise InputError(f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}")
+        raise InputError(
+            f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}"
+        )
     free = {*_FREE_IN_BRANCH, *phase_identity(settings)}
-    shared_fields = [name for name in dict.fromkeys((*plan.identity, *parent.identity)) if name not in free]
-    parent.check_same_fields(plan, shared_fields, "a branch must have the value of its parent; --init-from takes only weights")
+    shared_fields = [
+        name for name in dict.fromkeys((*plan.identity, *parent.identity)) if name not in free
+    ]
+    parent.check_same_fields(
+        plan,
+        shared_fields,
+        "a branch must have the value of its parent; --init-from takes only weights",
+    )
     skip = settings.start.skip_samples
     if isinstance(skip, int) and skip != parent.start.skip_samples:
         raise InputError(
@@ -170,24 +230,38 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     _check_schedule(plan, parent, at)
     _check_learning_rate(plan.learning_rate, parent, at, settings.total_iters)
     progress = parent.read_progress(at)
-    if not progress["skip_packs"].reads_same(parent.skipped, parent.start.skip_samples, parent.settings.samples_after(at)):
+    if not progress["skip_packs"].reads_same(
+        parent.skipped, parent.start.skip_samples, parent.settings.samples_after(at)
+    ):
         raise InputError(
             f"--branch-at {at}: {parent.run} has since rewound and skipped packs that this step read; choose another step"
         )
-    progress |= {"skip_samples": parent.start.skip_samples, "skip_packs": parent.skipped.texts, "before": parent.start.before}
+    progress |= {
+        "skip_samples": parent.start.skip_samples,
+        "skip_packs": parent.skipped.texts,
+        "before": parent.start.before,
+    }
     return RunInit("branch", parent.run, at, identity_digest(parent.identity), **progress)
 
 
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a run's `identity` with the values of the phase of `step` (1, 2, ...) instead of the last one's."""
     rows = identity.get("phases", [])  # converted models have no steps
-    return identity | next((row for row in rows if step <= row["last_step"]), rows[-1] if rows else {})
+    return identity | next(
+        (row for row in rows if step <= row["last_step"]), rows[-1] if rows else {}
+    )
 
 
 def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
     """Raise InputError if data, lengths, batches or rotary base of `plan` and `parent` differ in a step up to `at`."""
-    ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in identity.get("phases", ())}
-    for step in sorted({1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}):
+    ends = {
+        row["last_step"]
+        for identity in (plan.identity, parent.identity)
+        for row in identity.get("phases", ())
+    }
+    for step in sorted(
+        {1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}
+    ):
         parents, current = (
             {name: identity_at(identity, step).get(name) for name in phase_identity(plan.settings)}
             for identity in (parent.identity, plan.identity)
@@ -203,9 +277,13 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     """Raise InputError if the objectives of `plan` and `parent` differ in a step up to `at`."""
     settings = parent.settings
     try:
-        parent_schedule = Schedule.build(settings.schedule_text, settings.total_iters, plan.vocabulary, settings.seed)
+        parent_schedule = Schedule.build(
+            settings.schedule_text, settings.total_iters, plan.vocabulary, settings.seed
+        )
     except InputError as error:
-        raise InputError(f"{parent.flag}: its --objective-schedule cannot be parsed here ({error})") from None
+        raise InputError(
+            f"{parent.flag}: its --objective-schedule cannot be parsed here ({error})"
+        ) from None
     step = first_differing_step(plan.schedule, parent_schedule, at)
     if step:
         raise InputError(
@@ -215,7 +293,12 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
         )
     packages = plan.schedule.packages()
     parent_packages = parent.identity.get("objective_packages", {})
-    for name in {choice.start.name for phase in parent_schedule.phases if phase.first_step <= at for choice in phase.choices}:
+    for name in {
+        choice.start.name
+        for phase in parent_schedule.phases
+        if phase.first_step <= at
+        for choice in phase.choices
+    }:
         if packages.get(name) != parent_packages.get(name):
             raise InputError(
                 f"{parent.flag}: objective `{name}` is {parent_packages.get(name) or 'of megaenc'} there, "
@@ -231,11 +314,15 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
         reason = f"found {error} in `identity`; expected a file written by a run"
         raise InputError(f"{parent.path / RUN_FILE}: {reason}") from None
     except InputError as error:
-        raise InputError(f"{parent.flag}: its learning rate cannot be computed here ({error})") from None
+        raise InputError(
+            f"{parent.flag}: its learning rate cannot be computed here ({error})"
+        ) from None
     installed = parents.identity
     recorded = {name: parent.identity.get(name) for name in installed}
     if mismatch := describe_difference(recorded, installed):
-        raise InputError(f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent was trained with")
+        raise InputError(
+            f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent was trained with"
+        )
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
         return
@@ -264,7 +351,10 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
         end = min(phase.last_step, other_phase.last_step, last)
         # Phases with equal choices are equal if their options are constant or their ranges of steps are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)
-        is_comparable |= (phase.first_step, phase.last_step) == (other_phase.first_step, other_phase.last_step)
+        is_comparable |= (phase.first_step, phase.last_step) == (
+            other_phase.first_step,
+            other_phase.last_step,
+        )
         if (
             not is_comparable
             or one.seed != other.seed
@@ -278,7 +368,9 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
     return None
 
 
-def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, given: Collection[str] | None) -> RunInit:
+def _init_from_weights(
+    plan: Plan, parent: ParentRun, recorded: RunInit | None, given: Collection[str] | None
+) -> RunInit:
     """Return the starting point of a new run from the weights of `parent`, at the step that `recorded` has if there is one.
 
     `recorded` comes from an earlier start of the same command, since when the parent may have saved newer checkpoints.
@@ -288,26 +380,53 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, 
     if not steps:
         raise InputError(f"{parent.flag}: has no checkpoint yet, expected a run with a checkpoint")
     newest = recorded.at if recorded else steps[-1]
-    at = parent.check_has_checkpoint("--init-at", newest if config.init_at is None else config.init_at)
+    at = parent.check_has_checkpoint(
+        "--init-at", newest if config.init_at is None else config.init_at
+    )
     fixed_fields = [name for name in WEIGHT_FIELDS if name not in _POSITION_FIELDS]
     parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", at)
     if given is not None and "phases" in given:
-        given = {*given, *parse_phase(plan.settings.phases[0], "phases")} if plan.settings.phases else given
+        given = (
+            {*given, *parse_phase(plan.settings.phases[0], "phases")}
+            if plan.settings.phases
+            else given
+        )
     for name in _POSITION_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
             flag = name.replace("_", "-")
             value = identity_at(parent.identity, at).get(name)
-            text = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
-            parent.check_same_fields(plan, [name], f"expected {text}, or the new value given with --{flag}", at)
+            text = (
+                f"--{'' if value else 'no-'}{flag}"
+                if isinstance(value, bool)
+                else f"--{flag} {value}"
+            )
+            parent.check_same_fields(
+                plan, [name], f"expected {text}, or the new value given with --{flag}", at
+            )
     skip = 0
     if config.skip_samples == "parent":
-        parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")
+        parent.check_same_fields(
+            plan,
+            _SAMPLE_FIELDS,
+            "its samples are numbered differently; give --skip-samples a number",
+        )
         skipped = parent.read_progress(at)["skip_packs"]
         skip = skipped.end_sample(parent.start.skip_samples, parent.settings.samples_after(at))
     tokens = parent.settings.tokens_after(at)
     schedule = parent.settings.schedule_text
-    stages = () if parent.is_converted else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
-    return RunInit("weights", parent.run, at, identity_digest(parent.identity), skip, before=(*parent.start.before, *stages))
+    stages = (
+        ()
+        if parent.is_converted
+        else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
+    )
+    return RunInit(
+        "weights",
+        parent.run,
+        at,
+        identity_digest(parent.identity),
+        skip,
+        before=(*parent.start.before, *stages),
+    )
 
 
 def _format_steps(steps: list[int]) -> str:

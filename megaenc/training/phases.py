@@ -12,7 +12,14 @@ from megaenc import flags
 from megaenc.data.packing.blended_dataset import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
-from megaenc.training.lr_schedule import WSD, WSD_FLAGS, LearningRate, LearningRateConfig, LearningRateSchedule, PhasedSchedule
+from megaenc.training.lr_schedule import (
+    WSD,
+    WSD_FLAGS,
+    LearningRate,
+    LearningRateConfig,
+    LearningRateSchedule,
+    PhasedSchedule,
+)
 
 if TYPE_CHECKING:
     from megaenc.training.config import PretrainConfig
@@ -46,7 +53,11 @@ class BatchSizeSchedule:
     def first_sample(self, step: int) -> int:
         """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
         ramp_steps = len(self.starts)
-        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
+        return (
+            self.starts[step - 1]
+            if step <= ramp_steps
+            else self.starts[-1] + (step - ramp_steps) * self.full
+        )
 
     def size(self, step: int) -> int:
         """Return the global batch size of `step` (1, 2, ...) in packs."""
@@ -93,9 +104,15 @@ def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
     if not config.phases:
         return (PhaseConfig(1, config.own_iters, config),)
     _check_top_level(config)
-    parsed = [_resolve_phase(config, text, f"phase {number}") for number, text in enumerate(config.phases, 1)]
+    parsed = [
+        _resolve_phase(config, text, f"phase {number}")
+        for number, text in enumerate(config.phases, 1)
+    ]
     ends = accumulate(settings.own_iters for settings in parsed)
-    return tuple(PhaseConfig(end - settings.own_iters + 1, end, settings) for end, settings in zip(ends, parsed, strict=True))
+    return tuple(
+        PhaseConfig(end - settings.own_iters + 1, end, settings)
+        for end, settings in zip(ends, parsed, strict=True)
+    )
 
 
 def build_learning_rate(config: "PretrainConfig") -> LearningRate:
@@ -103,12 +120,18 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 
     InputError, naming the phase, for flags that do not fit together.
     """
-    if not any(set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases):
+    if not any(
+        set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases
+    ):
         return LearningRateSchedule.from_config(config.learning_rate, config.total_iters)
     parts = []
     for number, phase in enumerate(config.phase_configs, 1):
         try:
-            parts.append(LearningRateSchedule.from_config(phase.settings.learning_rate, phase.settings.own_iters))
+            parts.append(
+                LearningRateSchedule.from_config(
+                    phase.settings.learning_rate, phase.settings.own_iters
+                )
+            )
         except InputError as error:
             raise InputError(f"phase {number}: {error}") from None
     return PhasedSchedule(tuple(parts))
@@ -133,14 +156,24 @@ def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "Pre
 def _check_top_level(config: "PretrainConfig") -> None:
     """Raise InputError for flags next to `phases` that only a phase can have."""
     given = {"train_iters": config.train_iters, "train_tokens": config.train_tokens}
-    given["rampup_batch_size"] = config.rampup_batch_size and " ".join(map(str, config.rampup_batch_size))
+    given["rampup_batch_size"] = config.rampup_batch_size and " ".join(
+        map(str, config.rampup_batch_size)
+    )
     given["objective_schedule"] = (
-        config.objective_schedule if config.objective_schedule != type(config).objective_schedule else None
+        config.objective_schedule
+        if config.objective_schedule != type(config).objective_schedule
+        else None
     )
     for name, value in given.items():
         if value is not None:
-            place = "`objective` of each phase" if name == "objective_schedule" else f"{name} in a phase"
-            raise InputError(f"--{name.replace('_', '-')}: found {value} together with phases, expected {place}")
+            place = (
+                "`objective` of each phase"
+                if name == "objective_schedule"
+                else f"{name} in a phase"
+            )
+            raise InputError(
+                f"--{name.replace('_', '-')}: found {value} together with phases, expected {place}"
+            )
 
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
@@ -172,15 +205,23 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     objective = values.pop("objective", None)
     if not isinstance(objective, str):
         problem = "missing" if objective is None else f"found {objective!r}"
-        raise InputError(f"{source}: field `objective`: {problem}, expected an objective, mixture or sum such as mlm(mask=0.3)")
+        raise InputError(
+            f"{source}: field `objective`: {problem}, expected an objective, mixture or sum such as mlm(mask=0.3)"
+        )
     given = [name for name in _LENGTHS if values.get(name) is not None]
     if len(given) != 1:
-        raise InputError(f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them")
+        raise InputError(
+            f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them"
+        )
     settings = dataclasses.replace(config, phases=(), objective_schedule=objective)
     settings = flags.replace_fields(drop_replaced(settings, values), values, source=source)
     try:
         settings.check_rampup()
-        if settings.data.blend_temperature != 1 and "blend_temperature" in values and not has_group(settings.data.data_path):
+        if (
+            settings.data.blend_temperature != 1
+            and "blend_temperature" in values
+            and not has_group(settings.data.data_path)
+        ):
             raise InputError(
                 f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a group of corpora in data_path, "
                 "expected a pattern such as 'data/*_text_document', or corpora without weights"
@@ -191,7 +232,9 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
         parsed = parse_schedule(objective, settings.own_iters)
     except InputError as error:
         raise InputError(f"{source}: field `objective`: {error}") from None
-    if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():  # a sole phase without amount begins with it
+    if (
+        len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip()
+    ):  # a sole phase without amount begins with it
         raise InputError(
             f"{source}: field `objective`: found {objective}, expected one objective, mixture or sum without an amount"
         )

@@ -16,7 +16,13 @@ from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.packing.validation_sets import ValidationSet
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
+from megaenc.objectives import (
+    CausalLanguageModeling,
+    MaskedLanguageModeling,
+    Objective,
+    Schedule,
+    build_pseudo_perplexities,
+)
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
@@ -58,10 +64,21 @@ class Plan:
         if len(parts) == 1:
             return parts * len(phases)
         # The next phase's samples begin after this one's, unless both have the same packs.
-        firsts = [self._first_sample_after(phase.first_step - 1) if phase.first_step > 1 else 0 for phase in phases]
-        kept = [number for number, part in enumerate(parts) if not number or part is not parts[number - 1]]
-        chained = dict(zip(kept, chain_data([(firsts[number], parts[number]) for number in kept]), strict=True))
-        return tuple(chained[max(at for at in kept if at <= number)] for number in range(len(parts)))
+        firsts = [
+            self._first_sample_after(phase.first_step - 1) if phase.first_step > 1 else 0
+            for phase in phases
+        ]
+        kept = [
+            number
+            for number, part in enumerate(parts)
+            if not number or part is not parts[number - 1]
+        ]
+        chained = dict(
+            zip(kept, chain_data([(firsts[number], parts[number]) for number in kept]), strict=True)
+        )
+        return tuple(
+            chained[max(at for at in kept if at <= number)] for number in range(len(parts))
+        )
 
     def data_at(self, step: int) -> RunData:
         """Return the data of the phase of `step` (1, 2, ...), with its training packs by sample number."""
@@ -95,7 +112,10 @@ class Plan:
             return {}
         if self.validation_sets:
             length = self.settings.phase_at(step).settings.data.seq_length
-            return {validation_set.name: validation_set.pack(length) for validation_set in self.validation_sets}
+            return {
+                validation_set.name: validation_set.pack(length)
+                for validation_set in self.validation_sets
+            }
         held_out = self.data_at(step).held_out
         return {"": held_out} if held_out else {}
 
@@ -103,7 +123,12 @@ class Plan:
     def validation_objectives(self) -> dict[str, Objective]:
         """Return the objectives to validate under, by text, with the pseudo-perplexities that the flags ask for."""
         output = self.settings.output
-        return validation_objectives(self.schedule, self.vocabulary, output.eval_pseudo_perplexity_passes, output.valid_objective)
+        return validation_objectives(
+            self.schedule,
+            self.vocabulary,
+            output.eval_pseudo_perplexity_passes,
+            output.valid_objective,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,8 +178,12 @@ class Plan:
         for first, end, data in self._data_ranges():
             usage = data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)
             for corpus, row in zip(data.corpora, usage, strict=True):
-                earlier = rows.get(corpus.fingerprint, dataclasses.replace(row, packs=0, epochs=0.0))
-                row = dataclasses.replace(row, packs=earlier.packs + row.packs, epochs=earlier.epochs + row.epochs)
+                earlier = rows.get(
+                    corpus.fingerprint, dataclasses.replace(row, packs=0, epochs=0.0)
+                )
+                row = dataclasses.replace(
+                    row, packs=earlier.packs + row.packs, epochs=earlier.epochs + row.epochs
+                )
                 rows[corpus.fingerprint] = row
         if self.earlier_data:  # by weights only in a run of one blend
             total = sum(row.packs for row in rows.values())
@@ -167,7 +196,9 @@ class Plan:
             if data.train.samples is None or end <= data.train.first_sample + data.train.samples:
                 continue
             steps = range(1, self.settings.total_iters + 1)
-            possible = bisect_right(steps, data.train.first_sample + data.train.samples, key=self._first_sample_after)
+            possible = bisect_right(
+                steps, data.train.first_sample + data.train.samples, key=self._first_sample_after
+            )
             raise InputError(
                 f"--blend-max-epochs {data.max_epochs}: all corpora end after {data.train.samples:,} packs, in step "
                 f"{possible + 1:,} of {self.settings.total_iters:,}; expected a run or phase that ends with step {possible:,}, "
@@ -203,7 +234,9 @@ class Plan:
         has_blocks = any(data.has_blocks for data in (*self.earlier_data, self.data))
         return values | {
             "special_tokens": self.data.special_tokens.to_json(),
-            "data_order": "blocks" if has_blocks else "documents",  # the same for a small corpus with either flag
+            "data_order": "blocks"
+            if has_blocks
+            else "documents",  # the same for a small corpus with either flag
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
             "objective_packages": self.schedule.packages(),
@@ -224,7 +257,11 @@ class Plan:
             row = {name: values[name] for name in phase_identity(phase.settings) if name != "data"}
             row["data"] = data.fingerprint
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
-            if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
+            if (
+                rows
+                and not row["rampup_batch_size"]
+                and rows[-1] == row | {"last_step": rows[-1]["last_step"]}
+            ):
                 rows.pop()
             rows.append(row | {"last_step": phase.last_step})
         return rows

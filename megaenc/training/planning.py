@@ -37,10 +37,14 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
     prefixes = [prefix for data in data_configs for prefix in list_prefixes(data.data_path)]
-    for prefix in dict.fromkeys((*prefixes, *parse_valid_data_path(settings.output.valid_data_path).values())):
+    for prefix in dict.fromkeys(
+        (*prefixes, *parse_valid_data_path(settings.output.valid_data_path).values())
+    ):
         refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
-        raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name")
+        raise InputError(
+            "--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name"
+        )
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = read_vocabulary(tokenizer)
     rows = settings.shape.vocab_size
@@ -48,7 +52,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         raise InputError(
             f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
         )
-    schedule = Schedule.build(settings.schedule_text, settings.total_iters, vocabulary, settings.seed)
+    schedule = Schedule.build(
+        settings.schedule_text, settings.total_iters, vocabulary, settings.seed
+    )
     corpora: dict[str, Corpus] = {}
     opened = {
         data: RunData.open(
@@ -78,7 +84,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         earlier_data=tuple(by_phase[:-1]),
         validation_sets=validation_sets,
     )
-    objectives = schedule.initial_objectives() | schedule.final_objectives() | plan.validation_objectives
+    objectives = (
+        schedule.initial_objectives() | schedule.final_objectives() | plan.validation_objectives
+    )
     for objective in objectives.values():
         for data in opened.values():
             for sample in range(2):
@@ -93,9 +101,13 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
 def _check_named_device(output: OutputConfig) -> None:
     """Raise InputError for a `--gpu` that is unknown or that a run would ignore."""
     if output.gpu and not output.dry_run:
-        raise InputError("--gpu: found without --dry-run; a run takes the devices of its machines, so leave the flag out")
+        raise InputError(
+            "--gpu: found without --dry-run; a run takes the devices of its machines, so leave the flag out"
+        )
     if output.gpu and not peak_bf16_flops(output.gpu):
-        raise InputError(f"--gpu: found {output.gpu}, expected a device type such as h100 or mi250x, which `--help` lists")
+        raise InputError(
+            f"--gpu: found {output.gpu}, expected a device type such as h100 or mi250x, which `--help` lists"
+        )
 
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
@@ -104,7 +116,9 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
     fp8_format = settings.kernels.fp8_format
     if gpu:
         if fp8_format and not has_float8(gpu):
-            raise InputError(f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag out")
+            raise InputError(
+                f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag out"
+            )
         return
     settings.layout.check_device()
     if settings.has_auto_micro_batches and backend.is_cpu:
@@ -114,7 +128,10 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
 
 
 def _open_validation_sets(
-    settings: PretrainConfig, parts: Sequence[RunData], vocabulary: Vocabulary, opened: dict[str, Corpus]
+    settings: PretrainConfig,
+    parts: Sequence[RunData],
+    vocabulary: Vocabulary,
+    opened: dict[str, Corpus],
 ) -> tuple[ValidationSet, ...]:
     """Open the corpora of --valid-data-path that are not in `opened`, none if validation is turned off. Raises InputError."""
     if not settings.eval_every:
@@ -136,7 +153,9 @@ def _open_validation_sets(
     return tuple(validation_sets)
 
 
-def _check_special_tokens(parts: Sequence[RunData], validation_sets: Sequence[ValidationSet]) -> None:
+def _check_special_tokens(
+    parts: Sequence[RunData], validation_sets: Sequence[ValidationSet]
+) -> None:
     """Raise InputError for corpora with different special tokens.
 
     Prints those of corpora that do not record them.
@@ -145,14 +164,20 @@ def _check_special_tokens(parts: Sequence[RunData], validation_sets: Sequence[Va
     for data in parts:
         check_same_special_tokens(*first, data.corpora[0].prefix, data.special_tokens)
     for held_out in validation_sets:
-        check_same_special_tokens(*first, held_out.corpus.prefix, held_out.special_tokens, "--valid-data-path")
-    corpora = [corpus for data in parts for corpus in data.corpora] + [held_out.corpus for held_out in validation_sets]
+        check_same_special_tokens(
+            *first, held_out.corpus.prefix, held_out.special_tokens, "--valid-data-path"
+        )
+    corpora = [corpus for data in parts for corpus in data.corpora] + [
+        held_out.corpus for held_out in validation_sets
+    ]
     prefixes = dict.fromkeys(corpus.prefix for corpus in corpora if not corpus.metadata)
     mode = f"--special-tokens {parts[0].special_tokens.mode}"
     for prefix in list(prefixes)[:_NAMED_CORPORA]:
         print_rank_0(f"{prefix}: records no special tokens; by its documents {mode}")
     if len(prefixes) > _NAMED_CORPORA:
-        print_rank_0(f"{len(prefixes) - _NAMED_CORPORA:,} more corpora record no special tokens; by their documents {mode}")
+        print_rank_0(
+            f"{len(prefixes) - _NAMED_CORPORA:,} more corpora record no special tokens; by their documents {mode}"
+        )
 
 
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
@@ -167,7 +192,9 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     from megaenc.data.demo import DemoPaths, ensure_demo, find_demo_parts
 
     folder = Path("demo")
-    parts = find_demo_parts([word for data_path in given for _, word in parse_data_path(data_path)], folder)
+    parts = find_demo_parts(
+        [word for data_path in given for _, word in parse_data_path(data_path)], folder
+    )
     if parts is None and len(given) == len(data_configs):
         return data_configs, ""
     demo = DemoPaths.in_folder(folder)
@@ -184,4 +211,6 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
         )
     ensure_demo(folder, parts=parts)
     path = (str(demo.data_prefix),)
-    return [dataclasses.replace(data, data_path=data.data_path or path) for data in data_configs], str(demo.tokenizer)
+    return [
+        dataclasses.replace(data, data_path=data.data_path or path) for data in data_configs
+    ], str(demo.tokenizer)

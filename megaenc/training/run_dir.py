@@ -33,7 +33,11 @@ if TYPE_CHECKING:  # readers of a run directory import this module without torch
 
 _PATIENCE = 120.0  # seconds; a network file system releases the locks of a lost machine after a minute or two
 CONFIG_FILE, RUN_FILE, TOKENIZER_DIR = "config.yaml", "run.json", "tokenizer"
-METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
+METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = (
+    "metrics.jsonl",
+    "validation.jsonl",
+    "stragglers.jsonl",
+)
 STACKS_DIR = "stacks"
 """Directory of the stacks of a hang, possibly of one before the run began."""
 
@@ -67,7 +71,12 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._resources.__exit__(kind, error, trace)
 
     def begin(self, plan: "Plan", kernels: dict[str, Any], step: int) -> None:
@@ -75,7 +84,14 @@ class RunDir:
 
         Rows after `step` are dropped before. Temporary files of a killed start are removed.
         """
-        files = (RUN_FILE, CONFIG_FILE, TOKENIZER_DIR, METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)
+        files = (
+            RUN_FILE,
+            CONFIG_FILE,
+            TOKENIZER_DIR,
+            METRICS_FILE,
+            VALIDATION_FILE,
+            STRAGGLERS_FILE,
+        )
         for stale in find_stale_temp_files(*(self.path / name for name in files)):
             remove_path(stale)
         self.drop_rows_after(step)
@@ -91,11 +107,16 @@ class RunDir:
             for name, value in flags.flatten(plan.settings).items()
             if name != "config" and (value is not None or preset.get(name) is not None)
         }
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
         if values["phases"]:
             del values["objective_schedule"]
             values["phases"] = [yaml.safe_load(text) for text in values["phases"]]
-        with contextlib.ExitStack() as stack:  # whose contexts end, and give the names, in reverse order
+        with (
+            contextlib.ExitStack() as stack
+        ):  # whose contexts end, and give the names, in reverse order
             if not (self.path / TOKENIZER_DIR).exists():
                 folder = stack.enter_context(atomic_dir(self.path / TOKENIZER_DIR))
                 plan.tokenizer.save_pretrained(folder)
@@ -103,14 +124,19 @@ class RunDir:
             config_file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
             # Named first, because it marks the directory as a run.
             [run_file] = stack.enter_context(atomic_files(self.path / RUN_FILE))
-            run_file.write_text(json.dumps(plan.run_metadata | {"kernels": kernels}, indent=1), encoding="utf-8")
+            run_file.write_text(
+                json.dumps(plan.run_metadata | {"kernels": kernels}, indent=1), encoding="utf-8"
+            )
 
     def drop_rows_after(self, step: int) -> None:
         """Delete rows after `step`, and a cut-off last row, from metrics.jsonl, validation.jsonl and stragglers.jsonl.
 
         InputError, naming the line, for an invalid row before one up to `step`.
         """
-        rows = {file: _read_rows(self.path / file, step) for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)}
+        rows = {
+            file: _read_rows(self.path / file, step)
+            for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)
+        }
         for file, lines in rows.items():
             if lines is not None:
                 with convert_write_errors(self.path / file):
@@ -119,7 +145,10 @@ class RunDir:
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
         """Append `row` as a JSON line to the metrics file `file`, null for NaN and infinity; LocalInputError if it fails."""
-        row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        row = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
         with convert_write_errors(self.path / file, kind=LocalInputError):
             self.lock.check()
             with open(self.path / file, "a", encoding="utf-8") as stream:
@@ -146,9 +175,15 @@ def _read_rows(file: Path, step: int) -> list[str] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; expected a file of JSON lines written by a run") from None
+        raise InputError(
+            f"{file}: {error.strerror}; expected a file of JSON lines written by a run"
+        ) from None
     steps = [_row_step(line) for line in lines]
-    numbers = [number for number, line_step in enumerate(steps) if line_step is not None and line_step <= step]
+    numbers = [
+        number
+        for number, line_step in enumerate(steps)
+        if line_step is not None and line_step <= step
+    ]
     invalid = steps.index(None) if None in steps else len(lines)
     if numbers and invalid < numbers[-1]:
         raise InputError(
@@ -173,7 +208,9 @@ def _check_contents(path: Path, plan: "Plan") -> None:
         _check_same_run(path, plan)
         return
     names = sorted(file.name for file in path.iterdir())
-    other_files = [name for name in names if name not in (LOCK_FILE, STACKS_DIR) and not name.endswith(".tmp")]
+    other_files = [
+        name for name in names if name not in (LOCK_FILE, STACKS_DIR) and not name.endswith(".tmp")
+    ]
     if other_files:
         raise InputError(
             f"--save {path}: not a run directory: holds {other_files[0]} but no {RUN_FILE}; give a new or empty directory"
@@ -185,11 +222,17 @@ def _check_same_run(path: Path, plan: "Plan") -> None:
     metadata, _ = read_run_metadata(path / RUN_FILE)
     rewinds = metadata.get("rewinds", [])
     if not isinstance(rewinds, list):
-        raise InputError(f"{path / RUN_FILE}: field `rewinds`: found no list; expected a file written by a run")
+        raise InputError(
+            f"{path / RUN_FILE}: field `rewinds`: found no list; expected a file written by a run"
+        )
     if mismatch := describe_difference(metadata["identity"], plan.identity):
-        raise InputError(f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory")
+        raise InputError(
+            f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory"
+        )
     if tuple(rewinds) != plan.rewinds:  # by the previous holder of the lock
-        raise InputError(f"--save {path}: the run rewound at a loss spike while this command was starting; give it again")
+        raise InputError(
+            f"--save {path}: the run rewound at a loss spike while this command was starting; give it again"
+        )
 
 
 def describe_difference(
@@ -202,6 +245,8 @@ def describe_difference(
     for name in dict.fromkeys((*current, *recorded)):
         values = recorded.get(name), current.get(name)
         if values[0] != values[1]:
-            recorded_text, current_text = (truncate_text("not given" if value is None else str(value), 60) for value in values)
+            recorded_text, current_text = (
+                truncate_text("not given" if value is None else str(value), 60) for value in values
+            )
             return f"{name} is {recorded_text} {names[0]}, {current_text} {names[1]}"
     return None

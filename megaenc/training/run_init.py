@@ -80,8 +80,14 @@ class RunInit:
         """Return console text such as `from new weights`, or `as a branch of runs/a at step 15`, for the starting point."""
         if self.kind == "branch":
             return f"as a branch of {self.run} at step {self.at:,}"
-        text = f"from the weights of {self.run} at step {self.at:,} with a new optimizer" if self.run else "from new weights"
-        return text + (f", {self.skip_samples:,} samples into the data" if self.skip_samples else "")
+        text = (
+            f"from the weights of {self.run} at step {self.at:,} with a new optimizer"
+            if self.run
+            else "from new weights"
+        )
+        return text + (
+            f", {self.skip_samples:,} samples into the data" if self.skip_samples else ""
+        )
 
 
 NEW_WEIGHTS = RunInit()
@@ -100,7 +106,9 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
     number = metadata.get("format")
     if type(number) is not int or number != RUN_FORMAT:
         text = "none" if number is None else truncate_text(str(number), 40)
-        remedy = "resume, branch and export it with that version, or begin anew in another directory"
+        remedy = (
+            "resume, branch and export it with that version, or begin anew in another directory"
+        )
         raise InputError(
             f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of megaenc wrote this run: {remedy}"
         )
@@ -118,7 +126,9 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
     except (TypeError, ValueError) as error:
         raise InputError(f"{file}: field `start`: {error}; {expected}") from None
     for part in (start, *before):
-        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
+        plain = {
+            name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)
+        }
         flags.replace_fields(part, plain, source=f"{file}: start")  # checks the type of each field
     return metadata, start
 

@@ -46,13 +46,17 @@ class RunLock(FileLock):
                 )
             if time.monotonic() >= next_message:
                 next_message = deadline
-                print_rank_0(f"--save {self.folder}: another process holds its lock; waiting up to {patience:.0f} s")
+                print_rank_0(
+                    f"--save {self.folder}: another process holds its lock; waiting up to {patience:.0f} s"
+                )
             time.sleep(0.1)
 
     def acquire(self) -> bool:
         """Create directory and lock file if missing; return, without waiting, whether the lock was acquired; or OSError."""
         for _ in range(_ACQUIRE_ATTEMPTS):
-            with contextlib.suppress(FileNotFoundError):  # another process is removing the directories
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process is removing the directories
                 if not self.folder.exists():
                     self.folder.mkdir(parents=True, exist_ok=True)
                 return super().acquire()

@@ -20,7 +20,11 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     """
     texts = plan.settings.data.skip_packs
     start = plan.start
-    recorded, rewinds = _read_recorded_skips(Path(plan.settings.output.save)) if plan.settings.output.save else (None, ())
+    recorded, rewinds = (
+        _read_recorded_skips(Path(plan.settings.output.save))
+        if plan.settings.output.save
+        else (None, ())
+    )
     parents = SkippedPacks.parse(start.skip_packs)
     inherited = parents if recorded is None else recorded
     # With the ranges of rewinds, so that the same command resumes the run after one.
@@ -31,7 +35,10 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     step = 0 if recorded is None or recorded == skipped else _newest_compatible_step(plan, recorded)
     if step and not recorded.reads_same(skipped, start.skip_samples, plan.samples_read(step)):
         raise _difference_error(
-            f"--save {plan.settings.output.save} holds a different run", f"its step {step}", recorded, skipped
+            f"--save {plan.settings.output.save} holds a different run",
+            f"its step {step}",
+            recorded,
+            skipped,
         )
     return skipped, rewinds
 
@@ -39,10 +46,14 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
     """Return whether the checkpoint with the state.json `state` skipped the same packs, up to its step, as `plan` does."""
     checkpoint_skips = SkippedPacks.parse(state.get("skip_packs", ()))
-    return checkpoint_skips.reads_same(plan.skipped, plan.start.skip_samples, plan.samples_read(state["step"]))
+    return checkpoint_skips.reads_same(
+        plan.skipped, plan.start.skip_samples, plan.samples_read(state["step"])
+    )
 
 
-def _difference_error(source: str, reader: str, recorded: SkippedPacks, skipped: SkippedPacks) -> InputError:
+def _difference_error(
+    source: str, reader: str, recorded: SkippedPacks, skipped: SkippedPacks
+) -> InputError:
     """Return the InputError that `source` recorded other packs than `skipped` among those that `reader` has read."""
     texts = [" ".join(packs.texts) or "not given" for packs in (recorded, skipped)]
     return InputError(
@@ -55,7 +66,9 @@ def _read_recorded_skips(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...
     """Return skipped packs and rewinds in the run.json of `run`; (None, ()) if it is missing or invalid."""
     try:
         metadata = read_json_object(run / RUN_FILE)
-        return SkippedPacks.parse(metadata.get("skip_packs", ())), tuple(metadata.get("rewinds", ()))
+        return SkippedPacks.parse(metadata.get("skip_packs", ())), tuple(
+            metadata.get("rewinds", ())
+        )
     except (InputError, TypeError):
         return None, ()
 
@@ -78,7 +91,9 @@ def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) ->
     """
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(checkpoint_steps, default=0)) + 1
-    packs = SkippedPacks.from_ranges([(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))])
+    packs = SkippedPacks.from_ranges(
+        [(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))]
+    )
     rewound_plan = plan.with_skipped(plan.skipped | packs, (*plan.rewinds, *packs.texts))
     rewound_plan.check_supply()
     return rewound_plan

@@ -42,18 +42,26 @@ class SkippedPacks:
         for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():
             match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
             if not match or int(match[2] or match[1]) < int(match[1]):
-                raise InputError(f"--skip-packs {text}: expected the number of a pack (1300) or a range of numbers (1200-1215)")
+                raise InputError(
+                    f"--skip-packs {text}: expected the number of a pack (1300) or a range of numbers (1200-1215)"
+                )
             ranges.append((int(match[1]), int(match[2] or match[1])))
         return cls.from_ranges(ranges)
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the ranges as values of `--skip-packs`, such as ("1200-1215", "1300"); () without ranges."""
-        return tuple(f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges)
+        return tuple(
+            f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges
+        )
 
     def format_short(self, separator: str = " ") -> str:
         """Return the ranges as one text such as `1200-1215 1300`, joined by `separator`; `...` stands for those beyond 8."""
-        return separator.join(self.texts if len(self.texts) <= _MAX_LISTED_RANGES else (*self.texts[:_MAX_LISTED_RANGES], "..."))
+        return separator.join(
+            self.texts
+            if len(self.texts) <= _MAX_LISTED_RANGES
+            else (*self.texts[:_MAX_LISTED_RANGES], "...")
+        )
 
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.from_ranges(self.ranges + other.ranges)
@@ -78,7 +86,11 @@ class SkippedPacks:
 
     def describe(self) -> str:
         """Return the end of a console line such as `; 17 packs left out: 1200-1215 1300`; empty text without ranges."""
-        return f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: {self.format_short()}" if self.ranges else ""
+        return (
+            f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: {self.format_short()}"
+            if self.ranges
+            else ""
+        )
 
     @property
     def pack_count(self) -> int:

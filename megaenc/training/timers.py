@@ -54,7 +54,11 @@ class StepTimers:
     def seconds(self) -> dict[str, float]:
         """Return wall-clock seconds by part; forward_backward is without data."""
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
-        return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
+        return {
+            DATA: self.wall[DATA],
+            FORWARD_BACKWARD: forward_backward,
+            OPTIMIZER: self.wall[OPTIMIZER],
+        }
 
 
 def memory_usage(backend: Backend) -> dict[str, float]:

@@ -20,7 +20,11 @@ from megaenc.training.callbacks.stragglers import StragglerDetector
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
-from megaenc.training.distributed.collectives import abort_all_on_error, broadcast_call, check_same_plan
+from megaenc.training.distributed.collectives import (
+    abort_all_on_error,
+    broadcast_call,
+    check_same_plan,
+)
 from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.nonfinite import report_skipped_step
 from megaenc.training.distributed.signals import SignalHandler
@@ -74,7 +78,9 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
             opened: list[RunDir] = []
             run_dir = None
             if save:
-                broadcast_call(lambda: opened.append(RunDir(save, plan)))  # all ranks raise its InputError
+                broadcast_call(
+                    lambda: opened.append(RunDir(save, plan))
+                )  # all ranks raise its InputError
                 run_dir = stack.enter_context(opened[0]) if opened else None
                 checkpoints = CheckpointManager(
                     save / "checkpoints",
@@ -85,7 +91,9 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                 )
             stack.enter_context(watchdog)
             # Entered last: waiting for the run directory does not count towards the run's duration.
-            signals = stack.enter_context(SignalHandler(output.exit_duration_in_mins, checkpoints is not None))
+            signals = stack.enter_context(
+                SignalHandler(output.exit_duration_in_mins, checkpoints is not None)
+            )
             run = RunContext(backend, watchdog, signals, checkpoints, run_dir)
             outcome = train_until_exit(plan, run)
             while outcome.rewound_plan:
@@ -131,14 +139,21 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
             if checkpoints and checkpoints.is_saving:
                 with trainer.pause_timers.measure(SAVE):
                     checkpoints.finish_save(block=False)
-            if is_last or must_exit or _is_due(step, output.save_interval) or step in output.save_steps:
+            if (
+                is_last
+                or must_exit
+                or _is_due(step, output.save_interval)
+                or step in output.save_steps
+            ):
                 trainer.save(step, block=is_last or must_exit or not output.async_save)
             if must_exit:
                 break
         run.watchdog.beat("end", step)
     if rewound_plan:
         return Outcome(rewound_plan=rewound_plan)
-    print_rank_0(format_run_footer(step, total, report.result.metrics.loss, output.save, stop_reason))
+    print_rank_0(
+        format_run_footer(step, total, report.result.metrics.loss, output.save, stop_reason)
+    )
     run.signals.wait_for_launcher()
     return Outcome(is_stopped=bool(signal_reason) and not is_last)
 
@@ -180,7 +195,11 @@ class Trainer:
             run.checkpoints.load(self.engine, self.start_step)
         state = saved_state or _load_initial_state(self.engine, plan.start)
         self._losses = RecentLosses(state.get("losses"))
-        print_rank_0(format_run_header(plan, run.backend, kernels, resumed=self.start_step if saved_state else 0))
+        print_rank_0(
+            format_run_header(
+                plan, run.backend, kernels, resumed=self.start_step if saved_state else 0
+            )
+        )
         self._validator: Validator | None = None
         last_step = self.start_step if saved_state else -1
         if run.checkpoints:
@@ -216,7 +235,9 @@ class Trainer:
         for callback in self.callbacks:
             callback.before_step(step)
         start = perf_counter()
-        result = self.engine.train_step(step, self._run.signals.votes, partial(self._before_optimizer, step))
+        result = self.engine.train_step(
+            step, self._run.signals.votes, partial(self._before_optimizer, step)
+        )
         seconds = perf_counter() - start
         metrics = result.metrics
         deviations = self._losses.add(step, plan.schedule.text_at(step), metrics.loss)
@@ -258,7 +279,9 @@ class Trainer:
         checkpoints = self._run.checkpoints
         self.watchdog.beat("rewind", step)
         checkpoints.finish_save()
-        checkpoint_steps = broadcast_call(lambda: [at for at in checkpoints.compatible_steps(self.plan) if at < step])
+        checkpoint_steps = broadcast_call(
+            lambda: [at for at in checkpoints.compatible_steps(self.plan) if at < step]
+        )
         try:
             plan = plan_after_rewind(self.plan, step, checkpoint_steps)
         except InputError as error:
@@ -280,7 +303,9 @@ class Trainer:
         if not self._validator.parts:
             return
         with self.pause_timers.measure(EVALUATION):
-            scores = self._validator(self.engine, before_pass=partial(self._before_validation, step))
+            scores = self._validator(
+                self.engine, before_pass=partial(self._before_validation, step)
+            )
         for callback in self.callbacks:
             callback.after_validation(step, scores)
 
@@ -296,7 +321,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.before_save(step)
             checkpoints.finish_save()
-            checkpoints.save(self.engine, step, self.progress | {"losses": dict(self._losses.state)}, block)
+            checkpoints.save(
+                self.engine, step, self.progress | {"losses": dict(self._losses.state)}, block
+            )
         for callback in self.callbacks:
             callback.after_save(step)
 
@@ -312,12 +339,18 @@ def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
     try:
         saved_state = parent.verify(start.at)
     except DamagedCheckpointError as damage:
-        raise InputError(f"{damage}; choose another checkpoint of {start.run} (--branch-at or --init-at)") from None
+        raise InputError(
+            f"{damage}; choose another checkpoint of {start.run} (--branch-at or --init-at)"
+        ) from None
     if identity_digest(saved_state["identity"]) != start.parent:
-        raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than {start.run}; choose another")
+        raise InputError(
+            f"{parent.path(start.at)} is a checkpoint of a different run than {start.run}; choose another"
+        )
     if start.kind == "branch":
         if not saw_same_data(engine.plan, saved_state):
-            raise InputError(f"{parent.path(start.at)} was replaced by one trained on other packs; give the same command again")
+            raise InputError(
+                f"{parent.path(start.at)} was replaced by one trained on other packs; give the same command again"
+            )
         parent.load(engine, start.at)
         return saved_state
     parent.load_weights(engine, start.at)

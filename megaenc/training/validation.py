@@ -32,9 +32,12 @@ class Validator:
         for name, packs in plan.validation_packs(step).items():
             samples = self._count_named_samples(packs) if name else self._count_own_samples(packs)
             most_frequent = {
-                text: _compute_most_frequent_share(objective, packs, samples) for text, objective in self.objectives.items()
+                text: _compute_most_frequent_share(objective, packs, samples)
+                for text, objective in self.objectives.items()
             }
-            self.parts.append(ValidationPart(name, packs, samples, TokenGroups.from_packs(packs), most_frequent))
+            self.parts.append(
+                ValidationPart(name, packs, samples, TokenGroups.from_packs(packs), most_frequent)
+            )
         # What the tokens of the validation depend on.
         data = self.phase.settings.data
         texts = [held_out.identity for held_out in plan.validation_sets]
@@ -48,7 +51,9 @@ class Validator:
         No token is read twice, unless the text is smaller than one batch.
         """
         batch_size = self.phase.settings.global_batch_size
-        samples = batch_size * max(1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size))
+        samples = batch_size * max(
+            1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size)
+        )
         return samples if packs.samples is None else min(samples, packs.samples)
 
     def _count_named_samples(self, packs: BlendedDataset) -> int:
@@ -59,11 +64,15 @@ class Validator:
         There is at least one pack, which repeats the text of a set that is smaller.
         """
         first = self.plan.settings.phase_configs[0].settings
-        tokens = self.plan.settings.output.eval_iters * first.global_batch_size * first.data.seq_length
+        tokens = (
+            self.plan.settings.output.eval_iters * first.global_batch_size * first.data.seq_length
+        )
         [dataset] = packs.datasets
         return max(1, min(tokens, dataset.tokens_per_epoch) // packs.seq_length)
 
-    def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def __call__(
+        self, engine: Engine, before_pass: Callable[[], object] = lambda: None
+    ) -> dict[str, Any]:
         """Return `held_out`, a digest of the text, and scores by `objectives`.
 
         The scores are loss, accuracy and most_frequent.
@@ -102,17 +111,27 @@ class ValidationPart:
     ) -> dict[str, float | dict[str, float] | None]:
         """Return the scores of `engine` under the objective `text`, see `Validator`."""
         metrics = BatchSums()
-        for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
+        for number, part in enumerate(
+            objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)
+        ):
             if number:
                 before_pass()
             metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
-        scores = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
+        scores = {
+            "loss": metrics.loss,
+            "accuracy": metrics.accuracy,
+            "most_frequent": self.most_frequent[text],
+        }
         if isinstance(objective, PseudoPerplexity):
-            scores["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
+            scores["perplexity"] = (
+                None if metrics.loss is None else compute_perplexity(metrics.loss)
+            )
         return scores | self.groups.mean_losses(metrics.group_sums)
 
 
-def _compute_most_frequent_share(objective: Objective, packs: BlendedDataset, samples: int) -> float | None:
+def _compute_most_frequent_share(
+    objective: Objective, packs: BlendedDataset, samples: int
+) -> float | None:
     """Return the share of the most frequent label; None without labels.
 
     It is counted over the first `samples` packs.

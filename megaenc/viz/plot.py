@@ -85,7 +85,9 @@ class PlottedPhase:
         return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
-def split_phases(steps: list[Row], against: Against = "step", start_progress: Row | None = None) -> list[PlottedPhase]:
+def split_phases(
+    steps: list[Row], against: Against = "step", start_progress: Row | None = None
+) -> list[PlottedPhase]:
     """Return a PlottedPhase per objective and section (a phase, or short ones in a row) of metrics.jsonl's rows, `steps`.
 
     Neighbouring phases shorter than a fiftieth of the steps, as in an alternation, form one section. `start_progress`: progress
@@ -109,8 +111,13 @@ def split_phases(steps: list[Row], against: Against = "step", start_progress: Ro
         top = 1.0
         for objective in dict.fromkeys(row["objective"] for row in stretch):
             rows = [row for row in stretch if row["objective"] == objective]
-            scored = [row for row in rows if row["loss"] is not None]  # a batch without targets has no loss
-            x, loss = (np.array([row[name] for row in scored], dtype=np.float64) for name in (against, "loss"))
+            scored = [
+                row for row in rows if row["loss"] is not None
+            ]  # a batch without targets has no loss
+            x, loss = (
+                np.array([row[name] for row in scored], dtype=np.float64)
+                for name in (against, "loss")
+            )
             share = len(rows) / len(stretch)
             phases.append(PlottedPhase(objective, start, stretch[-1][against], x, loss, share, top))
             top = max(top - share, 0.0)
@@ -120,7 +127,11 @@ def split_phases(steps: list[Row], against: Against = "step", start_progress: Ro
 
 @without_math_text
 def draw_run(
-    steps: list[Row], validation_rows: list[Row], title: str, against: Against = "step", start_progress: Row | None = None
+    steps: list[Row],
+    validation_rows: list[Row],
+    title: str,
+    against: Against = "step",
+    start_progress: Row | None = None,
 ) -> Any:
     """Return a matplotlib Figure of one run: training loss by phase and held-out losses above the learning rate.
 
@@ -136,7 +147,11 @@ def draw_run(
     first = phases[0].start
     last = phases[-1].end
 
-    is_by_position = any("by_position" in result for row in validation_rows[-1:] for result in row["objectives"].values())
+    is_by_position = any(
+        "by_position" in result
+        for row in validation_rows[-1:]
+        for result in row["objectives"].values()
+    )
     is_blend = bool(_find_corpus_losses(validation_rows)[1])
     count = is_by_position + is_blend
     figure = Figure(figsize=(9, 5.4 + 2.2 * count), dpi=150, layout="constrained")
@@ -151,12 +166,17 @@ def draw_run(
         colour, _ = style[phase.objective]
         bottom = max(phase.top - phase.share, 0.0)
         for panel in (loss, rate):
-            panel.axvspan(phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0)
+            panel.axvspan(
+                phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0
+            )
     _draw_losses(loss, phases, validations, style)
     _draw_rate(rate, steps, against)
     if against == "step" and steps[-1]["tokens"] and last:
         tokens_a_step = steps[-1]["tokens"] / last
-        above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
+        above = loss.secondary_xaxis(
+            "top",
+            functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step),
+        )
         format_count_ticks(above.xaxis)
         above.set_xlabel("tokens")
     elif against != "step":
@@ -168,7 +188,12 @@ def draw_run(
     return figure
 
 
-def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCurves, style: dict[str, tuple[str, str]]) -> None:
+def _draw_losses(
+    panel: Any,
+    phases: list[PlottedPhase],
+    validations: HeldOutCurves,
+    style: dict[str, tuple[str, str]],
+) -> None:
     """Draw the training loss of each phase and the held-out losses, with a legend."""
     from matplotlib.lines import Line2D
 
@@ -177,12 +202,22 @@ def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCur
     for phase in phases:
         colour, _ = style[phase.objective]
         panel.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
-        panel.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
-        if (phase.end - phase.start) / width >= _LETTER * len(phase.objective):  # else the label would overlap its neighbours
+        panel.plot(
+            phase.x,
+            phase.smoothed,
+            color=colour,
+            linewidth=1.8,
+            marker="." if len(phase.x) == 1 else None,
+        )
+        if (phase.end - phase.start) / width >= _LETTER * len(
+            phase.objective
+        ):  # else the label would overlap its neighbours
             labelled.add(phase.objective)
             place = {"transform": panel.get_xaxis_transform(), "ha": "center", "va": "top"}
             middle = (phase.start + phase.end) / 2
-            panel.text(middle, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
+            panel.text(
+                middle, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place
+            )
     for objective, (x, losses) in validations.items():
         colour, marker = style[objective]
         panel.plot(
@@ -194,8 +229,12 @@ def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCur
         Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
         *panel.get_legend_handles_labels()[0],
     ]
-    for objective in dict.fromkeys(phase.objective for phase in phases if phase.objective not in labelled):
-        handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
+    for objective in dict.fromkeys(
+        phase.objective for phase in phases if phase.objective not in labelled
+    ):
+        handles.append(
+            Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective)
+        )
     panel.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     panel.set_ylabel("loss (nats a predicted token)")
     panel.margins(y=0.12)
@@ -203,7 +242,12 @@ def _draw_losses(panel: Any, phases: list[PlottedPhase], validations: HeldOutCur
 
 def _draw_rate(panel: Any, steps: list[Row], against: Against) -> None:
     """Draw the learning rate of the logged steps."""
-    panel.plot([row[against] for row in steps], [row["learning_rate"] for row in steps], color=GREY, linewidth=1.4)
+    panel.plot(
+        [row[against] for row in steps],
+        [row["learning_rate"] for row in steps],
+        color=GREY,
+        linewidth=1.4,
+    )
     peak = max(row["learning_rate"] for row in steps)
     if peak:
         panel.set_yticks([0, peak], ["0", f"{peak:g}"])
@@ -221,7 +265,9 @@ def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
     names = [name for name, result in objectives.items() if result.get("by_corpus")]
     if not names:
         return "", []
-    return names[-1], [row for row in validation_rows if row["objectives"].get(names[-1], {}).get("by_corpus")]
+    return names[-1], [
+        row for row in validation_rows if row["objectives"].get(names[-1], {}).get("by_corpus")
+    ]
 
 
 def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> None:
@@ -232,11 +278,23 @@ def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> N
     objective, rows = _find_corpus_losses(validation_rows)
     prefixes = list(rows[-1]["objectives"][objective]["by_corpus"])
     for prefix, (colour, marker) in assign_styles(prefixes).items():
-        losses = np.array([row["objectives"][objective]["by_corpus"].get(prefix) for row in rows], dtype=np.float64)
+        losses = np.array(
+            [row["objectives"][objective]["by_corpus"].get(prefix) for row in rows],
+            dtype=np.float64,
+        )
         x = [row[against] for row in rows]
         name = Path(prefix).name.removesuffix("_document")
         first = losses[np.isfinite(losses)][:1]  # empty without a loss
-        panel.plot(x, losses - first.sum(), **HELD_OUT, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
+        panel.plot(
+            x,
+            losses - first.sum(),
+            **HELD_OUT,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            linewidth=1.2,
+            label=name,
+        )
     panel.axhline(0, color=GREY, linewidth=0.8)
     panel.legend(**LEGEND, loc="best", title=f"held out, {objective}", title_fontsize=8)
     panel.set_xlabel(AXIS_LABELS[against])
@@ -249,9 +307,19 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
     """Draw the held-out losses by position in the document of one validation, a line per objective."""
     for objective, result in validation["objectives"].items():
         if losses := result.get("by_position"):
-            colour, marker = style.get(objective, (GREY, "o"))  # grey: without a loss over all positions
+            colour, marker = style.get(
+                objective, (GREY, "o")
+            )  # grey: without a loss over all positions
             values = np.array(list(losses.values()), dtype=np.float64)
-            panel.plot(list(losses), values, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linewidth=1.2)
+            panel.plot(
+                list(losses),
+                values,
+                **HELD_OUT,
+                color=colour,
+                marker=marker,
+                markersize=4.5,
+                linewidth=1.2,
+            )
     panel.set_xlabel(f"position in the document, at step {validation['step']:,}")
     panel.set_ylabel("held-out\nloss")
     panel.margins(y=0.12)
@@ -268,7 +336,10 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
     names = []
     while len(set(names)) < len(paths):
         count += 1
-        names = [os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace") for path in paths]
+        names = [
+            os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace")
+            for path in paths
+        ]
     return dict(zip(names, map(Path, runs), strict=True))
 
 
@@ -284,10 +355,16 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     merged = {name: _merge_shifts(each) for name, each in curves.items()}
     curves, shifts = ({name: each[part] for name, each in merged.items()} for part in (0, 1))
     objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
-    shared = [objective for objective in objectives if all(objective in each for each in curves.values())]
+    shared = [
+        objective for objective in objectives if all(objective in each for each in curves.values())
+    ]
     if not shared:
-        objectives_by_run = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
-        raise InputError(f"no objective that all runs were validated under: {objectives_by_run}; expected one in common")
+        objectives_by_run = "; ".join(
+            f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items()
+        )
+        raise InputError(
+            f"no objective that all runs were validated under: {objectives_by_run}; expected one in common"
+        )
     style = assign_styles(list(curves))
     columns = min(3, len(shared))
     rows = -(-len(shared) // columns)
@@ -318,9 +395,15 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     for panel in panels[len(shared) :]:  # unused panels of the last row
         panel.set_visible(False)
     summary = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
-    runs_without = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
+    runs_without = {
+        name: [run for run in curves if name not in curves[run]]
+        for name in objectives
+        if name not in shared
+    }
     left_out = [f"{name} ({', '.join(runs)})" for name, runs in runs_without.items()]
-    return figure, summary + (f"; left out, as some runs lack it: {', '.join(left_out)}" if left_out else "")
+    return figure, summary + (
+        f"; left out, as some runs lack it: {', '.join(left_out)}" if left_out else ""
+    )
 
 
 def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]:
@@ -343,10 +426,14 @@ def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against 
     """Draw one run, or the held-out losses of several, to the image file `output`; return a line that describes it."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
-        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
+        raise InputError(
+            f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}"
+        )
     check_output_file(output, "--output")
     if not runs:
-        raise InputError("RUN: missing, expected one or more run directories (see megaenc plot --help)")
+        raise InputError(
+            "RUN: missing, expected one or more run directories (see megaenc plot --help)"
+        )
     with create_parent_with_rollback(output, "--output"):
         figure, summary = _draw_runs(runs, against)
         with atomic_files(output) as [temporary]:
@@ -359,10 +446,20 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
     if len(runs) == 1:
         run = runs[0]
         title = os.fsencode(run).decode("utf-8", "replace")
-        figure = draw_run(read_steps(run, against), read_validations(run, against), title, against, read_start_progress(run))
+        figure = draw_run(
+            read_steps(run, against),
+            read_validations(run, against),
+            title,
+            against,
+            read_start_progress(run),
+        )
         return figure, f"the loss of {title}"
-    held_out = {name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()}
-    figure, summary = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
+    held_out = {
+        name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()
+    }
+    figure, summary = draw_comparison(
+        {name: held_out_curves(rows, against) for name, rows in held_out.items()}, against
+    )
     if not _have_same_text(held_out.values()):
         flags_of_text = "data, --valid-data-path, --split, --seq-length, --eval-iters, --global-batch-size or phases"
         summary += f"; NOT on the same held-out text: {flags_of_text} differ"

@@ -116,7 +116,9 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     if rows or not required:
         return rows or []
     if rows is None:
-        raise InputError(f"{path}: no such file; expected the --save directory of a run with at least one step")
+        raise InputError(
+            f"{path}: no such file; expected the --save directory of a run with at least one step"
+        )
     raise InputError(f"{path}: contains no step yet, expected at least one")
 
 
@@ -129,7 +131,9 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the rows of `run`/validation.jsonl that have a result; `more` fields are required. InputError if none."""
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
-        raise InputError(f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)")
+        raise InputError(
+            f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)"
+        )
     return validations
 
 
@@ -211,7 +215,9 @@ def _read_rows(path: Path, kind: TypeAdapter[Any], needed: tuple[str, ...]) -> l
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         place = f"{path}:{number}"
         if len(line) > _LONGEST_ROW:
-            raise InputError(f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}")
+            raise InputError(
+                f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}"
+            )
         try:
             values = parse_json(line)
         except ValueError as error:

@@ -83,9 +83,14 @@ def summarise(run: str | Path) -> RunSummary:
     gains = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
-        if before is not None and None not in (*before.values(), *after.values()):  # else the held-out packs have no target
+        if before is not None and None not in (
+            *before.values(),
+            *after.values(),
+        ):  # else the held-out packs have no target
             pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
-            gains.append(HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after)))
+            gains.append(
+                HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after))
+            )
     return RunSummary(
         step=newest["step"],
         train_iters=facts["train_iters"],
@@ -116,7 +121,12 @@ def build_table(summary: RunSummary) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("held-out text", overflow="fold")
-    for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
+    for name in (
+        f"step {summary.first_validation}",
+        f"step {summary.last_validation:,}",
+        "most frequent token",
+        "after / that",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for one in summary.gains:
         table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
@@ -124,7 +134,10 @@ def build_table(summary: RunSummary) -> Any:
             table.add_row(f"  of {prefix}", *(f"{loss:.3f}" for loss in losses))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
         if is_pseudo_perplexity(one.objective):
-            table.add_row(f"{one.objective}: perplexity", *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss))
+            table.add_row(
+                f"{one.objective}: perplexity",
+                *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss),
+            )
         table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
     return table
 
@@ -137,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarise(config.run)
     print_tables([build_table(summary)], 120)
     if not summary.is_same_text:
-        print_rank_0("the two validations read different packs (text or length of their phases), which is a part of the change")
+        print_rank_0(
+            "the two validations read different packs (text or length of their phases), which is a part of the change"
+        )
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     planned = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"

@@ -38,7 +38,9 @@ def test_the_gradient_of_a_token_that_is_seen_often_is_summed_in_float32():
     from megatron.core.tensor_parallel import VocabParallelEmbedding
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, params_dtype=torch.bfloat16)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, params_dtype=torch.bfloat16
+    )
     embedding = VocabParallelEmbedding(10, 8, init_method=torch.nn.init.zeros_, config=config)
     numbers = torch.full((1, 2000), 3)
     numbers[0, ::50] = torch.arange(40) % 3
@@ -51,7 +53,9 @@ def test_the_gradient_of_a_token_that_is_seen_often_is_summed_in_float32():
 @pytest.mark.slow
 def test_importing_transformers_after_the_adapters_works():
     code = "from megaenc.backend import prepare_megatron; prepare_megatron(); from transformers import EuroBertModel"
-    subprocess.run([sys.executable, "-W", "error::UserWarning:megaenc", "-c", code], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:megaenc", "-c", code], check=True, timeout=120
+    )
 
 
 def test_adamw_is_torchs():
@@ -64,11 +68,16 @@ def test_adamw_is_torchs():
     here, there = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
     common = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     groups = [{"params": [p]} for p in here], [{"params": [p]} for p in there]
-    ours, torchs = GroupStepAdamW(groups[0], lr=1e-2, **common), torch.optim.AdamW(groups[1], lr=1e-2, foreach=False, **common)
+    ours, torchs = (
+        GroupStepAdamW(groups[0], lr=1e-2, **common),
+        torch.optim.AdamW(groups[1], lr=1e-2, foreach=False, **common),
+    )
     for step in range(5):
         for optimizer, parameters in ((ours, here), (torchs, there)):
             for parameter in parameters:
-                parameter.grad = torch.sin(parameter.detach() * (step + 1)) * (1000.0 + step if optimizer is ours else 1.0)
+                parameter.grad = torch.sin(parameter.detach() * (step + 1)) * (
+                    1000.0 + step if optimizer is ours else 1.0
+                )
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (step + 1)
             ours.grad_scale = 1000.0 + step
@@ -84,7 +93,9 @@ def test_gradient_norm_is_exact_for_large_matrices():
     """torch's own float32 norm on the host is 4e-4 off here."""
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-    gradients = [torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in (10_000_019, 7)]
+    gradients = [
+        torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in (10_000_019, 7)
+    ]
     exact = float(torch.cat(gradients).double().norm())
     norm = get_grad_norm_fp32(gradients, grad_stats_parallel_group=torch.distributed.group.WORLD)
     assert norm == pytest.approx(exact, rel=1e-6)

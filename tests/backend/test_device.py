@@ -11,7 +11,11 @@ from megaenc.backend.device import cpu_has_bf16, peak_bf16_flops
 
 def test_host_is_found_and_measured():
     backend = detect_backend()
-    assert (backend.name, backend.process_group, backend.device) == ("cpu", "gloo", torch.device("cpu"))
+    assert (backend.name, backend.process_group, backend.device) == (
+        "cpu",
+        "gloo",
+        torch.device("cpu"),
+    )
     assert backend.has_bf16 == cpu_has_bf16()
     assert backend.peak_flops(torch.float32) > 1e8
 
@@ -55,8 +59,12 @@ def test_bf16_is_the_default_where_the_processor_has_it(line, expected, tmp_path
     assert not cpu_has_bf16(str(tmp_path / "nothing"))
 
 
-@pytest.mark.parametrize(("on_this_node", "in_all", "threads"), [(1, 1, 8), (1, 2, 8), (4, 8, 2), (3, 3, 2)])
-def test_the_cores_of_a_node_are_shared_by_the_processes_on_it(on_this_node, in_all, threads, monkeypatch):
+@pytest.mark.parametrize(
+    ("on_this_node", "in_all", "threads"), [(1, 1, 8), (1, 2, 8), (4, 8, 2), (3, 3, 2)]
+)
+def test_the_cores_of_a_node_are_shared_by_the_processes_on_it(
+    on_this_node, in_all, threads, monkeypatch
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
     monkeypatch.setenv("WORLD_SIZE", str(in_all))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -71,10 +79,16 @@ def test_connections_are_limited_before_cuda_starts(monkeypatch):
     """torch.cuda.is_available starts CUDA, which reads the variable only then."""
     from megaenc.backend import device
 
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that the variable is removed at the end
+    monkeypatch.setenv(
+        "CUDA_DEVICE_MAX_CONNECTIONS", ""
+    )  # so that the variable is removed at the end
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     values = []
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: values.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    monkeypatch.setattr(
+        device.torch.cuda,
+        "is_available",
+        lambda: values.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")),
+    )
     assert device.detect_backend.__wrapped__().is_cpu and values == ["1"]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     device.detect_backend.__wrapped__()

@@ -22,7 +22,9 @@ print(kept, (pages() - before) / written)
 
 def looked(folder, **environment) -> tuple[bool, float]:
     (folder / "program.py").write_text(PROGRAM)
-    kept, pages = runs.script(folder / "program.py", [], fresh=True, environment=environment).stdout.split()
+    kept, pages = runs.script(
+        folder / "program.py", [], fresh=True, environment=environment
+    ).stdout.split()
     return kept == "True", float(pages)
 
 

@@ -27,8 +27,15 @@ def gradients(small_corpus, flags, prepare=lambda engine: None):
         [model] = engine.chunks
         weights = dict(model.named_parameters())
         return (
-            {name.split("module.")[-1]: weight.main_grad.clone() for name, weight in weights.items()},
-            {name.split("module.")[-1] for name, weight in weights.items() if weight.grad_added_to_main_grad},
+            {
+                name.split("module.")[-1]: weight.main_grad.clone()
+                for name, weight in weights.items()
+            },
+            {
+                name.split("module.")[-1]
+                for name, weight in weights.items()
+                if weight.grad_added_to_main_grad
+            },
         )
     finally:
         backend.destroy_distributed()
@@ -41,16 +48,26 @@ def add_afterwards(engine):
             module.gradient_accumulation_fusion = False
 
 
-@pytest.mark.parametrize("flags", [["--no-bf16"], ["--bf16"], ["--no-bf16", "--no-untie-embeddings-and-output-weights"]])
+@pytest.mark.parametrize(
+    "flags", [["--no-bf16"], ["--bf16"], ["--no-bf16", "--no-untie-embeddings-and-output-weights"]]
+)
 def test_the_sums_are_those_of_gradients_added_afterwards(flags, small_corpus):
-    (here, added), (there, never) = (gradients(small_corpus, flags, way) for way in (lambda engine: None, add_afterwards))
+    (here, added), (there, never) = (
+        gradients(small_corpus, flags, way) for way in (lambda engine: None, add_afterwards)
+    )
     matrices = {name for name in here if "linear" in name}
-    assert added == (matrices if "--no-untie-embeddings-and-output-weights" in flags else matrices | {"output_layer.weight"})
+    assert added == (
+        matrices
+        if "--no-untie-embeddings-and-output-weights" in flags
+        else matrices | {"output_layer.weight"}
+    )
     assert not never
     for name, gradient in here.items():
         difference = float((gradient - there[name]).norm() / there[name].norm())
         # In bfloat16 the host rounds each product as before; the head's is no longer rounded after its parts are added up.
-        assert difference <= (2e-3 if name == "output_layer.weight" and "--bf16" in flags else 1e-6), name
+        assert difference <= (
+            2e-3 if name == "output_layer.weight" and "--bf16" in flags else 1e-6
+        ), name
 
 
 def test_products_in_float32_are_exact_sums(small_corpus, monkeypatch):
@@ -63,7 +80,9 @@ def test_products_in_float32_are_exact_sums(small_corpus, monkeypatch):
     def accumulate(total, a, b, *, in_float32):
         """What addmm with `out_dtype` computes on an accelerator, noting the sum in float64."""
         if total is not None:
-            exact.setdefault(total.data_ptr(), torch.zeros(total.shape, dtype=torch.float64)).add_(a.double() @ b.double())
+            exact.setdefault(total.data_ptr(), torch.zeros(total.shape, dtype=torch.float64)).add_(
+                a.double() @ b.double()
+            )
         return total.addmm_(a.float(), b.float())
 
     buffers: dict[str, int] = {}
@@ -98,7 +117,10 @@ def test_the_check_at_the_start_tells_exact_sums_from_rounded_ones(one_process, 
     from megaenc.backend import main_grad
     from megaenc.model.kernels.selftest import LayerWidths, check_kernel
 
-    widths, plain = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128), copy.copy(main_grad.accumulate_matmul)
+    widths, plain = (
+        LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128),
+        copy.copy(main_grad.accumulate_matmul),
+    )
 
     def in_float32(total, a, b, *, in_float32):
         product = a.float() @ b.float()
@@ -106,6 +128,8 @@ def test_the_check_at_the_start_tells_exact_sums_from_rounded_ones(one_process, 
 
     monkeypatch.setattr(main_grad, "accumulate_matmul", in_float32)
     assert check_kernel("sum", torch.device("cpu"), torch.bfloat16, widths).passed
-    monkeypatch.setattr(main_grad, "accumulate_matmul", lambda *matrices, **_: plain(*matrices, in_float32=False))
+    monkeypatch.setattr(
+        main_grad, "accumulate_matmul", lambda *matrices, **_: plain(*matrices, in_float32=False)
+    )
     verdict = check_kernel("sum", torch.device("cpu"), torch.bfloat16, widths)
     assert verdict.available and verdict.reason.startswith("a sum of products is off by")

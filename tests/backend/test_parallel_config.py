@@ -46,7 +46,10 @@ def test_interleaved_parts_are_dealt_out_in_turns():
     layout = ParallelConfig(1, 4, num_layers_per_virtual_pipeline_stage=2)
     assert layout.layers_per_chunk(24) == (2,) * 12
     assert layout.chunks_per_stage(24) == 3
-    assert layout.describe(24, 8) == "TP 1, PP 4 (layers 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2), DP 2"
+    assert (
+        layout.describe(24, 8)
+        == "TP 1, PP 4 (layers 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2), DP 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,14 @@ def test_what_cannot_be_cut_is_refused(layers, stages, options, complaint):
 
 
 @pytest.mark.parametrize(
-    ("layout", "has_layers"), [("", True), ("Et*2|t*2L", True), ("E|t*4|L", False), ("E|(t|)*3L", False), ("Et|(t|t)*2L", True)]
+    ("layout", "has_layers"),
+    [
+        ("", True),
+        ("Et*2|t*2L", True),
+        ("E|t*4|L", False),
+        ("E|(t|)*3L", False),
+        ("Et|(t|t)*2L", True),
+    ],
 )
 def test_the_last_layer_selects_rows_if_the_output_layer_follows_on_its_stage(layout, has_layers):
     config = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
@@ -83,9 +93,17 @@ def test_the_last_layer_selects_rows_if_the_output_layer_follows_on_its_stage(la
 @pytest.mark.parametrize(
     ("layout", "processes", "complaint"),
     [
-        (ParallelConfig(2, 1), 3, "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: .* multiple of 2"),
+        (
+            ParallelConfig(2, 1),
+            3,
+            "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: .* multiple of 2",
+        ),
         (ParallelConfig(2, 2), 2, "expected a multiple of 4"),
-        (ParallelConfig(1, 1, sequence_parallel=True), 1, "--sequence-parallel: found --tensor-model-parallel-size 1"),
+        (
+            ParallelConfig(1, 1, sequence_parallel=True),
+            1,
+            "--sequence-parallel: found --tensor-model-parallel-size 1",
+        ),
     ],
 )
 def test_layout_that_does_not_fit(layout, processes, complaint):

@@ -16,7 +16,10 @@ SOON = timedelta(seconds=20)
 def attempt(store, size):
     """The names that the ranks find, the last rank being the first to come."""
     with ThreadPoolExecutor(size) as pool:
-        coming = [pool.submit(_agree_on_attempt, store, rank, size, SOON) for rank in reversed(range(size))]
+        coming = [
+            pool.submit(_agree_on_attempt, store, rank, size, SOON)
+            for rank in reversed(range(size))
+        ]
         return {future.result(timeout=30) for future in coming}
 
 

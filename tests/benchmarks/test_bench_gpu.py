@@ -25,7 +25,13 @@ def test_a_miniature_of_it_is_done(tmp_path):
     output = tmp_path / "gpu"
     flags = ["--device", "cpu", "--small", "--output", str(output)]
     environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
-    subprocess.run([runs.ROOT / "benchmarks" / "gpu.sh", *flags], env=environment, check=True, capture_output=True, cwd="/")
+    subprocess.run(
+        [runs.ROOT / "benchmarks" / "gpu.sh", *flags],
+        env=environment,
+        check=True,
+        capture_output=True,
+        cwd="/",
+    )
     lines = (output / "results.jsonl").read_text().splitlines()
     rows = {}
     for line in lines:
@@ -33,7 +39,10 @@ def test_a_miniature_of_it_is_done(tmp_path):
         rows.setdefault(row["kind"], []).append(row)
     assert rows.keys() == {"machine", "correctness", "speed", "breakdown", "peer"}
     assert len((output / "results.txt").read_text().splitlines()) == len(lines)
-    assert len({(row["head_dim"], row["attention"], row["numbers"]) for row in rows["correctness"]}) == 8
+    assert (
+        len({(row["head_dim"], row["attention"], row["numbers"]) for row in rows["correctness"]})
+        == 8
+    )
     for row in rows["correctness"]:
         assert row["passed"] and not row["not_compared"]
         assert (row["gradient_error"] < 1e-6) == (row["numbers"] == "float32")
@@ -106,6 +115,11 @@ def test_a_batch_that_fills_the_memory_fits_under_every_objective(monkeypatch):
     monkeypatch.setattr(largest_batch, "reduce_over_ranks", lambda values, operation: values)
     found = [
         largest_batch.find_largest_batch(SimpleNamespace(), objectives, range(1, 100), room)
-        for objectives, room in ((["clm"], 30.0), (["clm", "mlm"], 30.0), (["clm"], 1000.0), (["clm"], 0.0))
+        for objectives, room in (
+            (["clm"], 30.0),
+            (["clm", "mlm"], 30.0),
+            (["clm"], 1000.0),
+            (["clm"], 0.0),
+        )
     ]
     assert found == [10, 7, 12, 1]

@@ -14,13 +14,26 @@ def test_the_made_up_index_is_one_that_opens(tmp_path):
     assert lengths.min() >= 1
     assert 80 < lengths.mean() < 120
     loader.write_corpus(tmp_path / "a", lengths, np.full(2500, 2))
-    assert np.array_equal(Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2])
+    assert np.array_equal(
+        Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2]
+    )
 
 
 @pytest.mark.slow
 def test_a_packing_is_measured(tmp_path):
     output = tmp_path / "loader.json"
-    flags = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
+    flags = [
+        "--documents",
+        "3000",
+        "--tokens",
+        "200000",
+        "--seq-length",
+        "128",
+        "--micro-batch-size",
+        "2",
+        "--rounds",
+        "1",
+    ]
     flags += ["--seconds", "0.05", "--processes", "1", "--packings", "sentences"]
     loader.main([*flags, "--output", str(output)])
     results = json.loads(output.read_text())

@@ -30,14 +30,18 @@ def test_documents_follow_from_the_seed_in_any_order():
         second, expected = documents.targets(objective, number)
         assert first.sample == second.sample
         assert all(map(np.array_equal, requested[:3], expected[:3]))
-    assert np.array_equal(documents[7].tokens, documents[1].tokens), "numbers go on from the beginning"
+    assert np.array_equal(documents[7].tokens, documents[1].tokens), (
+        "numbers go on from the beginning"
+    )
 
 
 @each_objective
 def test_a_padded_batch_asks_for_the_same_tokens(objective):
     job = dataclasses.replace(SMALL, objective=objective).build_job("")
     documents = job.read_documents()
-    inputs, predicted = work.build_padded_batch(job, documents, job.parse_objective(objective), 1, torch.device("cpu"))
+    inputs, predicted = work.build_padded_batch(
+        job, documents, job.parse_objective(objective), 1, torch.device("cpu")
+    )
     assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens = documents[number].tokens
@@ -45,7 +49,9 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective):
         requested = np.flatnonzero(labels != work.IGNORED)
         assert np.array_equal(labels[requested], tokens[requested])
         if objective == "clm":
-            assert np.array_equal(requested, np.arange(1, len(tokens))), "every token but the first has one before it"
+            assert np.array_equal(requested, np.arange(1, len(tokens))), (
+                "every token but the first has one before it"
+            )
     assert predicted == int((inputs["labels"] != work.IGNORED).sum()) > 0
 
 
@@ -65,12 +71,36 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
 @pytest.mark.multiprocess
 def test_sides_take_turns_in_processes_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "find_fastest_attention", lambda job: "sdpa")
-    flags = ["--model", "tiny", "--vocab-size", "300", "--documents", "6", "--batch", "2", "--longest", "40", "--rounds", "1"]
-    flags += ["--no-bf16", "--tensor-model-parallel-size", "2", "--output", str(tmp_path / "bench.json")]
+    flags = [
+        "--model",
+        "tiny",
+        "--vocab-size",
+        "300",
+        "--documents",
+        "6",
+        "--batch",
+        "2",
+        "--longest",
+        "40",
+        "--rounds",
+        "1",
+    ]
+    flags += [
+        "--no-bf16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--output",
+        str(tmp_path / "bench.json"),
+    ]
     pretrain.main(flags)
     results = json.loads((tmp_path / "bench.json").read_text())
     turns = {side: turns[0] for side, turns in results["turns"].items()}
-    assert list(turns) == [pretrain.OURS, pretrain.TENSOR_PARALLEL, pretrain.PADDED, pretrain.SORTED]
+    assert list(turns) == [
+        pretrain.OURS,
+        pretrain.TENSOR_PARALLEL,
+        pretrain.PADDED,
+        pretrain.SORTED,
+    ]
     losses = [turn["loss"] for turn in turns.values()]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     ours = turns[pretrain.OURS]["seconds"]

@@ -11,12 +11,30 @@ import runs
 
 def test_each_product_has_a_row(tmp_path):
     output = tmp_path / "shapes.json"
-    flags = ["--device", "cpu", "--models", "tiny", "--packs", "1", "--square", "64", "--seconds", "0.001"]
+    flags = [
+        "--device",
+        "cpu",
+        "--models",
+        "tiny",
+        "--packs",
+        "1",
+        "--square",
+        "64",
+        "--seconds",
+        "0.001",
+    ]
     gemm_shapes.main([*flags, "--output", str(output)])
     results = json.loads(output.read_text())
     assert len(results["products"]) == 4 * 3
-    assert {row["matrix"] for row in results["products"]} == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
-    assert all(row["tokens"] == 2048 and row["tflops"]["default"] > 0 for row in results["products"])
+    assert {row["matrix"] for row in results["products"]} == {
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    }
+    assert all(
+        row["tokens"] == 2048 and row["tflops"]["default"] > 0 for row in results["products"]
+    )
 
 
 @pytest.mark.slow
@@ -32,6 +50,8 @@ for name, (call, size) in kernels.items():
 print(len(kernels))
 """
     environment = runs.surroundings() | {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(runs.ROOT / "benchmarks"), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(runs.ROOT / "benchmarks"), environment.get("PYTHONPATH", "")]
+    )
     ended = runs.run([sys.executable, "-c", code], environment=environment)
     assert ended.stdout == "13\n"

@@ -25,8 +25,12 @@ def came_in(small_corpus, shared_folder) -> Callable[..., tuple[Path, Path]]:
     def find(name: str, dtype: torch.dtype = torch.float32, **options) -> tuple[Path, Path]:
         def make(folder: Path) -> None:
             tokenizer = small_corpus.tokenizer
-            if name == "qwen2":  # beside its config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is
-                tokenizer = hf_tokenizers.save(hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>")
+            if (
+                name == "qwen2"
+            ):  # beside its config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is
+                tokenizer = hf_tokenizers.save(
+                    hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>"
+                )
             model = hf_models.build(name, vocab_size=410, **options).to(dtype)
             hf_models.write(model, folder / "hf", tokenizer)
             hf_models.from_hf(folder / "hf", folder / "core")

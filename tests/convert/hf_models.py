@@ -11,8 +11,16 @@ from megaenc.convert.command import main
 
 silence_libraries()
 
-SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LLAMA3 = dict(rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SHAPE = dict(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0
+)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 YARN = dict(rope_type="yarn", rope_theta=2500.0, factor=4.0, original_max_position_embeddings=128)
 # What each family has that the others have not, tied and untied.
@@ -54,7 +62,11 @@ MODELS = {
 }  # fmt: skip
 ONLY_CAUSAL = ("modernbert-decoder",)
 ENCODERS = ("eurobert", "modernbert", "neobert")
-BIDIRECTIONAL = [n for n, given in MODELS.items() if given["model_type"] in ENCODERS or "use_bidirectional_attention" in given]
+BIDIRECTIONAL = [
+    n
+    for n, given in MODELS.items()
+    if given["model_type"] in ENCODERS or "use_bidirectional_attention" in given
+]
 
 
 def build(name: str, *, vocab_size: int = 400, **options):
@@ -63,19 +75,33 @@ def build(name: str, *, vocab_size: int = 400, **options):
 
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
-    given = SHAPE | dict(vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    given = SHAPE | dict(
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     if MODELS[name]["model_type"] == "neobert":
         del given["max_position_embeddings"]
     config = AutoConfig.for_model(**(given | MODELS[name] | options))
     torch.manual_seed(0)
-    model = (AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM).from_config(config)
+    model = (
+        AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
+    ).from_config(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("o_proj.bias"):
             torch.nn.init.zeros_(parameter)
         else:
             # Sharp attention, so that what it looks at matters.
-            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "qkv.weight")) else 0.1
-            is_factor = parameter_name.endswith("norm.weight") and config.model_type != "gemma3_text"  # Gemma adds 1 itself
+            std = (
+                0.3
+                if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "qkv.weight"))
+                else 0.1
+            )
+            is_factor = (
+                parameter_name.endswith("norm.weight") and config.model_type != "gemma3_text"
+            )  # Gemma adds 1 itself
             torch.nn.init.normal_(parameter, mean=float(is_factor), std=std)
     return model
 
@@ -93,7 +119,11 @@ def write(model, folder: Path | str, tokenizer: Path, **how) -> Path:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def from_hf(folder: Path | str, output: Path | str, *flags: str) -> Path:

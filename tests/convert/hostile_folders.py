@@ -43,7 +43,9 @@ def index(where, tensor="model.norm.weight"):
 
     def change(folder):
         (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {tensor: where}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {tensor: where}})
+        )
 
     return change
 
@@ -70,13 +72,28 @@ def tensor(begin, end, shape=(2,)):
 
 CONFIG = {
     "deep config": (content("config.json", b'{"a":' * 100_000), "config.json"),
-    "config of another encoding": (content("config.json", b'{"a": "\xff"}'), "config.json: not JSON"),
+    "config of another encoding": (
+        content("config.json", b'{"a": "\xff"}'),
+        "config.json: not JSON",
+    ),
     "config is a number": (content("config.json", b"7"), "config.json: found int"),
     "config is a FIFO": (instead("config.json", os.mkfifo), "config.json"),
-    "config is a loop": (instead("config.json", lambda path: os.symlink(path.name, path)), "config.json"),
-    "config is huge": (instead("config.json", lambda path: (path.touch(), os.truncate(path, 1 << 30))), "config.json"),
-    "quantized": (edit(quantization_config={"quant_method": "mxfp4"}), "`quantization_config`: found"),
-    "layers without end": (edit(num_hidden_layers=10**9), "`num_hidden_layers`: found 1000000000, expected at most"),
+    "config is a loop": (
+        instead("config.json", lambda path: os.symlink(path.name, path)),
+        "config.json",
+    ),
+    "config is huge": (
+        instead("config.json", lambda path: (path.touch(), os.truncate(path, 1 << 30))),
+        "config.json",
+    ),
+    "quantized": (
+        edit(quantization_config={"quant_method": "mxfp4"}),
+        "`quantization_config`: found",
+    ),
+    "layers without end": (
+        edit(num_hidden_layers=10**9),
+        "`num_hidden_layers`: found 1000000000, expected at most",
+    ),
     "wide": (edit(hidden_size=10**9), ""),
     "huge vocabulary": (edit(vocab_size=10**12), ""),
     "no heads": (edit(num_attention_heads=0), ""),
@@ -93,24 +110,48 @@ WEIGHTS = {
     ),
     "only a pickle": (pickle, "pytorch_model.bin: a pickle, which could run any code when loaded"),
     "weights are a FIFO": (instead("model.safetensors", os.mkfifo), "safetensors"),
-    "header of 2^60 bytes": (content("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"), "not a complete safetensors file"),
+    "header of 2^60 bytes": (
+        content("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
+        "not a complete safetensors file",
+    ),
     "deep header": (header(b'{"a":' * 10_000), "not a complete safetensors file"),
-    "overlapping tensors": (header({"a": tensor(0, 8), "b": tensor(4, 12)}, b"\0" * 12), "not a complete safetensors file"),
-    "offsets beyond the file": (header({"a": tensor(0, 1 << 50, (1 << 48,))}), "not a complete safetensors file"),
-    "shard above": (index("../model.safetensors"), "expected the name of a file in the same folder"),
+    "overlapping tensors": (
+        header({"a": tensor(0, 8), "b": tensor(4, 12)}, b"\0" * 12),
+        "not a complete safetensors file",
+    ),
+    "offsets beyond the file": (
+        header({"a": tensor(0, 1 << 50, (1 << 48,))}),
+        "not a complete safetensors file",
+    ),
+    "shard above": (
+        index("../model.safetensors"),
+        "expected the name of a file in the same folder",
+    ),
     "shard anywhere": (index("/etc/passwd"), "expected the name of a file in the same folder"),
     "shard is missing": (index("model-2.safetensors"), "model-2.safetensors: missing"),
     "deep index": (
-        lambda folder: (index("x")(folder), content("model.safetensors.index.json", b"[" * 100_000)(folder)),
+        lambda folder: (
+            index("x")(folder),
+            content("model.safetensors.index.json", b"[" * 100_000)(folder),
+        ),
         "index.json: not JSON",
     ),
 }
 TOKENIZER = {
     "tokenizer is a FIFO": (instead("tokenizer.json", os.mkfifo), "tokenizer.json"),
-    "tokenizer config is a FIFO": (instead("tokenizer_config.json", os.mkfifo), "tokenizer_config.json"),
-    "damaged tokenizer": (content("tokenizer.json", b'{"model": {"type": "BPE", "vocab": 5}}'), "tokenizer.json"),
+    "tokenizer config is a FIFO": (
+        instead("tokenizer_config.json", os.mkfifo),
+        "tokenizer_config.json",
+    ),
+    "damaged tokenizer": (
+        content("tokenizer.json", b'{"model": {"type": "BPE", "vocab": 5}}'),
+        "tokenizer.json",
+    ),
     "deep tokenizer": (content("tokenizer.json", b'{"model":' * 100_000), "tokenizer.json"),
-    "deep tokenizer config": (content("tokenizer_config.json", b'{"a":' * 100_000), "tokenizer_config.json: not JSON"),
+    "deep tokenizer config": (
+        content("tokenizer_config.json", b'{"a":' * 100_000),
+        "tokenizer_config.json: not JSON",
+    ),
     "another folder's tokenizer": (
         content("tokenizer_config.json", b'{"fast_tokenizer_files": ["../tokenizer.4.0.json"]}'),
         "`fast_tokenizer_files`",
@@ -119,9 +160,19 @@ TOKENIZER = {
 # What from-hf does not look at: the class of a tokenizer, and chats.
 BESIDES = {
     "template is a FIFO": (instead("chat_template.jinja", os.mkfifo), "chat_template.jinja"),
-    "class is a number": (content("tokenizer_config.json", b'{"tokenizer_class": 7}'), "tokenizer.json cannot be loaded"),
+    "class is a number": (
+        content("tokenizer_config.json", b'{"tokenizer_class": 7}'),
+        "tokenizer.json cannot be loaded",
+    ),
 }
 CASES = CONFIG | WEIGHTS | TOKENIZER
 # Of each file what a reader of its own could meet.
-A_FEW = ["deep config", "huge vocabulary", "NaN in a layer", "header of 2^60 bytes", "shard anywhere", "tokenizer is a FIFO"]
+A_FEW = [
+    "deep config",
+    "huge vocabulary",
+    "NaN in a layer",
+    "header of 2^60 bytes",
+    "shard anywhere",
+    "tokenizer is a FIFO",
+]
 SOME = {name: CASES[name] for name in A_FEW} | BESIDES

@@ -13,7 +13,18 @@ from megaenc import cli
 from megaenc.training.command import main as pretrain
 
 EXAMPLE = runs.ROOT / "examples" / "continued_pretraining" / "continue_pretraining.py"
-SHORT = ["--train-iters", "30", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3"]
+SHORT = [
+    "--train-iters",
+    "30",
+    "--seq-length",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "3e-3",
+]
 
 
 def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +43,9 @@ def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "head"), [("llama", "AutoModelForMaskedLM"), ("qwen3", "AutoModelForCausalLM")])
+@pytest.mark.parametrize(
+    ("family", "head"), [("llama", "AutoModelForMaskedLM"), ("qwen3", "AutoModelForCausalLM")]
+)
 def test_a_decoder_becomes_an_encoder(family, head, small_corpus, monkeypatch):
     """The Llama that the example makes, and a Qwen3 whose tokenizer has no mask token."""
     import sentence_transformers
@@ -42,16 +55,25 @@ def test_a_decoder_becomes_an_encoder(family, head, small_corpus, monkeypatch):
     if family == "qwen3":
         source = hf_models.write(hf_models.build("qwen3"), "source", small_corpus.tokenizer)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            text = (source / name).read_text().replace("<|mask|>", "<|fim_pad|>").replace('"mask_token"', '"fim_pad_token"')
+            text = (
+                (source / name)
+                .read_text()
+                .replace("<|mask|>", "<|fim_pad|>")
+                .replace('"mask_token"', '"fim_pad_token"')
+            )
             (source / name).write_text(text)
         flags += ["--model", str(source), "--add-mask-token"]
     run_example(flags, monkeypatch)
 
     out = Path("out")
     rows = runs.metrics(out / "run")
-    assert {row["objective"] for row in rows} == {"mlm"} and rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert {row["objective"] for row in rows} == {"mlm"} and rows[-1]["loss"] < rows[0][
+        "loss"
+    ] - 0.5
     model = getattr(transformers, head).from_pretrained(out / "hf")
-    words = transformers.AutoTokenizer.from_pretrained(out / "hf")("stan plark <|mask|> stan", return_tensors="pt")
+    words = transformers.AutoTokenizer.from_pretrained(out / "hf")(
+        "stan plark <|mask|> stan", return_tensors="pt"
+    )
     with torch.no_grad():
         states = model(**words, output_hidden_states=True).hidden_states[-1]
     assert (out / "sentences" / "modules.json").exists()
@@ -59,4 +81,6 @@ def test_a_decoder_becomes_an_encoder(family, head, small_corpus, monkeypatch):
     vector = embedder.encode("stan plark <|mask|> stan", convert_to_tensor=True)
     torch.testing.assert_close(vector, states[0].mean(dim=0), rtol=0, atol=1e-5)
     card = (out / "hf" / "README.md").read_text()
-    assert f"Its first weights are those of `source`, a Hugging Face model of type {family}." in card
+    assert (
+        f"Its first weights are those of `source`, a Hugging Face model of type {family}." in card
+    )

@@ -17,12 +17,42 @@ STEPS = 10
 DECAY = 4
 CLIP = 1.0
 # Long packs without edges at each document, so that stretched positions are far enough apart to tell.
-RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4", "--lr-warmup-iters", "0", "--seq-length", "256"]
-RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
+RUN = [
+    "--objective-schedule",
+    "mlm:1.0",
+    "--train-iters",
+    "10",
+    "--lr",
+    "5e-4",
+    "--lr-warmup-iters",
+    "0",
+    "--seq-length",
+    "256",
+]
+RUN += [
+    "--lr-wsd-decay-iters",
+    "4",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--eval-interval",
+    "0",
+]
 RUN += ["--packing", "random-length"]
-MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases", "modernbert-decoder"]
+MODELS = [
+    "llama with stretched positions",
+    "qwen2",
+    "qwen3",
+    "modernbert",
+    "modernbert with norm biases",
+    "modernbert-decoder",
+]
 MODELS += ["neobert", "gemma3"]
-BOTH_OBJECTIVES = ["--objective-schedule", "clm:0.5,mlm:0.5"]  # as the Ettin paper continues a decoder; windows under both masks
+BOTH_OBJECTIVES = [
+    "--objective-schedule",
+    "clm:0.5,mlm:0.5",
+]  # as the Ettin paper continues a decoder; windows under both masks
 
 
 def learning_rate(n: int) -> float:
@@ -43,10 +73,19 @@ def continued(small_corpus, tmp_path_factory):
         hf_models.write(model, folder / "hf", small_corpus.tokenizer)
         hf_models.from_hf(folder / "hf", folder / "core")
         core = folder / "core"
-        flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
+        flags = [
+            "--config",
+            str(core / "config.yaml"),
+            *small_corpus.flags,
+            *RUN,
+            "--init-from",
+            str(core),
+        ]
         flags += BOTH_OBJECTIVES if name in ("modernbert-decoder", "gemma3") else []
         ranks = 1 if name == "modernbert" else 2
-        jobs.append(runs.Job(folder / "run", [*flags, "--tensor-model-parallel-size", str(ranks)], ranks))
+        jobs.append(
+            runs.Job(folder / "run", [*flags, "--tensor-model-parallel-size", str(ranks)], ranks)
+        )
         found[name] = (model, flags, folder / "run")
     runs.in_turn(jobs, folder, timeout=800)
     return found
@@ -67,6 +106,10 @@ def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
     np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)
     run = open_run_checkpoint(run_folder)
-    for name, tensor in core_to_hf(load_weights(run, None)[1], run.model, run.vocab_size, run.origin.family).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    for name, tensor in core_to_hf(
+        load_weights(run, None)[1], run.model, run.vocab_size, run.origin.family
+    ).items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert (tensor - before[name]).abs().max() > 1e-3, f"{name} was not trained"

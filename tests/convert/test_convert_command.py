@@ -59,18 +59,23 @@ def test_a_place_that_another_command_takes_is_one_line(conversion, tmp_path, mo
 def test_a_full_disk_is_one_line_and_leaves_nothing(kilobytes, conversion, tmp_path, refusal):
     """tokenizers, torch and this package write; each of them meets the end of the disk."""
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(tmp_path)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(tmp_path)],
+        capture_output=True,
     ).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
         words, *_ = conversion
-        assert "cannot be written to: No space left on device" in refusal(main, [*words, "--output", "out"])
+        assert "cannot be written to: No space left on device" in refusal(
+            main, [*words, "--output", "out"]
+        )
         assert not list(tmp_path.iterdir())
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_one_line(llama, tmp_path, monkeypatch, refusal):
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_one_line(
+    llama, tmp_path, monkeypatch, refusal
+):
     from megaenc.training.checkpoint.chunk_files import ChunkReader
 
     run = shutil.copytree(llama[1], Path("run"))

@@ -29,7 +29,16 @@ def two_runs(small_corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("all")
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]
     keep = ["--save-interval", "5", "--keep-every", "10"]
-    still = ["--train-iters", "1", "--lr", "1e-30", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
+    still = [
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-30",
+        "--objective-schedule",
+        "mlm",
+        "--lr-warmup-iters",
+        "0",
+    ]
     still += ["--lr-wsd-decay-iters", "1", "--no-untie-embeddings-and-output-weights"]
     jobs = [
         runs.Job(folder / "run", [*flags, *keep, "--tensor-model-parallel-size", "2"], 2),
@@ -55,7 +64,9 @@ def test_each_kept_checkpoint_and_step_0(exports):
         assert read_json(folder / "conversion.json")["step"] == step
         card = (folder / "README.md").read_text()
         assert f"# {folder.name}\n" in card and f"this is step {step}," in card
-        assert f"| {step} | held out, `mlm` |" in card, "figures are those of the step and no later ones"
+        assert f"| {step} | held out, `mlm` |" in card, (
+            "figures are those of the step and no later ones"
+        )
     norms = [hf_models.weights(folder)["model.norm.weight"] for folder in exports.values()]
     assert not torch.equal(norms[0], norms[1]) and not torch.equal(norms[1], norms[2])
 
@@ -66,7 +77,10 @@ def test_a_folder_has_the_ids_of_its_tokenizer(exports, small_corpus):
     config = read_json(folder / "config.json")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert config["vocab_size"] == len(tokenizer) == 400, "vocabulary padding is not exported"
-    assert (config["mask_token_id"], config["eos_token_id"]) == (tokenizer.mask_token_id, tokenizer.eos_token_id)
+    assert (config["mask_token_id"], config["eos_token_id"]) == (
+        tokenizer.mask_token_id,
+        tokenizer.eos_token_id,
+    )
     plain = AutoTokenizer.from_pretrained(small_corpus.tokenizer)("stan plark")["input_ids"]
     document = [*plain, tokenizer.eos_token_id]
     assert tokenizer("stan plark")["input_ids"] == document, "a document as it was trained"
@@ -89,7 +103,9 @@ def test_what_is_no_checkpoint_leaves_nothing(two_runs, tmp_path, refusal):
     command = ["to-hf", "--load", run, "--output", "hf"]
     line = refusal(main, [*command, "--ckpt-step", "5"])
     assert "expected the checkpoint of step 5; choose one of steps 10, 20" in line
-    assert "--ckpt-step 10: found --all too" in refusal(main, [*command, "--all", "--ckpt-step", "10"])
+    assert "--ckpt-step 10: found --all too" in refusal(
+        main, [*command, "--all", "--ckpt-step", "10"]
+    )
     checkpoints = run / "checkpoints"
     shard = sorted((checkpoints / "iter_0000020").glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())
@@ -106,10 +122,16 @@ def test_what_is_no_checkpoint_leaves_nothing(two_runs, tmp_path, refusal):
 
 
 def named(schedule, steps, step=None, before=(), model="610m", **facts):
-    settings = PretrainConfig(objective_schedule=schedule, train_iters=steps, model=model, shape=get_preset(model))
+    settings = PretrainConfig(
+        objective_schedule=schedule, train_iters=steps, model=model, shape=get_preset(model)
+    )
     start = RunInit("weights", before=tuple(before)) if before else NEW_WEIGHTS
-    run = RunCheckpoint(Path("run"), settings.shape, 128256, 2048, torch.bfloat16, {}, settings, start, facts)
-    return export_name(run, Schedule.build(schedule, steps, VOCABULARY), steps if step is None else step)
+    run = RunCheckpoint(
+        Path("run"), settings.shape, 128256, 2048, torch.bfloat16, {}, settings, start, facts
+    )
+    return export_name(
+        run, Schedule.build(schedule, steps, VOCABULARY), steps if step is None else step
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,12 +158,42 @@ HALF_CLM = "clm:10000,mlm(mask=0.4):32000"
 @pytest.mark.parametrize(
     ("before", "schedule", "steps", "name"),
     [
-        (Ancestor("runs/clm", 42000, "clm", 1, total=42000), "mlm(mask=0.4)", 22000, "610m-clm-dec42k-mlm40-64k"),
-        (Ancestor("runs/two", 42000, HALF_CLM, 1, total=42000), "mlm", 2000, "610m-clm-10k-mlm40-dec42k-mlm40-44k"),
-        (Ancestor("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000), "mlm", 22000, "610m-clm-10k-mlm40-32k"),
-        (Ancestor("runs/clm", 42000, "clm", 1), "mlm", 22000, "610m-clm-42k-mlm40-64k"),  # its length was not recorded
-        (Ancestor("runs/own", 42000, "own(way=2)", 1, total=42000), "mlm", 22000, "610m-own-way-2-dec42k-mlm40-64k"),
-        (Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192), "mlm", 10000, "smollm2-135m-mlm40-10k"),
+        (
+            Ancestor("runs/clm", 42000, "clm", 1, total=42000),
+            "mlm(mask=0.4)",
+            22000,
+            "610m-clm-dec42k-mlm40-64k",
+        ),
+        (
+            Ancestor("runs/two", 42000, HALF_CLM, 1, total=42000),
+            "mlm",
+            2000,
+            "610m-clm-10k-mlm40-dec42k-mlm40-44k",
+        ),
+        (
+            Ancestor("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000),
+            "mlm",
+            22000,
+            "610m-clm-10k-mlm40-32k",
+        ),
+        (
+            Ancestor("runs/clm", 42000, "clm", 1),
+            "mlm",
+            22000,
+            "610m-clm-42k-mlm40-64k",
+        ),  # its length was not recorded
+        (
+            Ancestor("runs/own", 42000, "own(way=2)", 1, total=42000),
+            "mlm",
+            22000,
+            "610m-own-way-2-dec42k-mlm40-64k",
+        ),
+        (
+            Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192),
+            "mlm",
+            10000,
+            "smollm2-135m-mlm40-10k",
+        ),
     ],
 )
 def test_names_count_on_from_the_runs_before(before, schedule, steps, name):

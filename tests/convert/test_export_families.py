@@ -17,7 +17,9 @@ from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main as pretrain
 
 TIED = {name: given.get("tie_word_embeddings", False) for name, given in hf_models.MODELS.items()}
-BOTH_TIES = [(name, tied) for name in TIED for tied in (False, True) if name != "neobert" or not tied]
+BOTH_TIES = [
+    (name, tied) for name in TIED for tied in (False, True) if name != "neobert" or not tied
+]
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +41,29 @@ def begun(cores, small_corpus, tmp_path_factory):
     The first and the last stage of a pipeline hold a tied embedding, tensor-parallel ranks hold halves of untied weights.
     """
     folder = tmp_path_factory.mktemp("begun")
-    corpus = ["--input", str(small_corpus.text), "--tokenizer", str(cores("qwen2", True)[1] / "tokenizer"), "--append-eod"]
+    corpus = [
+        "--input",
+        str(small_corpus.text),
+        "--tokenizer",
+        str(cores("qwen2", True)[1] / "tokenizer"),
+        "--append-eod",
+    ]
     preprocess.main([*corpus, "--output-prefix", str(folder / "qwen")])
     jobs = {}
     for name in hf_models.MODELS:
         core = cores(name, TIED[name])[1]
-        flags = [*small_corpus.flags, "--config", core / "config.yaml", "--init-from", core, *runs.STANDSTILL]
-        flags += ["--pipeline-model-parallel-size" if TIED[name] else "--tensor-model-parallel-size", 2]
+        flags = [
+            *small_corpus.flags,
+            "--config",
+            core / "config.yaml",
+            "--init-from",
+            core,
+            *runs.STANDSTILL,
+        ]
+        flags += [
+            "--pipeline-model-parallel-size" if TIED[name] else "--tensor-model-parallel-size",
+            2,
+        ]
         if name == "qwen2":
             flags += ["--data-path", folder / "qwen_text_document", *corpus[2:4]]
         jobs[name] = runs.Job(folder / name, [str(flag) for flag in flags], processes=2)
@@ -69,9 +87,30 @@ def assert_same(found, expected):
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-FIELDS = ["model_type", "architectures", "tie_word_embeddings", "max_position_embeddings", "rope_parameters", "layer_types"]
-FIELDS += ["head_dim", "intermediate_size", "local_attention", "query_pre_attn_scalar", "norm_bias", "decoder_bias", "norm_eps"]
-FIELDS += ["rms_norm_eps", "hidden_activation", "classifier_activation", "max_length", "decoder_init_range"]
+FIELDS = [
+    "model_type",
+    "architectures",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "rope_parameters",
+    "layer_types",
+]
+FIELDS += [
+    "head_dim",
+    "intermediate_size",
+    "local_attention",
+    "query_pre_attn_scalar",
+    "norm_bias",
+    "decoder_bias",
+    "norm_eps",
+]
+FIELDS += [
+    "rms_norm_eps",
+    "hidden_activation",
+    "classifier_activation",
+    "max_length",
+    "decoder_init_range",
+]
 
 
 @pytest.mark.parametrize(("name", "tied"), BOTH_TIES)
@@ -85,11 +124,17 @@ def test_source_is_what_came_in(name, tied, cores):
         if field in there:
             assert here[field] == there[field], field
     kind = there["model_type"]
-    bidirectional = {field: here[field] for field in ("is_causal", "use_bidirectional_attention") if field in here}
+    bidirectional = {
+        field: here[field]
+        for field in ("is_causal", "use_bidirectional_attention")
+        if field in here
+    }
     if kind in (*hf_models.ENCODERS, *hf_models.ONLY_CAUSAL):
         assert bidirectional == {}
     else:
-        assert bidirectional == ({"use_bidirectional_attention": True} if kind == "gemma3_text" else {"is_causal": False})
+        assert bidirectional == (
+            {"use_bidirectional_attention": True} if kind == "gemma3_text" else {"is_causal": False}
+        )
 
 
 @pytest.mark.slow
@@ -98,8 +143,19 @@ def test_source_is_what_came_in(name, tied, cores):
 def test_what_a_run_in_parts_saves_is_what_came_in(name, cores, begun):
     """No rank holds the whole model: its parts go out as one."""
     hf = cores(name, TIED[name])[0]
-    assert len({file.name.split("_")[2] for file in begun[name].glob("checkpoints/iter_0000001/*.distcp")}) == 2
-    assert_same(hf_models.weights(hf_models.to_hf(begun[name], "hf", *way_back(name))), hf_models.weights(hf))
+    assert (
+        len(
+            {
+                file.name.split("_")[2]
+                for file in begun[name].glob("checkpoints/iter_0000001/*.distcp")
+            }
+        )
+        == 2
+    )
+    assert_same(
+        hf_models.weights(hf_models.to_hf(begun[name], "hf", *way_back(name))),
+        hf_models.weights(hf),
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral", "neobert", "modernbert", "gemma3"])
@@ -109,7 +165,10 @@ def test_an_encoder_only_has_all_weights_but_the_output_layers(name, cores):
     core = cores(name)[1]
     complete = hf_models.weights(hf_models.to_hf(core, "complete"))
     written = hf_models.to_hf(core, "encoder", "--encoder-only")
-    assert_same(hf_models.weights(written), {key[6:]: tensor for key, tensor in complete.items() if key.startswith("model.")})
+    assert_same(
+        hf_models.weights(written),
+        {key[6:]: tensor for key, tensor in complete.items() if key.startswith("model.")},
+    )
     proof = read_json(written / "conversion.json")
     assert proof["compared"] == "hidden states"
     model, report = AutoModel.from_pretrained(written, output_loading_info=True)
@@ -123,7 +182,9 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores):
     from transformers import EuroBertForMaskedLM
 
     hf, core = cores(name)
-    model, report = EuroBertForMaskedLM.from_pretrained(hf_models.to_hf(core, "hf"), output_loading_info=True)
+    model, report = EuroBertForMaskedLM.from_pretrained(
+        hf_models.to_hf(core, "hf"), output_loading_info=True
+    )
     assert not any(report.values())
     found = dict(model.named_parameters())
     zeros = [found.pop(key) for key in list(found) if key.endswith("o_proj.bias")]
@@ -131,7 +192,10 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores):
     assert_same(found, hf_models.weights(hf))
 
 
-@pytest.mark.parametrize("name", ["llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder", "gemma3"],
+)
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores):
     """The logits of transformers' own model, as which it came, and as which it goes out."""
     from transformers import AutoModelForCausalLM
@@ -142,7 +206,9 @@ def test_read_causally_it_is_the_decoder_that_came_in(name, cores):
     assert "is_causal" not in config(written) and config(written)["model_type"] == family
     tokens = torch.arange(60)[None] * 7 % 400
     with torch.no_grad():
-        found, expected = (AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (written, hf))
+        found, expected = (
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (written, hf)
+        )
     assert torch.equal(found, expected)
 
 
@@ -152,14 +218,18 @@ def test_a_modernbert_decoder_goes_out_as_modernbert_and_back(cores, refusal):
 
     hf, core = cores("modernbert-decoder", True)
     written = hf_models.to_hf(core, "encoder")
-    assert (config(hf)["sliding_window"], config(written)["local_attention"]) == (17, 32), "16 tokens before each token in both"
+    assert (config(hf)["sliding_window"], config(written)["local_attention"]) == (17, 32), (
+        "16 tokens before each token in both"
+    )
     encoder, report = ModernBertForMaskedLM.from_pretrained(written, output_loading_info=True)
     assert not any(report.values())
     tokens = torch.arange(60)[None] * 7 % 400
     masks = plain_loop.attention_masks(encoder.config, [0, 60], "causal", None)
     with torch.no_grad():
         expected = ModernBertDecoderForCausalLM.from_pretrained(hf)(tokens).logits
-        torch.testing.assert_close(encoder(tokens, attention_mask=masks).logits, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            encoder(tokens, attention_mask=masks).logits, expected, rtol=0, atol=1e-4
+        )
         assert (encoder(tokens).logits - expected).abs().max() > 0.1
     hf_models.from_hf(written, "core")
     again = hf_models.to_hf("core", "decoder", *way_back("modernbert-decoder"))
@@ -171,13 +241,24 @@ def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores):
     """The factor of the embedding, and their product; the export compares the logits, longer documents than the window too."""
     written = hf_models.to_hf(cores("gemma3", True)[1], "hf", "--dtype", "bf16", "--as", family)
     proof = read_json(written / "conversion.json")
-    assert proof["documents"][0] > 2 * 24 and proof["attention"] == ("bidirectional" if family == "source" else "causal")
+    assert proof["documents"][0] > 2 * 24 and proof["attention"] == (
+        "bidirectional" if family == "source" else "causal"
+    )
     assert max(max(kernel.values()) for kernel in proof["largest_difference"].values()) < 1e-4
 
 
 def begin(core, small_corpus, save):
     """A run that begins with `core` and changes nothing."""
-    flags = ["--config", core / "config.yaml", "--init-from", core, *small_corpus.flags, *runs.STANDSTILL, "--save", save]
+    flags = [
+        "--config",
+        core / "config.yaml",
+        "--init-from",
+        core,
+        *small_corpus.flags,
+        *runs.STANDSTILL,
+        "--save",
+        save,
+    ]
     pretrain([str(flag) for flag in flags])
     return save
 
@@ -187,7 +268,9 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus):
     """Also after a run: a chat model ends its turn at other tokens than a document."""
     from transformers import AutoModelForCausalLM
 
-    model = hf_models.build("llama with stretched positions", eos_token_id=[0, 7, 9], bos_token_id=5)
+    model = hf_models.build(
+        "llama with stretched positions", eos_token_id=[0, 7, 9], bos_token_id=5
+    )
     hf = hf_models.write(model, "hf", small_corpus.tokenizer)
     if stops == "config.json":
         (hf / "generation_config.json").unlink()
@@ -197,7 +280,9 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus):
     hf_models.from_hf(hf, "core")
     run = begin(Path("core"), small_corpus, Path("run"))
     written = hf_models.to_hf(run, "out", "--as", "llama")
-    found, expected = (AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (written, hf))
+    found, expected = (
+        AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (written, hf)
+    )
     for name in ("eos_token_id", "temperature", "top_p", "do_sample"):
         assert getattr(found, name) == getattr(expected, name), name
     assert (config(written)["eos_token_id"], config(written)["bos_token_id"]) == ([0, 7, 9], 5)
@@ -208,7 +293,9 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus):
 def test_what_says_no_way_to_write_text_is_one_line(values, cores, refusal):
     hf = shutil.copytree(cores("qwen3")[0], Path("hf"))
     (hf / "generation_config.json").write_text(values)
-    assert "generation_config.json: " in refusal(main, ["from-hf", "--input", hf, "--output", "core"])
+    assert "generation_config.json: " in refusal(
+        main, ["from-hf", "--input", hf, "--output", "core"]
+    )
 
 
 def test_special_ids_and_pooling_go_through_runs_and_merges(small_corpus, tmp_path, capfd):
@@ -221,9 +308,15 @@ def test_special_ids_and_pooling_go_through_runs_and_merges(small_corpus, tmp_pa
     for load in ("run", "merged"):
         capfd.readouterr()
         values = config(hf_models.to_hf(tmp_path / load, tmp_path / f"{load} hf"))
-        assert (values["classifier_pooling"], values["bos_token_id"], values["mask_token_id"]) == ("late", 5, 1)
+        assert (values["classifier_pooling"], values["bos_token_id"], values["mask_token_id"]) == (
+            "late",
+            5,
+            1,
+        )
         change = "config.json: mask_token_id 1 instead of the 7 that came in, as in the tokenizer"
-        assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("config.json")] == [change]
+        assert [
+            line for line in capfd.readouterr().out.splitlines() if line.startswith("config.json")
+        ] == [change]
 
 
 def test_dtype_and_shards(cores):
@@ -237,7 +330,9 @@ def test_dtype_and_shards(cores):
         assert sum(tensor.nbytes for tensor in tensors) <= 100_000 or len(tensors) == 1
     weights = hf_models.weights(written)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
-    assert_same(weights, {name: tensor.bfloat16() for name, tensor in hf_models.weights(hf).items()})
+    assert_same(
+        weights, {name: tensor.bfloat16() for name, tensor in hf_models.weights(hf).items()}
+    )
     assert config(written)["dtype"] == "bfloat16"
 
 
@@ -254,7 +349,9 @@ model(**tokenizer(["a stone", "a much longer text than that"], padding=True, ret
 
 def test_nothing_but_transformers_is_needed(cores, tmp_path):
     """No code of this package, no code in the folder, also with the files of sentence-transformers."""
-    written = hf_models.to_hf(cores("llama with stretched positions", True)[1], "hf", "--sentence-transformers")
+    written = hf_models.to_hf(
+        cores("llama with stretched positions", True)[1], "hf", "--sentence-transformers"
+    )
     assert not [*written.rglob("*.py")] and "auto_map" not in config(written)
     command = [sys.executable, "-c", LOAD, str(written), "AutoModelForMaskedLM"]
     runs.run(command, cwd=tmp_path, environment={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"})
@@ -282,6 +379,11 @@ def test_sentence_transformers_gives_the_mean_of_the_states(name, cores):
             states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
         torch.testing.assert_close(vector, states.mean(dim=0), rtol=0, atol=1e-5)
     card = (written / "README.md").read_text()
-    assert "library_name: sentence-transformers\npipeline_tag: sentence-similarity\nlicense: apache-2.0\n" in card
-    assert config(written)["architectures"] == ["EuroBertForMaskedLM" if name == "eurobert" else "Qwen3ForCausalLM"]
+    assert (
+        "library_name: sentence-transformers\npipeline_tag: sentence-similarity\nlicense: apache-2.0\n"
+        in card
+    )
+    assert config(written)["architectures"] == [
+        "EuroBertForMaskedLM" if name == "eurobert" else "Qwen3ForCausalLM"
+    ]
     assert read_json(written / "conversion.json")["compared"] == "logits"

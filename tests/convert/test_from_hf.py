@@ -47,17 +47,30 @@ def test_a_run_folder_says_what_came_in(name, came_in):
     folder, core = came_in(name)
     facts = read_json(core / "run.json")
     sizes = {name: tensor.numel() for name, tensor in hf_models.weights(folder).items()}
-    assert facts["parameters"] == sum(size for name, size in sizes.items() if not name.endswith("o_proj.bias"))
+    assert facts["parameters"] == sum(
+        size for name, size in sizes.items() if not name.endswith("o_proj.bias")
+    )
     source = facts["source"]
-    assert source["family"] == hf_models.MODELS[name]["model_type"] and "model.safetensors" in source["files"]
+    assert (
+        source["family"] == hf_models.MODELS[name]["model_type"]
+        and "model.safetensors" in source["files"]
+    )
     assert (source["mask_token"]["token"], source["mask_token"]["origin"]) == ("<|mask|>", "own")
     kept = yaml.safe_load((core / "config.yaml").read_text())
-    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if name in hf_models.BIDIRECTIONAL else "clm")
+    assert kept["seq_length"] == 512 and kept["objective_schedule"] == (
+        "mlm" if name in hf_models.BIDIRECTIONAL else "clm"
+    )
 
 
 def by_transformers(folder, attention):
     """transformers' own model of a folder, made to read under `attention`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        EuroBertForMaskedLM,
+        LlamaForCausalLM,
+    )
 
     config = AutoConfig.from_pretrained(folder)
     causal = attention == Attention.CAUSAL
@@ -67,15 +80,21 @@ def by_transformers(folder, attention):
         model, report = kind.from_pretrained(folder, output_loading_info=True)
         if causal == is_encoder:  # it has no such mask of its own
             masks = plain_loop.attention_masks
-            return lambda tokens: model(tokens, attention_mask=masks(config, [0, tokens.size(1)], attention, None))
+            return lambda tokens: model(
+                tokens, attention_mask=masks(config, [0, tokens.size(1)], attention, None)
+            )
     elif config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
-        model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(folder, output_loading_info=True)
+        model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(
+            folder, output_loading_info=True
+        )
     else:
         if config.model_type == "gemma3_text":
             config.use_bidirectional_attention = not causal
         elif not causal:
             config.is_causal = False
-        model, report = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True
+        )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
 
@@ -85,15 +104,21 @@ def by_transformers(folder, attention):
 def test_logits_are_those_of_transformers(name, attention, came_in):
     """megatron-core reads documents of several lengths as one pack, transformers each alone."""
     folder, core = came_in(name)
-    documents = tuple((torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1))
+    documents = tuple(
+        (torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1)
+    )
     with open_run_checkpoint(core).load_encoder(0, length=300) as (_, encoder):
-        packed = compute_core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention)
+        packed = compute_core_outputs(
+            encoder, ProbeBatch(documents, documents[-1][None]), attention
+        )
     model = by_transformers(folder, attention)
     with torch.no_grad():
         expected = [model(document[None]).logits[0] for document in documents]
         cut = model(documents[0][None, :-1]).logits[0]
     sees_the_last = (cut - expected[0][:-1]).abs().amax(dim=1) > 1e-4
-    assert sees_the_last.any() == (attention == Attention.BIDIRECTIONAL), "the reference reads in another way"
+    assert sees_the_last.any() == (attention == Attention.BIDIRECTIONAL), (
+        "the reference reads in another way"
+    )
     for found, wanted in zip(packed.documents, expected, strict=True):
         assert wanted.std() > 0.5
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
@@ -133,7 +158,9 @@ def test_dtype_is_that_of_the_weights_unless_asked(stored, flags, expected, llam
 
 def test_code_of_released_weights_is_not_run(llama):
     folder = shutil.copytree(llama, Path("hf"))
-    hostile_folders.edit(model_type="sl_model", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"})(folder)
+    hostile_folders.edit(
+        model_type="sl_model", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"}
+    )(folder)
     (folder / "code.py").write_text("raise SystemExit('run')")
     assert_same(held(hf_models.from_hf(folder, "core")), hf_models.weights(llama))
 
@@ -141,7 +168,9 @@ def test_code_of_released_weights_is_not_run(llama):
 def rename_mask(folder, output, new):
     """A copy of `folder` in which the token in the mask token's place has another name and no role."""
     shutil.copytree(folder, output)
-    tokenizer, config = (read_json(output / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = (
+        read_json(output / name) for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     tokenizer["added_tokens"][1] |= {"content": new, "lstrip": False}
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary[new] = vocabulary.pop("<|mask|>")
@@ -150,14 +179,18 @@ def rename_mask(folder, output, new):
     return output
 
 
-@pytest.mark.parametrize("name", ["<|reserved_special_token_7|>", "[control_8]", "<unused1>", "[MASK]"])
+@pytest.mark.parametrize(
+    "name", ["<|reserved_special_token_7|>", "[control_8]", "<unused1>", "[MASK]"]
+)
 def test_a_reserved_token_becomes_the_mask(name, llama):
     core = hf_models.from_hf(rename_mask(llama, Path("hf"), name), "core")
     tokenizer = load_tokenizer(core / TOKENIZER_DIR)
     assert (tokenizer.mask_token, tokenizer.mask_token_id) == (name, 1)
     assert read_json(core / "run.json")["source"]["mask_token"]["origin"] == "reserved"
     assert tokenizer(f"stan {name} plark")["input_ids"].count(1) == 1
-    assert len(tokenizer(f"stan {name}")["input_ids"]) == len(tokenizer("stan")["input_ids"]) + 1, "it takes the space before it"
+    assert len(tokenizer(f"stan {name}")["input_ids"]) == len(tokenizer("stan")["input_ids"]) + 1, (
+        "it takes the space before it"
+    )
 
 
 @pytest.mark.parametrize("rows", [400, 410])
@@ -166,17 +199,27 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
     model = hf_models.build("qwen3", vocab_size=rows)
     folder = hf_models.write(model, "plain", small_corpus.tokenizer)
     folder = rename_mask(folder, Path("hf"), "<|fim_pad|>")
-    assert "give --add-mask-token" in refusal(main, ["from-hf", "--input", folder, "--output", "core"])
+    assert "give --add-mask-token" in refusal(
+        main, ["from-hf", "--input", folder, "--output", "core"]
+    )
     core = hf_models.from_hf(folder, "core", "--add-mask-token")
     card = hf_models.to_hf(core, "out") / "README.md"
-    assert "The row of its mask token, `<|mask|>`, was added: the mean of the others." in card.read_text()
-    assert load_tokenizer(core / TOKENIZER_DIR).mask_token_id == 400 and open_run_checkpoint(core).added_token == "<|mask|>"
+    assert (
+        "The row of its mask token, `<|mask|>`, was added: the mean of the others."
+        in card.read_text()
+    )
+    assert (
+        load_tokenizer(core / TOKENIZER_DIR).mask_token_id == 400
+        and open_run_checkpoint(core).added_token == "<|mask|>"
+    )
     assert open_run_checkpoint(core).vocab_size == max(rows, 401)
     found = held(core)
     given = hf_models.weights(folder)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
-        found[name], given[name] = (torch.cat([matrix[:400], matrix[401:]]) for matrix in (found[name], given[name]))
+        found[name], given[name] = (
+            torch.cat([matrix[:400], matrix[401:]]) for matrix in (found[name], given[name])
+        )
     assert_same(found, given)
 
 
@@ -201,7 +244,11 @@ def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(l
     save_file(given, folder / "model.safetensors")
     core = hf_models.from_hf(folder, "core")
     source = read_json(core / "run.json")["source"]
-    assert source["mask_token"] == {"token": "<|reserved_special_token_7|>", "id": 1, "origin": "untrained"}
+    assert source["mask_token"] == {
+        "token": "<|reserved_special_token_7|>",
+        "id": 1,
+        "origin": "untrained",
+    }
     found = held(core)
     others = [0, *range(2, 400)]  # ids of the tokenizer; rows beyond are spare
     for name in matrices:
@@ -212,15 +259,31 @@ def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(l
 
 def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, refusal):
     core = hf_models.from_hf(llama, "core")
-    begin = ["--config", core / "config.yaml", *small_corpus.flags, *runs.STANDSTILL, "--save", "run"]
+    begin = [
+        "--config",
+        core / "config.yaml",
+        *small_corpus.flags,
+        *runs.STANDSTILL,
+        "--save",
+        "run",
+    ]
     init = ["--init-from", core]
     branch = ["--branch-from", core, "--branch-at", "0"]
     for flags, words in (
         (branch, "holds converted weights without optimizer state; expected --init-from"),
-        ([*init, "--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other value"),
+        (
+            [*init, "--num-layers", "4"],
+            "num_layers is 2 there, 4 here; its weights fit no other value",
+        ),
         ([*init, "--vocab-size", "420"], "vocab_size is 410 there, 420 here"),
-        ([*init, "--vocab-size", "300"], "--vocab-size: found 300, expected at least the 400 ids of --tokenizer"),
-        ([*init, "--skip-samples", "parent"], "its samples are numbered differently; give --skip-samples a number"),
+        (
+            [*init, "--vocab-size", "300"],
+            "--vocab-size: found 300, expected at least the 400 ids of --tokenizer",
+        ),
+        (
+            [*init, "--skip-samples", "parent"],
+            "its samples are numbered differently; give --skip-samples a number",
+        ),
     ):
         assert words in refusal(pretrain, [*begin, *flags])
         assert not Path("run").exists()
@@ -230,7 +293,10 @@ def edit_weights(change):
     def edit(folder):
         tensors = hf_models.weights(folder)
         change(tensors)
-        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+            folder / "model.safetensors",
+        )
 
     return edit
 
@@ -242,24 +308,61 @@ def without_tokenizer(folder):
 
 def small_vocabulary(folder):
     hostile_folders.edit(vocab_size=390)(folder)
-    edit_weights(lambda t: t.update({name: t[name][:390] for name in ("lm_head.weight", "model.embed_tokens.weight")}))(folder)
+    edit_weights(
+        lambda t: t.update(
+            {name: t[name][:390] for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        )
+    )(folder)
 
 
 NORM = "model.norm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 MORE = "model.layers.2.mlp.down_proj.weight"
 BAD = {
-    "another family": (hostile_folders.edit(model_type="gemma"), "found 'gemma', expected one of eurobert, llama, mistral"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file or directory; expected"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index"),
-    "not in its shard": (hostile_folders.index("model-1.safetensors", MORE), f"no tensor `{MORE}`, which"),
-    "missing tensor": (edit_weights(lambda t: t.pop(DOWN)), f"no tensor `{DOWN}`, expected one of shape [64, 160]"),
-    "unexpected tensor": (edit_weights(lambda t: t.update({MORE: t[DOWN]})), f"tensor `{MORE}`: found a weight that the model"),
-    "another shape": (edit_weights(lambda t: t.update({DOWN: t[DOWN].T})), f"`{DOWN}`: found shape [160, 64], expected"),
-    "unknown dtype": (edit_weights(lambda t: t.update({NORM: t[NORM].double()})), f"`{NORM}`: found dtype F64, expected one of"),
-    "no output layer": (edit_weights(lambda t: t.pop("lm_head.weight")), "saved without its output layer, which training needs"),
-    "tied in name": (hostile_folders.edit(tie_word_embeddings=True), "`tie_word_embeddings`: found true, but `lm_head.weight`"),
-    "a small vocabulary": (small_vocabulary, "`vocab_size`: found 390, expected at least the tokenizer's 400 ids"),
+    "another family": (
+        hostile_folders.edit(model_type="gemma"),
+        "found 'gemma', expected one of eurobert, llama, mistral",
+    ),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "config.json: No such file or directory; expected",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "no model.safetensors and no model.safetensors.index",
+    ),
+    "not in its shard": (
+        hostile_folders.index("model-1.safetensors", MORE),
+        f"no tensor `{MORE}`, which",
+    ),
+    "missing tensor": (
+        edit_weights(lambda t: t.pop(DOWN)),
+        f"no tensor `{DOWN}`, expected one of shape [64, 160]",
+    ),
+    "unexpected tensor": (
+        edit_weights(lambda t: t.update({MORE: t[DOWN]})),
+        f"tensor `{MORE}`: found a weight that the model",
+    ),
+    "another shape": (
+        edit_weights(lambda t: t.update({DOWN: t[DOWN].T})),
+        f"`{DOWN}`: found shape [160, 64], expected",
+    ),
+    "unknown dtype": (
+        edit_weights(lambda t: t.update({NORM: t[NORM].double()})),
+        f"`{NORM}`: found dtype F64, expected one of",
+    ),
+    "no output layer": (
+        edit_weights(lambda t: t.pop("lm_head.weight")),
+        "saved without its output layer, which training needs",
+    ),
+    "tied in name": (
+        hostile_folders.edit(tie_word_embeddings=True),
+        "`tie_word_embeddings`: found true, but `lm_head.weight`",
+    ),
+    "a small vocabulary": (
+        small_vocabulary,
+        "`vocab_size`: found 390, expected at least the tokenizer's 400 ids",
+    ),
     "no tokenizer": (without_tokenizer, "holds no tokenizer.json"),
 }
 
@@ -279,7 +382,11 @@ def test_what_does_not_fit_the_weights_is_one_line(llama, small_corpus, refusal)
     torch.nn.init.ones_(model.model.layers[1].self_attn.o_proj.bias)
     biased = hf_models.write(model, "hf", small_corpus.tokenizer)
     for folder, flags, words in (
-        (biased, [], "`model.layers.1.self_attn.o_proj.bias`: found a bias of attention's output, expected none or zeros"),
+        (
+            biased,
+            [],
+            "`model.layers.1.self_attn.o_proj.bias`: found a bias of attention's output, expected none or zeros",
+        ),
         (llama, ["--add-mask-token"], "the tokenizer has a mask token, <|mask|>"),
         (llama, ["--tie-word-embeddings"], "holds an output layer, `lm_head.weight`"),
     ):

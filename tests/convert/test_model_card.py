@@ -20,12 +20,22 @@ from megaenc.training.command import main as pretrain
 from megaenc.training.run_dir import METRICS_FILE, VALIDATION_FILE
 from megaenc.training.run_init import Ancestor, RunInit
 
-MNTP = ["--objective-schedule", "mntp", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0", "--no-bf16"]
+MNTP = [
+    "--objective-schedule",
+    "mntp",
+    "--lr-warmup-iters",
+    "0",
+    "--lr-wsd-decay-iters",
+    "0",
+    "--no-bf16",
+]
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 
 def provenance(schedule, step=100):
-    return ExportProvenance(schedule, Schedule.build(schedule, 100, VOCABULARY), step, 100, tokens=step * 2048)
+    return ExportProvenance(
+        schedule, Schedule.build(schedule, 100, VOCABULARY), step, 100, tokens=step * 2048
+    )
 
 
 MOVED = "**Predictions are moved by 1 position.**"
@@ -37,17 +47,43 @@ IN_PLACE = "the output at position i is for token i"
     [
         ("mlm", 100, "bidirectional", "mlm", IN_PLACE),
         ("clm:0.25,mlm:0.75", 25, "bidirectional", "clm", "It was trained under causal attention"),
-        ("clm:0.5,mntp(mask=0.2):0.5", 100, "bidirectional", "mntp", "| `mntp(mask=0.2)` | bidirectional | token i + 1 |"),
+        (
+            "clm:0.5,mntp(mask=0.2):0.5",
+            100,
+            "bidirectional",
+            "mntp",
+            "| `mntp(mask=0.2)` | bidirectional | token i + 1 |",
+        ),
         ("clm:0.5,mntp:0.5", 100, "bidirectional", "mntp", "step 100, after 204,800 tokens"),
-        ("clm:0.5,mntp:0.5", 0, "bidirectional", "clm", "It is first trained under causal attention"),
-        ("10x(mlm:9,clm:1)", 100, "bidirectional", "mlm", IN_PLACE),  # a twentieth of the run: four steps of MLM, and one of CLM
+        (
+            "clm:0.5,mntp:0.5",
+            0,
+            "bidirectional",
+            "clm",
+            "It is first trained under causal attention",
+        ),
+        (
+            "10x(mlm:9,clm:1)",
+            100,
+            "bidirectional",
+            "mlm",
+            IN_PLACE,
+        ),  # a twentieth of the run: four steps of MLM, and one of CLM
         ("prefix_lm", 100, "causal", "prefix_lm", "It was trained under prefix attention"),
-        ("mlm(mask=0.4->0.2):1.0", 50, "bidirectional", "mlm", f"`mlm(mask={0.4 - 0.2 * 49 / 99})`"),
+        (
+            "mlm(mask=0.4->0.2):1.0",
+            50,
+            "bidirectional",
+            "mlm",
+            f"`mlm(mask={0.4 - 0.2 * 49 / 99})`",
+        ),
         ("mix(clm:0.6,mlm:0.3,mntp:0.1):1.0", 100, "bidirectional", "mlm", IN_PLACE),
         ("mix(clm:0.4,mlm:0.6):1.0", 100, "causal", "clm", "token i + 1"),
     ],
 )
-def test_an_export_is_read_by_the_last_objective_of_its_attention(schedule, step, attention, objective, words):
+def test_an_export_is_read_by_the_last_objective_of_its_attention(
+    schedule, step, attention, objective, words
+):
     export = provenance(schedule, step)
     found = export.select_objective(Attention(attention))
     assert (found.name, found.shift) == (objective, 0 if objective == "mlm" else 1)
@@ -60,8 +96,13 @@ def test_an_export_is_read_by_the_last_objective_of_its_attention(schedule, step
 def test_the_runs_it_comes_from_are_named_without_their_places():
     before = (Ancestor("/home/me/clm", 10, "clm", 20480), Ancestor("b", 30, "mlm", 61440))
     start = RunInit("branch", "/home/me/a", 40, before=before)
-    text = build_model_card("hf", dataclasses.replace(provenance("mlm"), start=start), Attention.BIDIRECTIONAL)
-    assert "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), then `b` to step 30 (`mlm`, 61,440 tokens)." in text
+    text = build_model_card(
+        "hf", dataclasses.replace(provenance("mlm"), start=start), Attention.BIDIRECTIONAL
+    )
+    assert (
+        "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), then `b` to step 30 (`mlm`, 61,440 tokens)."
+        in text
+    )
     assert "It is a branch of the run `a` at step 40" in text and "/home" not in text
 
 
@@ -73,15 +114,30 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus):
     assert "A text encoder as it came in: nothing was trained since." in text
     assert "with `Qwen3ForCausalLM` of transformers 5.3 or later, which reads both" in text
     assert "Its weights are those of `qwen3`, a Hugging Face model of type qwen3. Attention" in text
-    assert "| made for | under attention |" in text and "It came in reading under causal attention" in text
-    for words in ("pretrained", "was trained under", "last trained", "first weights", " step", "added"):
+    assert (
+        "| made for | under attention |" in text
+        and "It came in reading under causal attention" in text
+    )
+    for words in (
+        "pretrained",
+        "was trained under",
+        "last trained",
+        "first weights",
+        " step",
+        "added",
+    ):
         assert words not in text
 
 
 @pytest.mark.parametrize(
     ("architecture", "attention", "tag", "said"),
     [
-        ("LlamaForCausalLM", "CAUSAL", "text-generation", "It loads with `LlamaForCausalLM` of transformers."),
+        (
+            "LlamaForCausalLM",
+            "CAUSAL",
+            "text-generation",
+            "It loads with `LlamaForCausalLM` of transformers.",
+        ),
         (
             "NeoBERTLMHead",
             "BIDIRECTIONAL",
@@ -123,14 +179,24 @@ def test_an_export_of_mntp_is_read_where_its_card_says(small_corpus):
 
 def test_what_a_card_says_of_others_is_text_alone():
     evil = "a`\n---\nlicense: mit\n<script>alert(1)</script> [x](http://y) \x1b[2J"
-    start = RunInit("branch", evil, 40, before=(Ancestor(evil, 10, evil, 20480), Ancestor(evil, 0, evil, 0, family="llama")))
+    start = RunInit(
+        "branch",
+        evil,
+        40,
+        before=(Ancestor(evil, 10, evil, 20480), Ancestor(evil, 0, evil, 0, family="llama")),
+    )
     metrics = {inline_code(evil + "|", cell=True): {"step": 3, "loss": "<b>"}}
     facts = dict.fromkeys(("data", "tokenizer", "added_token", "schedule_text"), evil)
     export = dataclasses.replace(provenance("mlm"), start=start, metrics=metrics, **facts)
     text = build_model_card(evil, export, Attention.BIDIRECTIONAL)
     assert "\x1b" not in text
     front, _, rest = text.removeprefix("---\n").partition("\n---\n")
-    assert front.count("\n") == 3 and "license: unknown" in front and "\n---\n" not in rest and "\nlicense" not in rest
+    assert (
+        front.count("\n") == 3
+        and "license: unknown" in front
+        and "\n---\n" not in rest
+        and "\nlicense" not in rest
+    )
     for line in rest.splitlines():  # what begins in a line ends in it
         outside = re.sub(r"(?<!\\)`[^`]*`", "", line)
         assert not re.search(r"(?<!\\)[`<]|(?<!\\)\[x", outside), line
@@ -138,7 +204,9 @@ def test_what_a_card_says_of_others_is_text_alone():
     assert len(re.findall(r"(?<!\\)\|", row)) == 5
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"step": "4"}', '{"step": 4, "objectives": {"a": 5}}', None])
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"step": "4"}', '{"step": 4, "objectives": {"a": 5}}', None]
+)
 def test_metrics_of_another_kind_are_left_out(tmp_path, line):
     for name in (METRICS_FILE, VALIDATION_FILE):
         if line is None:
@@ -147,4 +215,6 @@ def test_metrics_of_another_kind_are_left_out(tmp_path, line):
             (tmp_path / name).write_text(line + "\n")
     found = read_last_metrics(tmp_path, 10)
     assert not any("held out" in name for name in found)
-    build_model_card("x", dataclasses.replace(provenance("mlm"), metrics=found), Attention.BIDIRECTIONAL)
+    build_model_card(
+        "x", dataclasses.replace(provenance("mlm"), metrics=found), Attention.BIDIRECTIONAL
+    )

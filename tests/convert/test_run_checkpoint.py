@@ -23,18 +23,53 @@ def core(came_in):
 @pytest.mark.parametrize(
     ("file", "place", "value", "words"),
     [
-        ("config.yaml", ["rotary_base"], 10000.0, "field `rotary_base`: found 10000.0, expected 2500.0"),
+        (
+            "config.yaml",
+            ["rotary_base"],
+            10000.0,
+            "field `rotary_base`: found 10000.0, expected 2500.0",
+        ),
         ("config.yaml", ["num_layers"], 3, "field `num_layers`: found 3, expected 2"),
         ("config.yaml", ["bf16"], False, "field `bf16`: found False, expected True"),
         ("config.yaml", ["vocab_size"], 400, "field `vocab_size`: found 400, expected 410"),
         ("run.json", ["identity"], [1], "field `identity`: found no settings of a run"),
-        ("run.json", ["vocab_size"], "410", "field `vocab_size`: found '410', expected a number of 1 or more"),
-        ("run.json", ["vocab_size"], 10, "field `vocab_size`: found 10, expected the rows of a model of"),
+        (
+            "run.json",
+            ["vocab_size"],
+            "410",
+            "field `vocab_size`: found '410', expected a number of 1 or more",
+        ),
+        (
+            "run.json",
+            ["vocab_size"],
+            10,
+            "field `vocab_size`: found 10, expected the rows of a model of",
+        ),
         ("run.json", ["start", "at"], "1", "start: field `at`: found '1', expected a int"),
-        ("run.json", ["start", "kind"], "else", "start: field `kind`: found 'else', expected one of new"),
-        ("run.json", ["start", "before", 0, "generation"], [1], "start: field `generation`: found [1], expected a dict"),
-        ("run.json", ["start", "before", 0, "family"], "gemma", "start: field `family`: found 'gemma', expected one of"),
-        ("run.json", ["source", "mask_token"], {"origin": "added"}, "expected the run.json of a pretraining run"),
+        (
+            "run.json",
+            ["start", "kind"],
+            "else",
+            "start: field `kind`: found 'else', expected one of new",
+        ),
+        (
+            "run.json",
+            ["start", "before", 0, "generation"],
+            [1],
+            "start: field `generation`: found [1], expected a dict",
+        ),
+        (
+            "run.json",
+            ["start", "before", 0, "family"],
+            "gemma",
+            "start: field `family`: found 'gemma', expected one of",
+        ),
+        (
+            "run.json",
+            ["source", "mask_token"],
+            {"origin": "added"},
+            "expected the run.json of a pretraining run",
+        ),
     ],
 )
 def test_what_no_run_wrote_is_one_line(file, place, value, words, core, refusal):

@@ -30,7 +30,11 @@ def came(name, folder, spare=13, **changes):
     make, model, _ = hf_tokenizers.KINDS[name]
     made = make()
     tokenizer = hf_tokenizers.save(made, folder / "tokenizer", **changes)
-    return hf_models.write(hf_models.build(model, vocab_size=made[0].get_vocab_size() + spare), folder / "hf", tokenizer)
+    return hf_models.write(
+        hf_models.build(model, vocab_size=made[0].get_vocab_size() + spare),
+        folder / "hf",
+        tokenizer,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +59,19 @@ def test_training_reads_a_text_as_tokenizer_json_does(name, cores):
     tokenizer = load_tokenizer(core / TOKENIZER_DIR)
     trained = encode_documents(tokenizer, TEXTS)
     for text, ids in zip(TEXTS, trained, strict=True):
-        assert ids.tolist() == plain(tokenizer, text) == reference.encode(text, add_special_tokens=False).ids
+        assert (
+            ids.tolist()
+            == plain(tokenizer, text)
+            == reference.encode(text, add_special_tokens=False).ids
+        )
         assert tokenizer(text)["input_ids"] == reference.encode(text).ids
     roles = read_json(hf / "tokenizer_config.json")
     for role in ("bos_token", "eos_token", "unk_token"):
         assert getattr(tokenizer, role) == roles.get(role)
     saved = read_json(core / TOKENIZER_DIR / "tokenizer_config.json")
-    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", "what older versions of transformers know too"
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", (
+        "what older versions of transformers know too"
+    )
 
 
 @pytest.mark.parametrize("written", [[], ["--as", "source"]])
@@ -74,21 +84,38 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores):
     trained = load_tokenizer(core / TOKENIZER_DIR)
     loaded = AutoTokenizer.from_pretrained(Path("hf"))
     mask = trained.mask_token
-    spelled = [f"The {mask} quick", f"{mask} x", f"a{mask}b {mask}  {mask}.", f"a {trained.eos_token} b"]
+    spelled = [
+        f"The {mask} quick",
+        f"{mask} x",
+        f"a{mask}b {mask}  {mask}.",
+        f"a {trained.eos_token} b",
+    ]
     for text in [*TEXTS, *spelled]:
         ids = trained(text)["input_ids"]
         assert loaded(text)["input_ids"] == ids, text
         assert loaded.decode(ids) == trained.decode(ids)
         assert plain(loaded, text) == encode_documents(trained, [text])[0].tolist(), text
-    assert (loaded.bos_token, loaded.eos_token, len(loaded)) == (trained.bos_token, trained.eos_token, len(trained))
+    assert (loaded.bos_token, loaded.eos_token, len(loaded)) == (
+        trained.bos_token,
+        trained.eos_token,
+        len(trained),
+    )
     certificate = read_json(Path("hf/conversion.json"))["tokenizer"]
-    assert (certificate["class"], certificate["mask_token"]) == (type(loaded).__name__, loaded.mask_token)
+    assert (certificate["class"], certificate["mask_token"]) == (
+        type(loaded).__name__,
+        loaded.mask_token,
+    )
     assert certificate["fingerprint"] == read_vocabulary(trained).fingerprint
     if name == "qwen2" and written:
         # transformers would take the space before it for a token of its own: no role, but still the one token that it is.
-        assert loaded.mask_token is None and loaded.convert_tokens_to_ids(mask) == trained.mask_token_id
+        assert (
+            loaded.mask_token is None
+            and loaded.convert_tokens_to_ids(mask) == trained.mask_token_id
+        )
     else:
-        before, masked = (loaded(text, add_special_tokens=False)["input_ids"] for text in ("The", f"The {mask}"))
+        before, masked = (
+            loaded(text, add_special_tokens=False)["input_ids"] for text in ("The", f"The {mask}")
+        )
         assert loaded.mask_token == mask and masked == [*before, loaded.mask_token_id]
 
 
@@ -99,7 +126,10 @@ def test_a_class_that_reads_texts_otherwise_is_refused(refusal):
     hf = hf_models.write(model, "hf", hf_tokenizers.save(made, Path("tokenizer")))
     core = hf_models.from_hf(hf, "core")
     line = refusal(main, ["to-hf", "--load", core, "--output", "no", "--as", "qwen2"])
-    assert "the tokenizer that transformers loads with a qwen2 config.json, Qwen2Tokenizer, is not the run's" in line
+    assert (
+        "the tokenizer that transformers loads with a qwen2 config.json, Qwen2Tokenizer, is not the run's"
+        in line
+    )
     assert "expected --as llama" in line and not Path("no").exists()
 
 
@@ -111,7 +141,11 @@ def test_another_pipeline_is_refused_where_no_text_tells(cores, refusal, monkeyp
     def wrong(tokenizer, folder):
         right(tokenizer, folder)
         values = read_json(folder / "tokenizer.json")
-        values["normalizer"] = {"type": "Replace", "pattern": {"String": "never in any text"}, "content": "x"}
+        values["normalizer"] = {
+            "type": "Replace",
+            "pattern": {"String": "never in any text"},
+            "content": "x",
+        }
         write_file(folder / "tokenizer.json", values)
 
     monkeypatch.setattr(to_hf, "write_tokenizer", wrong)
@@ -150,7 +184,10 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
     config = read_json(folder / "tokenizer_config.json")
     for changed, words in (
         ({"eos_token": 5}, "tokenizer.json cannot be loaded"),
-        ({"pad_token": "[PAD]"}, "tokenizer_config.json: field `pad_token`: found '[PAD]', expected a token of tokenizer.json"),
+        (
+            {"pad_token": "[PAD]"},
+            "tokenizer_config.json: field `pad_token`: found '[PAD]', expected a token of tokenizer.json",
+        ),
     ):
         write_file(folder / "tokenizer_config.json", config | changed)
         line = refusal(main, ["from-hf", "--input", folder, "--output", "core"])

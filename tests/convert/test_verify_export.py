@@ -30,25 +30,45 @@ def core(came_in):
     ("name", "flags", "kind", "attention", "dtype"),
     [
         ("llama", [], "EuroBertForMaskedLM", "bidirectional", "bfloat16"),
-        ("llama", ["--as", "source", "--dtype", "fp32"], "LlamaForCausalLM", "bidirectional", "float32"),
+        (
+            "llama",
+            ["--as", "source", "--dtype", "fp32"],
+            "LlamaForCausalLM",
+            "bidirectional",
+            "float32",
+        ),
         ("llama", ["--as", "llama"], "LlamaForCausalLM", "causal", "bfloat16"),
         ("qwen3", [], "Qwen3ForCausalLM", "bidirectional", "bfloat16"),
         ("modernbert", [], "ModernBertForMaskedLM", "bidirectional", "bfloat16"),
-        ("modernbert-decoder", ["--as", "modernbert-decoder"], "ModernBertDecoderForCausalLM", "causal", "bfloat16"),
+        (
+            "modernbert-decoder",
+            ["--as", "modernbert-decoder"],
+            "ModernBertDecoderForCausalLM",
+            "causal",
+            "bfloat16",
+        ),
         ("neobert", ["--dtype", "fp32"], "NeoBERTLMHead", "bidirectional", "float32"),
     ],
 )
 def test_it_holds_checksums_differences_and_the_mask(name, flags, kind, attention, dtype, core):
     hf_models.to_hf(core(name), "hf", *flags)
     found = json.loads(Path("hf/conversion.json").read_text())
-    assert (found["class"], found["attention"], found["compared"], found["dtype"]) == (kind, attention, "logits", dtype)
+    assert (found["class"], found["attention"], found["compared"], found["dtype"]) == (
+        kind,
+        attention,
+        "logits",
+        dtype,
+    )
     assert found["mask"] == dict.fromkeys(("megatron-core", "eager", "sdpa"), attention)
     for kernel in ("eager", "sdpa"):
         assert found["largest_difference"][kernel].keys() == {"with padding", "without padding"}
         assert max(found["largest_difference"][kernel].values()) < 1e-4
     assert found["largest"] > 1, "next to nothing would differ from next to nothing"
     tensors = load_file(Path("hf/model.safetensors"))
-    sums = {key: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for key, tensor in tensors.items()}
+    sums = {
+        key: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for key, tensor in tensors.items()
+    }
     assert found["sha256"] == sums
 
 
@@ -105,8 +125,18 @@ def damage(monkeypatch):
 
 
 WRONG = {
-    "epsilon": ("llama", [], change_config(rms_norm_eps=1e-3), "eager attention, without padding: outputs differ by"),
-    "gate and up projection": ("llama", [], change_weights("fc1", lambda gate, up: (up, gate), GatedMLPMapping), "differ by"),
+    "epsilon": (
+        "llama",
+        [],
+        change_config(rms_norm_eps=1e-3),
+        "eager attention, without padding: outputs differ by",
+    ),
+    "gate and up projection": (
+        "llama",
+        [],
+        change_weights("fc1", lambda gate, up: (up, gate), GatedMLPMapping),
+        "differ by",
+    ),
     "a head of query at another place": (
         "llama",
         ["--as", "llama"],
@@ -128,7 +158,11 @@ WRONG = {
     "a window that is longer than the texts": (
         "qwen3",
         [],
-        change_config(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", "sliding_attention"]),
+        change_config(
+            use_sliding_window=True,
+            sliding_window=64,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
         "field `sliding_window`: found 64, expected none",
     ),
     "a longer window": (
@@ -168,8 +202,18 @@ WRONG = {
         "outputs differ by",
     ),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
-    "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),
-    "no weights for a layer": ("llama", [], change_config(num_hidden_layers=3), "finds missing keys: model.layers.2."),
+    "a layer too few": (
+        "llama",
+        [],
+        change_config(num_hidden_layers=1),
+        "finds unexpected keys: model.layers.1.",
+    ),
+    "no weights for a layer": (
+        "llama",
+        [],
+        change_config(num_hidden_layers=3),
+        "finds missing keys: model.layers.2.",
+    ),
 }
 
 
@@ -177,7 +221,9 @@ WRONG = {
 def test_an_export_that_is_another_model_is_not_written(case, core, refusal, monkeypatch):
     name, flags, change, words = WRONG[case]
     change(monkeypatch)
-    line = refusal(main, ["to-hf", "--load", core(name), "--output", "out/hf", "--dtype", "fp32", *flags])
+    line = refusal(
+        main, ["to-hf", "--load", core(name), "--output", "out/hf", "--dtype", "fp32", *flags]
+    )
     assert words in line and "nothing is written" in line, line
     assert not list(Path("out").iterdir())
 
@@ -186,7 +232,9 @@ def test_an_export_that_is_another_model_is_not_written(case, core, refusal, mon
     ("vocab_size", "context", "window", "longest"),
     [(3, 1, None, 1), (258, 4, None, 4), (258, 2048, 64, 192), (128256, 2048, 1000, 2048)],
 )
-def test_probes_are_longer_than_a_window_and_change_a_token_each(vocab_size, context, window, longest):
+def test_probes_are_longer_than_a_window_and_change_a_token_each(
+    vocab_size, context, window, longest
+):
     probe = ProbeBatch.build(vocab_size, context, *([window] if window else []))
     assert len(probe.documents[0]) == longest and len(probe.documents[1]) > (window or 0)
     tokens = torch.cat([*probe.documents, *probe.variants])

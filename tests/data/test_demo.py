@@ -41,7 +41,11 @@ def f(x):
 
 
 def test_prose_is_what_reads_as_english_and_nothing_else():
-    assert [paragraph for _, text in demo.find_long_strings(DOCSTRING) for paragraph in demo.extract_paragraphs(text)] == [
+    assert [
+        paragraph
+        for _, text in demo.find_long_strings(DOCSTRING)
+        for paragraph in demo.extract_paragraphs(text)
+    ] == [
         "Return the largest value of the array along the axis that was asked for.",
         "The array is copied first, so that the caller's data are never changed by it; see numpy.sort and copy for more.",
         "The values among which the largest one is looked for by this function.",
@@ -55,7 +59,11 @@ def test_prose_is_what_reads_as_english_and_nothing_else():
 def test_likeness_ignores_names_and_numbers():
     first = "Constructs the BertModel with 12 layers, as it was first described."
     second = "Constructs the GPT2Model with 24 layers as it was first described"
-    assert demo.similarity_key(first) == demo.similarity_key(second) != demo.similarity_key("Constructs a model.")
+    assert (
+        demo.similarity_key(first)
+        == demo.similarity_key(second)
+        != demo.similarity_key("Constructs a model.")
+    )
 
 
 @pytest.fixture
@@ -66,13 +74,21 @@ def few_packages(monkeypatch):
     monkeypatch.setattr(
         demo,
         "_find_source_files",
-        lambda: (source for source in everything() if not source[0].startswith("python/") or source[0].startswith("python/json")),
+        lambda: (
+            source
+            for source in everything()
+            if not source[0].startswith("python/") or source[0].startswith("python/json")
+        ),
     )
     monkeypatch.setattr(demo, "_HELD_OUT_PERCENT", 20)
 
 
 def test_parts_are_recognised_by_their_prefixes():
-    python, packages, corpus = "demo/python_text_document", "./demo/packages_text_document", "demo/corpus_text_document"
+    python, packages, corpus = (
+        "demo/python_text_document",
+        "./demo/packages_text_document",
+        "demo/corpus_text_document",
+    )
     assert demo.find_demo_parts([]) == demo.find_demo_parts([corpus]) == ()
     assert demo.find_demo_parts([corpus, packages, python, packages]) == ("packages", "python")
     assert demo.find_demo_parts([python, "out/a_text_document"]) is None
@@ -90,14 +106,22 @@ def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
     ids = [record["id"] for record in corpus]
     assert ids == sorted(ids) and not any(map(demo.is_held_out, ids))
     assert all(demo.is_held_out(record["id"]) for record in heldout)
-    paragraphs = [paragraph for record in corpus + heldout for paragraph in record["text"].split("\n\n")]
+    paragraphs = [
+        paragraph for record in corpus + heldout for paragraph in record["text"].split("\n\n")
+    ]
     assert len(paragraphs) == len(set(paragraphs))
     assert read_corpus_metadata(paths.data_prefix).documents == len(corpus)
-    python, packages = (read_corpus_metadata(paths.part_prefix(part)).documents for part in demo.PARTS)
-    assert python == sum(name.startswith("python/") for name in ids) > 0 and python + packages == len(corpus)
+    python, packages = (
+        read_corpus_metadata(paths.part_prefix(part)).documents for part in demo.PARTS
+    )
+    assert python == sum(
+        name.startswith("python/") for name in ids
+    ) > 0 and python + packages == len(corpus)
     assert len(load_tokenizer(paths.tokenizer)) == 600
 
-    before = {path: path.stat().st_mtime_ns for path in paths.corpus.parent.rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in paths.corpus.parent.rglob("*") if path.is_file()
+    }
     assert demo.ensure_demo(tmp_path / "a", vocab_size=600) == paths
     assert {path: path.stat().st_mtime_ns for path in before} == before
     with pytest.raises(InputError, match="holds a demo of 600 token ids, expected 700"):
@@ -121,7 +145,9 @@ def test_an_interrupted_build_leaves_nothing(two_documents, tmp_path, monkeypatc
 
 def listing(folder):
     """The files below a folder, with their content."""
-    return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -129,14 +155,22 @@ def two_documents(monkeypatch):
     """Two short documents at once, of which one is held out."""
     monkeypatch.setattr(demo, "_find_source_files", lambda: iter(()))
     monkeypatch.setattr(demo, "is_held_out", lambda name: name == "held/out")
-    monkeypatch.setattr(demo, "_extract_documents", lambda sources: iter([("a/b", "Some text."), ("held/out", "Another text.")]))
+    monkeypatch.setattr(
+        demo,
+        "_extract_documents",
+        lambda sources: iter([("a/b", "Some text."), ("held/out", "Another text.")]),
+    )
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "heldout.jsonl", "demo.json", "tokenizer", "corpus_text_document.idx"])
+@pytest.mark.parametrize(
+    "name", ["corpus.jsonl", "heldout.jsonl", "demo.json", "tokenizer", "corpus_text_document.idx"]
+)
 def test_files_of_others_are_refused_and_kept(two_documents, tmp_path, name):
     (tmp_path / name).write_text('{"text": "mine"}\n')
     before = listing(tmp_path)
-    with pytest.raises(InputError, match=f"{name}: found a file that .*move the file or name another folder"):
+    with pytest.raises(
+        InputError, match=f"{name}: found a file that .*move the file or name another folder"
+    ):
         demo.ensure_demo(tmp_path)
     assert listing(tmp_path) == before
 
@@ -152,10 +186,17 @@ def test_a_link_is_refused_whatever_it_leads_to(two_documents, tmp_path):
 
 def test_a_changed_demo_corpus_is_refused(two_documents, tmp_path):
     paths = demo.build_demo_corpus(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "demo.json", "heldout.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "corpus.jsonl",
+        "demo.json",
+        "heldout.jsonl",
+    ]
     assert demo.build_demo_corpus(tmp_path) == paths
     paths.corpus.write_text(paths.corpus.read_text().replace("Some", "More"))
-    with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that has changed since `megaenc demo` wrote it"):
+    with pytest.raises(
+        InputError,
+        match=r"corpus\.jsonl: found a file that has changed since `megaenc demo` wrote it",
+    ):
         demo.build_demo_corpus(tmp_path)
     assert "More" in paths.corpus.read_text()
 
@@ -167,11 +208,16 @@ def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monke
     for name in ("corpus.jsonl", "heldout.jsonl")[: 3 - renames]:
         (tmp_path / name).unlink()
     monkeypatch.setattr(
-        demo, "_extract_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")])
+        demo,
+        "_extract_documents",
+        lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")]),
     )
     paths = demo.build_demo_corpus(tmp_path)
     assert demo.find_demo_corpus(tmp_path) == paths
-    assert "A new text." in paths.corpus.read_text() and "Another new text." in paths.heldout.read_text()
+    assert (
+        "A new text." in paths.corpus.read_text()
+        and "Another new text." in paths.heldout.read_text()
+    )
 
 
 def test_a_second_process_waits_for_the_first(two_documents, tmp_path, monkeypatch):

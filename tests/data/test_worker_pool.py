@@ -85,7 +85,9 @@ def test_a_worker_that_dies_is_named(code, end):
         workers = [child.pid for child in psutil.Process().children() if child not in before]
         results = call(["None", "None", "None", code, "None"])
         assert [next(results) for _ in range(3)] == [None] * 3
-        with pytest.raises(WorkerProcessDied, match=rf"^worker process {workers[1]} {end}, before it was done$"):
+        with pytest.raises(
+            WorkerProcessDied, match=rf"^worker process {workers[1]} {end}, before it was done$"
+        ):
             next(results)
 
 
@@ -107,7 +109,9 @@ def test_a_script_needs_no_guard_and_its_workers_end_with_it_when_it_is_killed(t
     script.write_text(SCRIPT)
     output = tmp_path / "output"
     with open(output, "wb") as stream:  # not a pipe, which workers that are left would keep open
-        ended = subprocess.run([sys.executable, script], env=runs.surroundings(), stdout=stream, stderr=stream)
+        ended = subprocess.run(
+            [sys.executable, script], env=runs.surroundings(), stdout=stream, stderr=stream
+        )
     assert ended.returncode == -signal.SIGKILL
     *lines, numbers = output.read_text().splitlines()
     assert lines == ["this script", "None None"]

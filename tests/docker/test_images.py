@@ -20,7 +20,9 @@ each_definition = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda 
 
 def joined(path: Path) -> str:
     """The text without comments, with lines that a backslash continues as one."""
-    return re.sub(r"\s*\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE))
+    return re.sub(
+        r"\s*\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
+    )
 
 
 def steps(dockerfile: Path) -> list[tuple[str, str]]:
@@ -30,7 +32,11 @@ def steps(dockerfile: Path) -> list[tuple[str, str]]:
 
 def sent() -> list[str]:
     """The files and folders that .dockerignore lets travel."""
-    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     named = [line.removeprefix("!") for line in lines if line.startswith("!")]
     assert lines == ["*", *(f"!{name}" for name in named), "**/__pycache__"]
     return named
@@ -42,14 +48,24 @@ def travels(path: str) -> bool:
 
 def test_what_travels_is_there_and_little_else():
     assert all((ROOT / name).exists() for name in sent())
-    assert [name for name in sent() if name.startswith(("tests", "."))] == ["tests/conftest.py", "tests/runs.py", "tests/smoke"]
+    assert [name for name in sent() if name.startswith(("tests", "."))] == [
+        "tests/conftest.py",
+        "tests/runs.py",
+        "tests/smoke",
+    ]
 
 
 @each_dockerfile
 def test_every_copied_file_is_there_and_travels(dockerfile):
-    copied = [rest.split()[:-1] for name, rest in steps(dockerfile) if name == "COPY" and not rest.startswith("--from")]
+    copied = [
+        rest.split()[:-1]
+        for name, rest in steps(dockerfile)
+        if name == "COPY" and not rest.startswith("--from")
+    ]
     sources = {source for some in copied for source in some}
-    assert sources.issuperset(("install.sh", "pyproject.toml", "constraints.txt", "megaenc/__init__.py", "."))
+    assert sources.issuperset(
+        ("install.sh", "pyproject.toml", "constraints.txt", "megaenc/__init__.py", ".")
+    )
     for source in sources - {"."}:
         assert (ROOT / source).is_file(), source
         assert travels(source), source
@@ -67,16 +83,23 @@ def test_an_image_is_of_a_pinned_base_and_of_a_user_without_rights(dockerfile):
     assert image["HEALTHCHECK"].endswith('CMD ["megaenc-health", "cpu"]')
     assert "ln -s /opt/megaenc/docker/health.sh /usr/local/bin/megaenc-health" in joined(dockerfile)
     label = {word.partition("=")[0] for word in shlex.split(image["LABEL"])}
-    assert label == {f"org.opencontainers.image.{key}" for key in ("title", "description", "licenses", "revision")}
+    assert label == {
+        f"org.opencontainers.image.{key}"
+        for key in ("title", "description", "licenses", "revision")
+    }
     installs = [rest for name, rest in found if name == "RUN" and "./install.sh" in rest]
     assert any(re.search(r"EXTRAS=(''|\"\$EXTRAS\")", rest) for rest in installs)
 
 
-@pytest.mark.parametrize("path", [*DOCKERFILES, ROOT / "docs/containers.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*DOCKERFILES, ROOT / "docs/containers.md"], ids=lambda path: path.name
+)
 def test_what_is_shown_can_be_trained_by_as_many_processes(path):
     from megaenc.training.config import parse_config
 
-    shown = re.findall(r"torchrun --nproc-per-node (\d+) \S+/pretrain_encoder\.py (.*)", path.read_text())
+    shown = re.findall(
+        r"torchrun --nproc-per-node (\d+) \S+/pretrain_encoder\.py (.*)", path.read_text()
+    )
     assert shown or path.suffix == ".cpu"
     for processes, words in shown:
         parse_config(shlex.split(words), prog="").check(world_size=int(processes))
@@ -90,16 +113,23 @@ def test_health_trains_two_steps_and_says_so():
         env=runs.surroundings() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": "2"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert (ran.returncode, ran.stdout) == (0, "healthy: two steps trained, 2 x processor\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "healthy: two steps trained, 2 x processor\n"), (
+        ran.stderr
+    )
 
 
 def test_health_says_what_is_wrong(tmp_path):
     (tmp_path / "megaenc").write_text("#!/bin/sh\necho 'error: no disk' >&2\nexit 2\n")
     (tmp_path / "megaenc").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": "1"}
-    ran = subprocess.run([ROOT / "docker/health.sh"], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [ROOT / "docker/health.sh"], env=environment, capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr.splitlines() == ["error: no disk", "error: two steps of training failed with exit code 2"]
+    assert ran.stderr.splitlines() == [
+        "error: no disk",
+        "error: two steps of training failed with exit code 2",
+    ]
 
 
 # ---- settings of the accelerators ------------------------------------------------------------------------------------------
@@ -107,17 +137,33 @@ def test_health_says_what_is_wrong(tmp_path):
 
 def environment_in_image(kind: str, **variables: str) -> dict[str, str]:
     """What a command sees that the entry point of the image starts."""
-    (entry,) = (json.loads(rest) for name, rest in steps(ROOT / f"docker/Dockerfile.{kind}") if name == "ENTRYPOINT")
+    (entry,) = (
+        json.loads(rest)
+        for name, rest in steps(ROOT / f"docker/Dockerfile.{kind}")
+        if name == "ENTRYPOINT"
+    )
     command = [part.replace("/opt/megaenc", str(ROOT)) for part in entry] + ["env", "-0"]
-    ran = subprocess.run(command, env={"PATH": os.defpath, **variables}, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        command, env={"PATH": os.defpath, **variables}, capture_output=True, text=True, check=True
+    )
     return dict(line.split("=", 1) for line in ran.stdout.split("\0") if line)
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "other", "taken_out"),
     [
-        ("rocm", {"HSA_NO_SCRATCH_RECLAIM": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288"}, "GPU_MAX_HW_QUEUES", "RCCL_MSCCL_ENABLE"),
-        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}, "PYTORCH_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"),
+        (
+            "rocm",
+            {"HSA_NO_SCRATCH_RECLAIM": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288"},
+            "GPU_MAX_HW_QUEUES",
+            "RCCL_MSCCL_ENABLE",
+        ),
+        (
+            "cuda",
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"},
+            "PYTORCH_ALLOC_CONF",
+            "TORCH_NCCL_HIGH_PRIORITY",
+        ),
     ],
 )
 def test_settings_can_be_overridden_and_taken_out(kind, values, other, taken_out):
@@ -145,7 +191,10 @@ def test_a_definition_makes_what_the_dockerfile_makes(definition):
     assert "./install.sh" in found["post"]
     [check] = [line.strip() for line in found["post"].splitlines() if "is not built for" in line]
     assert check in dockerfile
-    assert found["runscript"].split("\n")[:2] == [f"  . /opt/megaenc/docker/{kind}_env.sh", '  exec "$@"']
+    assert found["runscript"].split("\n")[:2] == [
+        f"  . /opt/megaenc/docker/{kind}_env.sh",
+        '  exec "$@"',
+    ]
     for line in found["files"].strip().splitlines():
         source, target = line.split()
         assert travels(source)

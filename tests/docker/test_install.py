@@ -19,7 +19,14 @@ def install(**variables: str) -> subprocess.CompletedProcess:
     """Run install.sh from elsewhere, with nothing set that it reads but `variables`."""
     names = ("PYTHON", "PYTHONPATH", "VENV", "EXTRAS", "TORCH_INDEX", "PIP_BREAK_SYSTEM_PACKAGES")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.run([ROOT / "install.sh"], cwd="/", env={**env, **variables}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [ROOT / "install.sh"],
+        cwd="/",
+        env={**env, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -35,7 +42,12 @@ def environment(tmp_path):
         "    constraints = open(sys.argv[sys.argv.index('--constraint') + 1]).read()\n"
         f"    print(json.dumps([sys.argv[1:], constraints]), file=open({str(tmp_path / 'asked')!r}, 'a'))\n"
     )
-    for name, version in (("torch", "2.12.0+rocm7.2.4"), ("triton", "3.7.0"), ("apex", "1.0+rocm7.2.4"), ("numpy", "1.26.4")):
+    for name, version in (
+        ("torch", "2.12.0+rocm7.2.4"),
+        ("triton", "3.7.0"),
+        ("apex", "1.0+rocm7.2.4"),
+        ("numpy", "1.26.4"),
+    ):
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -45,13 +57,25 @@ def environment(tmp_path):
 def asked_of_pip(environment: Path) -> list[tuple[list[str], list[str]]]:
     """(arguments, lines of the constraints) of each call."""
     calls = (json.loads(line) for line in (environment.parent / "asked").read_text().splitlines())
-    return [(arguments[arguments.index("--constraint") + 2 :], constraints.splitlines()) for arguments, constraints in calls]
+    return [
+        (arguments[arguments.index("--constraint") + 2 :], constraints.splitlines())
+        for arguments, constraints in calls
+    ]
 
 
 def test_help_names_every_variable_and_an_argument_is_refused():
-    shown = subprocess.run([ROOT / "install.sh", "--help"], capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^  ([A-Z_]+) ", shown, re.MULTILINE) == ["PYTHON", "VENV", "TORCH_INDEX", "EXTRAS"]
-    ran = subprocess.run([ROOT / "install.sh", "--venv"], capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        [ROOT / "install.sh", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"^  ([A-Z_]+) ", shown, re.MULTILINE) == [
+        "PYTHON",
+        "VENV",
+        "TORCH_INDEX",
+        "EXTRAS",
+    ]
+    ran = subprocess.run(
+        [ROOT / "install.sh", "--venv"], capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stderr.splitlines()) == (
         2,
         ["error: --venv is not known; settings are variables: ./install.sh --help"],
@@ -69,7 +93,9 @@ def test_into_a_virtual_environment_with_the_pinned_versions(environment):
 
 def test_tests_get_a_triton_where_torch_has_brought_none(environment):
     (own,) = environment.glob("lib/python*/site-packages/triton-*.dist-info")
-    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-triton-rocm\nVersion: 3.7.0\n")
+    (own / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: pytorch-triton-rocm\nVersion: 3.7.0\n"
+    )
     assert install(VENV=str(environment)).returncode == 0
     shutil.rmtree(own)
     for extras in ("finetune,dev", "finetune"):
@@ -100,20 +126,33 @@ def refusal(**variables: str) -> str:
 
 def test_refusals_are_one_line(tmp_path):
     assert refusal(PYTHON="no-such-python") == "error: PYTHON=no-such-python does not run"
-    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith("error: EXTRAS: devv is not among cuda, flash, rocm")
+    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith(
+        "error: EXTRAS: devv is not among cuda, flash, rocm"
+    )
 
     old = tmp_path / "python3.9"
-    old.write_text('#!/bin/sh\ntest -z "$2"\n')  # says no to the first real question, which is its age
+    old.write_text(
+        '#!/bin/sh\ntest -z "$2"\n'
+    )  # says no to the first real question, which is its age
     old.chmod(0o755)
-    assert refusal(PYTHON=str(old)) == f"error: PYTHON={old} is older than 3.11; name another, as in PYTHON=python3.12"
+    assert (
+        refusal(PYTHON=str(old))
+        == f"error: PYTHON={old} is older than 3.11; name another, as in PYTHON=python3.12"
+    )
 
-    (tmp_path / "ensurepip.py").write_text("raise ImportError")  # as where Debian's python3-venv is missing
-    without_venv = refusal(PYTHON=sys.executable, PYTHONPATH=str(tmp_path), VENV=str(tmp_path / "venv"))
+    (tmp_path / "ensurepip.py").write_text(
+        "raise ImportError"
+    )  # as where Debian's python3-venv is missing
+    without_venv = refusal(
+        PYTHON=sys.executable, PYTHONPATH=str(tmp_path), VENV=str(tmp_path / "venv")
+    )
     assert "has no venv module" in without_venv and "python3-venv" in without_venv
     assert not (tmp_path / "venv").exists()
 
     venv.create(tmp_path / "bare", with_pip=False)
-    assert refusal(VENV=str(tmp_path / "bare")) == f"error: {tmp_path / 'bare'}/bin/python has no pip"
+    assert (
+        refusal(VENV=str(tmp_path / "bare")) == f"error: {tmp_path / 'bare'}/bin/python has no pip"
+    )
 
 
 def test_a_python_of_the_distribution_is_left_alone(tmp_path):
@@ -124,5 +163,7 @@ def test_a_python_of_the_distribution_is_left_alone(tmp_path):
 
 
 def test_the_oldest_python_is_the_same_everywhere():
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "requires-python"
+    ].removeprefix(">=")
     assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()

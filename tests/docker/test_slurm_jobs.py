@@ -28,16 +28,45 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sc
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
 ]
 
 STEPS = 40
 # Some steps a second at most, so that the job can be met in the middle.
 TRAINING = [
-    *("--num-layers", "4", "--hidden-size", "128", "--ffn-hidden-size", "320", "--num-attention-heads", "4"),
-    *("--num-query-groups", "2", "--seq-length", "128", "--micro-batch-size", "4", "--global-batch-size", "16"),
-    *("--train-iters", str(STEPS), "--objective-schedule", "clm:0.5,mlm:0.5", "--lr", "3e-3", "--eval-interval", "0"),
+    *(
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "128",
+        "--ffn-hidden-size",
+        "320",
+        "--num-attention-heads",
+        "4",
+    ),
+    *(
+        "--num-query-groups",
+        "2",
+        "--seq-length",
+        "128",
+        "--micro-batch-size",
+        "4",
+        "--global-batch-size",
+        "16",
+    ),
+    *(
+        "--train-iters",
+        str(STEPS),
+        "--objective-schedule",
+        "clm:0.5,mlm:0.5",
+        "--lr",
+        "3e-3",
+        "--eval-interval",
+        "0",
+    ),
     *("--save-interval", str(STEPS), "--log-interval", "1", "--no-bf16"),
 ]
 LONG = 400  # seconds for what takes ten on a machine that has nothing else to do
@@ -83,15 +112,23 @@ def configuration(folder: Path) -> str:
         KillWait=200
         PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
     """
-    node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
-    lines += "".join(f"NodeName=n{number} Port={port} {node}\n" for number, port in enumerate(nodes, 1))
+    node = (
+        f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
+    )
+    lines += "".join(
+        f"NodeName=n{number} Port={port} {node}\n" for number, port in enumerate(nodes, 1)
+    )
     return re.sub(r"(?m)^ +", "", lines)
 
 
 def started(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str]) -> None:
     """A daemon in the foreground, ended with the stack."""
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
     def end() -> None:
@@ -117,13 +154,26 @@ class Slurm:
 
     def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            command, env=self.environment | variables, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=self.environment | variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     def submit(self, log: Path, options: list[str], flags: list[str], **variables: str) -> str:
         """Submit a job of a process on each node, on processors alone; returns its number."""
         options = ["--parsable", "--gpus-per-node=0", "--output", str(log), *options]
-        asked = self.ask("sbatch", *options, str(ROOT / "docker/slurm/many.sbatch"), *flags, NPROC="1", **variables)
+        asked = self.ask(
+            "sbatch",
+            *options,
+            str(ROOT / "docker/slurm/many.sbatch"),
+            *flags,
+            NPROC="1",
+            **variables,
+        )
         assert asked.returncode == 0, asked.stderr
         return asked.stdout.strip()
 
@@ -136,7 +186,12 @@ class Slurm:
 
         def over() -> dict[str, str] | None:
             found = self.show(job)
-            return found if found.get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL") else None
+            return (
+                found
+                if found.get("JobState")
+                in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+                else None
+            )
 
         return wait_until(over, seconds, log=log, pause=0.2)
 
@@ -144,7 +199,9 @@ class Slurm:
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp"))  # a short path: a socket lies in it
+        folder = Path(
+            tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp")
+        )  # a short path: a socket lies in it
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
         (folder / "slurm.conf").write_text(configuration(folder))
@@ -161,11 +218,21 @@ def slurm() -> Iterator[Slurm]:
         wait_until((folder / "munge.socket").exists)
         started(stack, ["slurmctld", "-D", "-f", str(folder / "slurm.conf")], here.environment)
         for node in ("n1", "n2"):
-            started(stack, ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")], here.environment)
-        stack.callback(lambda: (here.ask("scancel", "--user=root", "--signal=KILL", "--full"), time.sleep(1)))
+            started(
+                stack,
+                ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")],
+                here.environment,
+            )
+        stack.callback(
+            lambda: (here.ask("scancel", "--user=root", "--signal=KILL", "--full"), time.sleep(1))
+        )
         ready = "--states=idle"
         controller = folder / "slurmctld.log"
-        wait_until(lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2", log=controller, pause=0.2)
+        wait_until(
+            lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2",
+            log=controller,
+            pause=0.2,
+        )
         yield here
 
 
@@ -175,7 +242,9 @@ def test_slurm_accepts_every_file_as_it_is(slurm):
         asked = slurm.ask("sbatch", "--test-only", str(path))
         nodes = re.search(r"--nodes=(\d+)", path.read_text())[1]
         assert asked.returncode == 0, asked.stderr
-        assert re.search(rf"to start at \S+ using {16 * int(nodes)} processors on nodes n", asked.stderr), asked.stderr
+        assert re.search(
+            rf"to start at \S+ using {16 * int(nodes)} processors on nodes n", asked.stderr
+        ), asked.stderr
         assert slurm.ask("sbatch", "--test-only", "--gpus-per-node=9", str(path)).returncode != 0
 
 
@@ -198,7 +267,9 @@ def assert_completed(found: dict[str, str], restarts: str, log: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, small_corpus, undisturbed, tmp_path):
+def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(
+    slurm, small_corpus, undisturbed, tmp_path
+):
     """Two nodes, a process on each. First Slurm says that time is nearly over, then the job is requeued while it trains."""
     folder = tmp_path / "run"
     log = tmp_path / "job.log"
@@ -206,7 +277,9 @@ def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, 
     job = slurm.submit(log, ["--nodes=2"], flags, MASTER_ADDR="127.0.0.1")
     wait_until(lambda: steps(folder) >= 5, LONG, log=log, pause=0.2)
 
-    assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0  # what --signal=B:USR1@600 does
+    assert (
+        slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    )  # what --signal=B:USR1@600 does
     wait_until(lambda: slurm.show(job)["Restarts"] == "1", LONG, log=log, pause=0.2)
     saved = steps(folder)
     assert 5 <= saved < STEPS
@@ -232,8 +305,15 @@ def torchrun(job: str, node: str) -> psutil.Process:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
-            is_there = (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node)
-            if is_there and "--rdzv-endpoint" in process.cmdline() and process.parent().name().startswith("slurmstepd"):
+            is_there = (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (
+                job,
+                node,
+            )
+            if (
+                is_there
+                and "--rdzv-endpoint" in process.cmdline()
+                and process.parent().name().startswith("slurmstepd")
+            ):
                 return process
     raise LookupError(node)
 
@@ -249,14 +329,21 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
     options = ["--nodes=2", "--no-kill", "--signal=B:USR1@60"]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MIN_NODES": "1"}
     with contextlib.ExitStack() as stack:
-        started(stack, [sys.executable, str(ROOT / "examples/rendezvous_store.py"), str(port)], slurm.environment)
+        started(
+            stack,
+            [sys.executable, str(ROOT / "examples/rendezvous_store.py"), str(port)],
+            slurm.environment,
+        )
         wait_until(lambda: is_listening(port))  # or a node would hold the rendezvous
         job = slurm.submit(log, options, flags, **meeting)
         wait_until(lambda: steps(folder) >= 7, LONG, log=log, pause=0.2)
         slurmstepd = torchrun(job, "n2").parent()
         for process in (slurmstepd, *slurmstepd.children(recursive=True)):
             process.kill()
-        assert slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost").returncode == 0
+        assert (
+            slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost").returncode
+            == 0
+        )
         found = slurm.wait(job, log)
         slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert_completed(found, "0", log)

@@ -43,15 +43,25 @@ def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
     assert environment_of_torchrun(tmp_path)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "77"
     asked = get_args_parser().parse_args((tmp_path / "torchrun").read_text().splitlines())
     launch, _, _ = config_from_args(asked)
-    assert (launch.signals_to_handle, launch.nproc_per_node) == ("SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", 8)
+    assert (launch.signals_to_handle, launch.nproc_per_node) == (
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        8,
+    )
     assert asked.training_script.endswith("examples/pretrain_encoder.py")
     assert asked.training_script_args == ["--save", "a"]
 
 
-@pytest.mark.parametrize(("minutes", "save", "code"), [("20", "540", 0), ("13", "540", 2), ("13", "60", 0), ("NONE", "540", 0)])
+@pytest.mark.parametrize(
+    ("minutes", "save", "code"),
+    [("20", "540", 0), ("13", "540", 2), ("13", "60", 0), ("NONE", "540", 0)],
+)
 def test_a_job_too_short_to_save_is_refused(job, tmp_path, minutes, save, code):
     """It would be told to save before it has trained, again and again."""
-    end = time.strftime("%FT%T", time.localtime(time.time() + 60 * int(minutes))) if minutes.isdigit() else minutes
+    end = (
+        time.strftime("%FT%T", time.localtime(time.time() + 60 * int(minutes)))
+        if minutes.isdigit()
+        else minutes
+    )
     found, said = ended(job("one", ENDTIME=end, SAVE_SECONDS=save))
     assert found == code
     assert ("error: --time: found 7" in said) == (code == 2)
@@ -103,7 +113,13 @@ exec "$@"
 """
 
 
-STAND_INS = {"torchrun": TORCHRUN, "scontrol": SCONTROL, "srun": SRUN, "apptainer": APPTAINER, "squeue": SQUEUE}
+STAND_INS = {
+    "torchrun": TORCHRUN,
+    "scontrol": SCONTROL,
+    "srun": SRUN,
+    "apptainer": APPTAINER,
+    "squeue": SQUEUE,
+}
 
 
 @pytest.fixture
@@ -115,15 +131,28 @@ def job(tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "docker").symlink_to(ROOT / "docker")
     (tmp_path / "megaenc-rocm.sif").touch()
-    slurm = {"JOB_ID": "12345", "JOB_NAME": "megaenc", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "GPUS_ON_NODE": "8"}
+    slurm = {
+        "JOB_ID": "12345",
+        "JOB_NAME": "megaenc",
+        "JOB_NODELIST": "n[1-2]",
+        "JOB_NUM_NODES": "2",
+        "GPUS_ON_NODE": "8",
+    }
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.defpath}", "HERE": str(tmp_path), "VENV": "", "ENDS": "0"}
+    environment |= {
+        "PATH": f"{tmp_path / 'bin'}:{os.defpath}",
+        "HERE": str(tmp_path),
+        "VENV": "",
+        "ENDS": "0",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = []
 
     def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen:
         command = ["bash", FOLDER / f"{name}.sbatch", *arguments]
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment | variables, **pipes))
+        started.append(
+            subprocess.Popen(command, cwd=tmp_path, env=environment | variables, **pipes)
+        )
         return started[-1]
 
     yield start
@@ -170,7 +199,9 @@ def test_how_a_job_ends(job, tmp_path, name, ends, note, fewest, code):
     assert ended(job(name, "--save", "a", ENDS=ends, NOTE=note, MIN_NODES=fewest))[0] == code
     if fewest:
         assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
-        assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
+        assert {"--no-kill", "--kill-on-bad-exit=0"} < set(
+            (tmp_path / "srun").read_text().splitlines()
+        )
     assert is_requeued(tmp_path) == (code == 75)
     assert not list((tmp_path / ".jobs").iterdir())  # no notes are left
 
@@ -216,10 +247,18 @@ def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_its
 def test_processes_and_where_they_meet(job, tmp_path):
     finish(job("one", "--lr", "1"))
     asked = asked_of_torchrun(tmp_path)
-    assert (asked["--nproc-per-node"], asked["--save"], asked["--lr"]) == ("8", "runs/megaenc-12345", "1")
+    assert (asked["--nproc-per-node"], asked["--save"], asked["--lr"]) == (
+        "8",
+        "runs/megaenc-12345",
+        "1",
+    )
     finish(job("many", "--save=mine", NPROC="4", MAX_RESTARTS="7"))
     asked = asked_of_torchrun(tmp_path)
-    assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == ("2:2", "4", "7")
+    assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == (
+        "2:2",
+        "4",
+        "7",
+    )
     assert (asked["--rdzv-endpoint"], asked["--rdzv-id"]) == ("first:20345", "12345")
     assert "--save" not in asked
     finish(job("one", SLURM_GPUS_ON_NODE=""))
@@ -248,13 +287,22 @@ def parsed_by_training(tmp_path, world_size: int):
 
 
 def environment_of_torchrun(tmp_path) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    return dict(
+        line.split("=", 1)
+        for line in (tmp_path / "environment").read_text().splitlines()
+        if "=" in line
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "image", "variables", "bound"),
     [
-        ("rocm-apptainer", "other.sif", {"BIND": "/data,/scratch", "TMPDIR": "/local/1"}, ",/local/1,/data,/scratch"),
+        (
+            "rocm-apptainer",
+            "other.sif",
+            {"BIND": "/data,/scratch", "TMPDIR": "/local/1"},
+            ",/local/1,/data,/scratch",
+        ),
         ("one", "megaenc-rocm.sif", {"TMPDIR": "/tmp/mine"}, ""),  # any file, in an image
     ],
 )
@@ -269,8 +317,16 @@ def test_what_the_container_sees(job, tmp_path, name, image, variables, bound):
 @pytest.mark.parametrize(
     ("name", "variables", "others"),
     [
-        ("rocm-apptainer", {"RCCL_MSCCL_ENABLE": "", "NCCL_CROSS_NIC": "2"}, {"NCCL_PXN_DISABLE": "1"}),  # these come last
-        ("many", {"CUDA_DEVICE_MAX_CONNECTIONS": "", "NCCL_DEBUG": "INFO"}, {"TORCH_NCCL_HIGH_PRIORITY": "1"}),
+        (
+            "rocm-apptainer",
+            {"RCCL_MSCCL_ENABLE": "", "NCCL_CROSS_NIC": "2"},
+            {"NCCL_PXN_DISABLE": "1"},
+        ),  # these come last
+        (
+            "many",
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "", "NCCL_DEBUG": "INFO"},
+            {"TORCH_NCCL_HIGH_PRIORITY": "1"},
+        ),
     ],
 )
 def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, variables, others):
@@ -281,7 +337,10 @@ def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, va
     assert {key: found.get(key, "") for key in expected} == expected
 
 
-@pytest.mark.parametrize(("processes", "given", "found"), [("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")])
+@pytest.mark.parametrize(
+    ("processes", "given", "found"),
+    [("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")],
+)
 def test_one_process_has_all_cores(job, tmp_path, processes, given, found):
     """Unless it is told otherwise; several share them out by themselves."""
     finish(job("one", NPROC=processes, **given))
@@ -314,7 +373,9 @@ DEVICES = {"h100": 8, "mi300x": 8, "mi250x": 16}
 
 
 def test_there_is_a_layout_for_each_machine_and_model():
-    assert {path.stem for path in LAYOUTS} == {f"{gpu}-{model}" for gpu in DEVICES for model in ("210m", "610m", "1b")}
+    assert {path.stem for path in LAYOUTS} == {
+        f"{gpu}-{model}" for gpu in DEVICES for model in ("210m", "610m", "1b")
+    }
 
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
@@ -324,7 +385,21 @@ def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path):
     settings = flags.flatten(read_config_file(str(path)))
     recipe = flags.flatten(read_config_file(str(ROOT / f"configs/pretrain/encoder-{model}.yaml")))
     changed = {name for name, value in settings.items() if value != recipe[name]}
-    assert changed <= {field.name for field in dataclasses.fields(ParallelConfig)} | {"micro_batch_size"}
+    assert changed <= {field.name for field in dataclasses.fields(ParallelConfig)} | {
+        "micro_batch_size"
+    }
     output = tmp_path / "said.json"
-    estimate.main(["--config", str(path), "--gpu", gpu, "--gpus", str(DEVICES[gpu]), "--no-suggest", "--output", str(output)])
+    estimate.main(
+        [
+            "--config",
+            str(path),
+            "--gpu",
+            gpu,
+            "--gpus",
+            str(DEVICES[gpu]),
+            "--no-suggest",
+            "--output",
+            str(output),
+        ]
+    )
     assert json.loads(output.read_text())["estimate"]["memory"]["fits"]

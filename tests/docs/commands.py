@@ -51,8 +51,13 @@ def table() -> dict[str, Exceptions]:
     """docs/commands.yaml, by document. Raises KeyError for a reason that is none of REASONS."""
     found = {}
     for name, said in (yaml.safe_load(TABLE.read_text(encoding="utf-8")) or {}).items():
-        not_run = tuple((entry["block"], REASONS[entry["needs"]], entry["why"]) for entry in said.pop("not run", []))
-        instead = tuple((entry["of"], entry["put"], entry["why"]) for entry in said.pop("instead", []))
+        not_run = tuple(
+            (entry["block"], REASONS[entry["needs"]], entry["why"])
+            for entry in said.pop("not run", [])
+        )
+        instead = tuple(
+            (entry["of"], entry["put"], entry["why"]) for entry in said.pop("instead", [])
+        )
         found[name] = Exceptions(**said, not_run=not_run, instead=instead)
     return found
 
@@ -83,7 +88,12 @@ def script(name: str, exceptions: Exceptions) -> str:
 def copy_repository(folder: Path) -> None:
     """What git knows of the repository, and new files that it does not ignore, as it is on the disk."""
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in filter(None, subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")):
+    for name in filter(
+        None,
+        subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
+            "\0"
+        ),
+    ):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -106,7 +116,11 @@ class Runner:
 
         What has passed, or failed, is not run again.
         """
-        if name not in self.failed and not (self.folder(name) / ".passed").exists() and not self._passes(name):
+        if (
+            name not in self.failed
+            and not (self.folder(name) / ".passed").exists()
+            and not self._passes(name)
+        ):
             self.failed.append(name)
         return name not in self.failed
 
@@ -119,11 +133,16 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if exceptions.after:
-            shutil.copytree(self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(
+                self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True
+            )
             (folder / ".passed").unlink()
         copy_repository(folder)
         begun = time.monotonic()
-        for where, text in ((f"{TABLE.name}, before {name}", exceptions.before), (name, script(name, exceptions))):
+        for where, text in (
+            (f"{TABLE.name}, before {name}", exceptions.before),
+            (name, script(name, exceptions)),
+        ):
             wrong, output = _shell(text, folder)
             if wrong:
                 print(f"{where}: {wrong}, after", flush=True)
@@ -131,7 +150,9 @@ class Runner:
                 return False
         shown = commands(name)
         count = sum(left_out(block, exceptions) is None for block in shown)
-        print(f"{name}: {count} of {len(shown)} blocks, {time.monotonic() - begun:.0f} s", flush=True)
+        print(
+            f"{name}: {count} of {len(shown)} blocks, {time.monotonic() - begun:.0f} s", flush=True
+        )
         (folder / ".passed").touch()
         return True
 
@@ -149,7 +170,9 @@ def _shell(text: str, folder: Path) -> tuple[str, str]:
     }
     words = ["timeout", "--foreground", str(LIMIT), "bash", "-c", SHELL]
     with open(folder.with_suffix(".log"), "w+", errors="replace") as log:
-        ended = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        ended = subprocess.run(
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
         log.seek(0)
         output = log.read()
     if not ended.returncode:
@@ -163,23 +186,35 @@ def listed(names: list[str], said: dict[str, Exceptions]) -> str:
     lines = []
     for name in names:
         exceptions = said.get(name, Exceptions())
-        lines.append(f"{name}: {len(commands(name))} blocks{', after ' * bool(exceptions.after)}{exceptions.after}")
+        lines.append(
+            f"{name}: {len(commands(name))} blocks{', after ' * bool(exceptions.after)}{exceptions.after}"
+        )
         lines += [f"  before: {line}" for line in exceptions.before.splitlines()]
         for block in commands(name):
             if missing := left_out(block, exceptions):
                 _, reason, why = missing
                 lines.append(f"  line {block.line + 1} not run: {reason} ({why})")
-        lines += [f"  {put!r} instead of {words!r}: {why}" for words, put, why in exceptions.instead]
+        lines += [
+            f"  {put!r} instead of {words!r}: {why}" for words, put, why in exceptions.instead
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Exit code 1 where a command has failed."""
     known = [name for name in documents() if commands(name)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("documents", nargs="*", help="documents to run; all unless given")
-    parser.add_argument("--list", action="store_true", help="say what is not run or replaced, and run nothing")
-    parser.add_argument("--keep", metavar="FOLDER", help="work here, keep it, and do not run again what has passed here")
+    parser.add_argument(
+        "--list", action="store_true", help="say what is not run or replaced, and run nothing"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="FOLDER",
+        help="work here, keep it, and do not run again what has passed here",
+    )
     options = parser.parse_args()
     said = table()
     names = options.documents or known

@@ -30,7 +30,10 @@ def documents() -> list[str]:
     """Paths of the README, docs and examples, relative to the root, in the order in which they are read and run."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     names = (str(path.relative_to(ROOT)) for path in found)
-    return sorted((name for name in names if not name.startswith(MADE_BY_REPORTS)), key=lambda name: (name.count("/"), name))
+    return sorted(
+        (name for name in names if not name.startswith(MADE_BY_REPORTS)),
+        key=lambda name: (name.count("/"), name),
+    )
 
 
 def read(name: str) -> list[str]:
@@ -50,7 +53,13 @@ def blocks(lines: list[str]) -> list[Block]:
         elif opening and fence and fence[2].startswith(opening[2]) and not fence[3].strip():
             inside = lines[begin : number - 1]
             indented = re.compile(rf" {{0,{len(opening[1])}}}")
-            found.append(Block(begin, opening[3].strip(), tuple(indented.sub("", each, count=1) for each in inside)))
+            found.append(
+                Block(
+                    begin,
+                    opening[3].strip(),
+                    tuple(indented.sub("", each, count=1) for each in inside),
+                )
+            )
             opening = None
     if opening:
         raise ValueError(f"line {begin}: a fence that nothing closes")

@@ -18,7 +18,9 @@ _PLACEHOLDER = "\0"
 
 def load(name: str):
     """A script of docs/scripts as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_scripts_{name}", ROOT / "docs/scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"docs_scripts_{name}", ROOT / "docs/scripts" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -47,7 +49,11 @@ def test_every_command_has_its_flags(pages):
 
 
 def test_every_flag_and_public_name_is_explained(pages):
-    silent = [line for line in pages["flags.md"].splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    silent = [
+        line
+        for line in pages["flags.md"].splitlines()
+        if line.startswith("| `") and line.endswith("|  |")
+    ]
     assert not silent
     for part in pages["api.md"].split("\n### ")[1:]:
         assert re.search(r"```\n\n\S", part), part.partition("\n")[0]
@@ -59,7 +65,10 @@ def messages() -> set[str]:
     for path in (ROOT / "megaenc").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else _PLACEHOLDER for part in node.values)
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else _PLACEHOLDER
+                    for part in node.values
+                )
                 found.add("".join(parts).replace("`", ""))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value.replace("`", ""))
@@ -81,11 +90,19 @@ def test_the_errors_that_are_explained_are_those_of_the_code():
 def settings_of_commands() -> set[type]:
     """The dataclasses of flags of all commands, with those nested in them."""
     reference = load("reference")
-    todo = [settings for name, (place, _) in cli.COMMANDS.items() for _, settings, _ in reference._asked(name, place)]
+    todo = [
+        settings
+        for name, (place, _) in cli.COMMANDS.items()
+        for _, settings, _ in reference._asked(name, place)
+    ]
     seen = set()
     while todo:
         seen.add(settings := todo.pop())
-        todo += [kind for kind in typing.get_type_hints(settings).values() if dataclasses.is_dataclass(kind)]
+        todo += [
+            kind
+            for kind in typing.get_type_hints(settings).values()
+            if dataclasses.is_dataclass(kind)
+        ]
     return seen
 
 
@@ -94,8 +111,12 @@ def parts(kind) -> list:
     return [kind, *(part for inside in typing.get_args(kind) for part in parts(inside))]
 
 
-@pytest.mark.parametrize("settings", sorted(settings_of_commands(), key=lambda settings: settings.__name__))
+@pytest.mark.parametrize(
+    "settings", sorted(settings_of_commands(), key=lambda settings: settings.__name__)
+)
 def test_every_number_has_bounds(settings):
     for name, kind in typing.get_type_hints(settings, include_extras=True).items():
         inside = parts(kind)
-        assert not any(part in (int, float) for part in inside) or any(isinstance(part, Bounds) for part in inside), name
+        assert not any(part in (int, float) for part in inside) or any(
+            isinstance(part, Bounds) for part in inside
+        ), name

@@ -14,7 +14,9 @@ from docs import commands
 @pytest.mark.parametrize("name", documents())
 def test_a_block_says_what_it_holds(name):
     for block in blocks(read(name)):
-        assert block.language in LANGUAGES, f"{name}:{block.line}: {block.language!r}, expected one of {', '.join(LANGUAGES)}"
+        assert block.language in LANGUAGES, (
+            f"{name}:{block.line}: {block.language!r}, expected one of {', '.join(LANGUAGES)}"
+        )
         if block.language == "python":
             ast.parse("\n".join(block.lines))
 
@@ -46,7 +48,9 @@ def test_every_exception_is_of_something():
 
 def test_the_list_names_every_exception():
     words = [sys.executable, "-m", "docs.commands", "--list"]
-    said = subprocess.run(words, cwd=ROOT / "tests", check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        words, cwd=ROOT / "tests", check=True, capture_output=True, text=True
+    ).stdout
     for exceptions in table().values():
         for _, _, why in (*exceptions.not_run, *exceptions.instead):
             assert why in said
@@ -90,7 +94,10 @@ def test_a_command_that_fails_is_named_and_nothing_comes_after_it(run, text, whe
 
 def test_blocks_are_one_shell_and_go_on_after_another_document(run):
     exceptions = Exceptions(
-        after="a.md", before="echo two > second\n", not_run=(("false", "", ""),), instead=((" three", "", ""),)
+        after="a.md",
+        before="echo two > second\n",
+        not_run=(("false", "", ""),),
+        instead=((" three", "", ""),),
     )
     first = "Say\n```bash\nword=one\n```\nand\n```text\nnot a command\n```\n```bash\necho $word > first\n```\n"
     second = "```bash\ntest \"$(cat first second | xargs)\" = 'one two three'\n```\n```bash\nfalse\n```\n"

@@ -9,7 +9,9 @@ from docs.documents import ROOT, documents, read, without_blocks
 
 from megaenc import cli
 
-_LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)")
+_LINK = re.compile(
+    r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)"
+)
 _PATH = re.compile(r"`((?:megaenc|tests|docs|configs|tools|examples|benchmarks|docker)/[\w./*-]*)`")
 _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
 _CODE = re.compile(r"(`+)(?:(?!\1).)+?\1")
@@ -40,7 +42,11 @@ def complaint(name: str, target: str) -> str:
     """What is wrong with a link of the document `name`; empty where nothing is."""
     parts = urlsplit(target)
     if parts.scheme:
-        return "" if re.match(r"https://[\w-]+(\.[\w-]+)+(/|$)", target) else "expected https:// and a host"
+        return (
+            ""
+            if re.match(r"https://[\w-]+(\.[\w-]+)+(/|$)", target)
+            else "expected https:// and a host"
+        )
     if not target:
         return "leads nowhere"
     path = (ROOT / name).parent / unquote(parts.path) if parts.path else ROOT / name
@@ -56,7 +62,11 @@ def complaint(name: str, target: str) -> str:
 
 @pytest.mark.parametrize("name", documents())
 def test_links_lead_somewhere(name):
-    wrong = [f"{name}:{line}: {target}: {why}" for line, target in links(name) if (why := complaint(name, target))]
+    wrong = [
+        f"{name}:{line}: {target}: {why}"
+        for line, target in links(name)
+        if (why := complaint(name, target))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -64,16 +74,22 @@ def test_links_lead_somewhere(name):
 def test_files_of_the_repository_that_are_named_are_there(name):
     """`megaenc/errors.py` and the like, in code spans; NAME and other words in capitals stand for something."""
     spans = _PATH.findall("\n".join(without_blocks(read(name))))
-    missing = [span for span in spans if not re.search(r"[A-Z]{3}", span) and not list(ROOT.glob(span))]
+    missing = [
+        span for span in spans if not re.search(r"[A-Z]{3}", span) and not list(ROOT.glob(span))
+    ]
     assert not missing, f"{name}: {missing}"
 
 
 def test_the_index_has_every_document_and_every_command():
     """docs/README.md, to which README leads: a reader who looks for something looks there."""
     assert "docs/README.md" in [target for _, target in links("README.md")]
-    linked = {(ROOT / "docs" / urlsplit(target).path).resolve() for _, target in links("docs/README.md")}
+    linked = {
+        (ROOT / "docs" / urlsplit(target).path).resolve() for _, target in links("docs/README.md")
+    }
     assert [name for name in documents() if ROOT / name not in linked] == ["docs/README.md"]
-    first_cells = " ".join(line.split("|")[1] for line in read("docs/README.md") if line.startswith("| `"))
+    first_cells = " ".join(
+        line.split("|")[1] for line in read("docs/README.md") if line.startswith("| `")
+    )
     shown = re.findall(r"`megaenc ([a-z -]*)`", first_cells)
     assert {re.sub(r" (to-hf|from-hf|merge)$", "", name) for name in shown} == set(cli.COMMANDS)
 

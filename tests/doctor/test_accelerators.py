@@ -48,8 +48,14 @@ def checked(**context) -> dict:
 
 
 def test_devices_are_counted_by_name_and_those_in_use_or_with_errors_are_named():
-    rows = [ROWS.format(number=number, used="3", errors=errors) for number, errors in enumerate(("0", "[N/A]"))]
-    expected = {"devices": ("ok", "2 x NVIDIA H100 80GB HBM3, 80 GiB"), "driver": ("ok", "570.86.15")}
+    rows = [
+        ROWS.format(number=number, used="3", errors=errors)
+        for number, errors in enumerate(("0", "[N/A]"))
+    ]
+    expected = {
+        "devices": ("ok", "2 x NVIDIA H100 80GB HBM3, 80 GiB"),
+        "driver": ("ok", "570.86.15"),
+    }
     assert summary(accelerators.parse_nvidia_smi("\n".join(rows))) == expected
     rows.append(ROWS.format(number=2, used="40960", errors="2"))
     assert summary(accelerators.parse_nvidia_smi("\n".join(rows))) == {
@@ -68,7 +74,11 @@ def test_devices_are_counted_by_name_and_those_in_use_or_with_errors_are_named()
             "echo looking; echo 'Unable to determine the device' >&2; exit 255",
             "exit code 255: Unable",
         ),
-        ("rocm-smi", "echo 'ERROR: Driver not initialized (amdgpu not found)'; exit 1", "exit code 1: ERROR: Driver"),
+        (
+            "rocm-smi",
+            "echo 'ERROR: Driver not initialized (amdgpu not found)'; exit 1",
+            "exit code 1: ERROR: Driver",
+        ),
         ("nvidia-smi", "exit 1", "exit code 1: no output"),
         ("nvidia-smi", "exec sleep 600", "no answer in 4 s"),
         ("nvidia-smi", "echo 'No devices were found'", "lists no device"),
@@ -83,7 +93,9 @@ def test_a_driver_that_has_lost_its_devices_is_a_problem(name, script, words, pr
 
 @pytest.mark.parametrize("ends", ["", "exit 2"])
 def test_rocm_s_program_is_asked_where_it_is_there_and_may_fail_in_one_thing_of_many(program, ends):
-    program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\n{ends}")
+    program(
+        "rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\n{ends}"
+    )
     assert checked() == {
         "devices": ("ok", "2 x AMD Instinct MI250X"),
         "architecture": ("ok", "2 x gfx90a"),
@@ -94,11 +106,15 @@ def test_rocm_s_program_is_asked_where_it_is_there_and_may_fail_in_one_thing_of_
 
 def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "find_program", lambda name: "")
-    assert checked(root=tmp_path) == {"driver": ("ok", "none: neither nvidia-smi nor rocm-smi is installed")}
+    assert checked(root=tmp_path) == {
+        "driver": ("ok", "none: neither nvidia-smi nor rocm-smi is installed")
+    }
     for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert checked(root=tmp_path) == {"driver": ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")}
+    assert checked(root=tmp_path) == {
+        "driver": ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")
+    }
 
 
 @pytest.fixture
@@ -111,7 +127,11 @@ def seen(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80 * 2**30))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda number: SimpleNamespace(total_memory=80 * 2**30),
+        )
         [finding] = accelerators.check_torch_devices(CheckContext(**context))
         return finding
 
@@ -127,7 +147,9 @@ def seen(monkeypatch):
         ("13.0", True, {"CUDA_VISIBLE_DEVICES": ""}, "note", "none, by CUDA_VISIBLE_DEVICES="),
     ],
 )
-def test_accelerators_that_torch_does_not_see_are_a_problem(build, is_there, environment, level, words, tmp_path, seen):
+def test_accelerators_that_torch_does_not_see_are_a_problem(
+    build, is_there, environment, level, words, tmp_path, seen
+):
     if is_there:
         (tmp_path / "dev").mkdir()
         (tmp_path / "dev/nvidia0").touch()
@@ -144,7 +166,13 @@ def test_accelerators_that_torch_does_not_see_are_a_problem(build, is_there, env
         ("8", "problem", ", for 8 processes", "one process each: --nproc-per-node 4"),
     ],
 )
-def test_more_processes_than_devices_are_a_problem(processes, level, end, advice, monkeypatch, seen):
+def test_more_processes_than_devices_are_a_problem(
+    processes, level, end, advice, monkeypatch, seen
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     finding = seen("13.0", 4)
-    assert (finding.level, finding.result, finding.advice) == (level, f"4 x NVIDIA H100, 80 GiB{end}", advice)
+    assert (finding.level, finding.result, finding.advice) == (
+        level,
+        f"4 x NVIDIA H100, 80 GiB{end}",
+        advice,
+    )

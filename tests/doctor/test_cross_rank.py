@@ -54,7 +54,9 @@ def test_ranks_and_places_have_numbers_of_their_own():
         (["", "", "unlocked"], "note", "rank 2"),
     ],
 )
-def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note(observations, level, words):
+def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note(
+    observations, level, words
+):
     finding = cross_rank.assess_sharing(observations)
     assert finding.level == level
     assert words in finding.result

@@ -69,11 +69,16 @@ def test_a_slow_disk_is_a_note(tmp_path, monkeypatch):
 
 def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     """Of the folder above one that is not there."""
-    full = SimpleNamespace(f_frsize=4096, f_blocks=2**28, f_bavail=2**18, f_files=2**20, f_favail=12)
+    full = SimpleNamespace(
+        f_frsize=4096, f_blocks=2**28, f_bavail=2**18, f_files=2**20, f_favail=12
+    )
     monkeypatch.setattr("os.statvfs", lambda path: full)
     findings = by_name(disk.check_disk_space(CheckContext(save=str(tmp_path / "a" / "b"))))
     assert findings["folder"].result.startswith(f"{tmp_path}, on ")
-    assert (findings["space"].level, findings["space"].result) == ("note", "1.0 GiB free of 1,024.0")
+    assert (findings["space"].level, findings["space"].result) == (
+        "note",
+        "1.0 GiB free of 1,024.0",
+    )
     assert (findings["files"].level, findings["files"].result) == ("note", "12 more can be created")
 
 
@@ -87,12 +92,16 @@ def test_no_room_for_temporary_files_is_named(monkeypatch):
     assert "TMPDIR" in finding.advice
 
 
-@pytest.mark.parametrize(("kind", "level"), [("lustre", "ok"), ("tmpfs", "note"), ("overlay", "note")])
+@pytest.mark.parametrize(
+    ("kind", "level"), [("lustre", "ok"), ("tmpfs", "note"), ("overlay", "note")]
+)
 def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind, level, tmp_path):
     """The longest mount counts, and not one of a like name."""
     folder = tmp_path / "data"
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/mounts").write_text(f"root / ext4 rw 0 0\na {tmp_path}/dat nfs4 rw 0 0\nb {tmp_path} {kind} rw 0 0\n")
+    (tmp_path / "proc/mounts").write_text(
+        f"root / ext4 rw 0 0\na {tmp_path}/dat nfs4 rw 0 0\nb {tmp_path} {kind} rw 0 0\n"
+    )
     finding = disk.check_disk_space(CheckContext(save=str(folder), root=tmp_path))[0]
     assert (finding.level, finding.result) == (level, f"{tmp_path}, on {kind}")
     assert disk.file_system_type(folder, tmp_path) == kind

@@ -15,11 +15,24 @@ from megaenc.doctor.result import ok
 
 HERE = Path(__file__).parent
 DOCTOR = [sys.executable, "-m", "megaenc", "doctor"]
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaenc", "doctor"]
+TWO = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "megaenc",
+    "doctor",
+]
 
 
 def levels(file: Path) -> dict[tuple[str, str], str]:
-    return {(row["subject"], row["what"]): row["level"] for row in json.loads(file.read_text())["findings"]}
+    return {
+        (row["subject"], row["what"]): row["level"]
+        for row in json.loads(file.read_text())["findings"]
+    }
 
 
 @pytest.mark.slow
@@ -41,10 +54,20 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_pa
     flags = ["--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
     ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "broken_torch")
     assert "Traceback" not in ended.stdout + ended.stderr
-    assert "libcudart.so.12: cannot open shared object file" in " ".join(ended.stdout.split("problems: ")[1].split())
+    assert "libcudart.so.12: cannot open shared object file" in " ".join(
+        ended.stdout.split("problems: ")[1].split()
+    )
     findings = levels(tmp_path / "found.json")
-    assert findings["versions", "torch"] == "problem" and findings["attention", "attention backends"] == "problem"
-    assert findings["versions", "tokenizers"] == findings["disk", "locks"] == findings["machine", "memory"] == "ok"
+    assert (
+        findings["versions", "torch"] == "problem"
+        and findings["attention", "attention backends"] == "problem"
+    )
+    assert (
+        findings["versions", "tokenizers"]
+        == findings["disk", "locks"]
+        == findings["machine", "memory"]
+        == "ok"
+    )
 
 
 @pytest.mark.slow
@@ -77,15 +100,24 @@ THEIRS = json.dumps({"host": "host", "findings": []}).encode()
         (0, {3: THEIRS}, "", "ranks, missing: no findings from rank 1-2, 4 within 600 s"),
         (0, {1: b"\x80\x04."}, "", "ranks, malformed, rank 1: its findings: not UTF-8"),
         (0, None, "no answer in 240 s", "ranks, comparing: no answer in 240 s"),
-        (1, None, "no answer in 240 s", "ranks, comparing: no answer in 240 s"),  # and ends well: torchrun would kill rank 0
+        (
+            1,
+            None,
+            "no answer in 240 s",
+            "ranks, comparing: no answer in 240 s",
+        ),  # and ends well: torchrun would kill rank 0
     ],
 )
-def test_ranks_that_hand_nothing_in_are_named_and_each_tells_what_it_has(rank, contents, failure, words, monkeypatch, capsys):
+def test_ranks_that_hand_nothing_in_are_named_and_each_tells_what_it_has(
+    rank, contents, failure, words, monkeypatch, capsys
+):
     monkeypatch.setenv("WORLD_SIZE", "5")
     monkeypatch.setenv("RANK", str(rank))
 
     def call(runner, function, *arguments, seconds):
-        return (contents, failure) if function.endswith("gather_findings") else ([ok("x", "seen")], "")
+        return (
+            (contents, failure) if function.endswith("gather_findings") else ([ok("x", "seen")], "")
+        )
 
     monkeypatch.setattr(command.CheckRunner, "call", call)
     code = 0
@@ -111,7 +143,9 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
         command.main(["--only", "network"])
     assert ended.value.code == code
     output = capsys.readouterr().out
-    assert "network cards" in output and "1 problem: " in output and "before all checks ran" in output
+    assert (
+        "network cards" in output and "1 problem: " in output and "before all checks ran" in output
+    )
 
 
 def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeypatch, capsys):
@@ -123,4 +157,7 @@ def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeyp
         command.main(["--only", "variables", "--json", "found.json"])
     output = capsys.readouterr()
     assert stop.value.code == 2
-    assert "variables\n" in output.out and output.err == "error: --json found.json: cannot be written: No space left on device\n"
+    assert (
+        "variables\n" in output.out
+        and output.err == "error: --json found.json: cannot be written: No space left on device\n"
+    )

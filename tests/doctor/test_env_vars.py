@@ -39,7 +39,9 @@ def test_values_that_bite(name, value, level):
     assert bool(one.advice) == (level != "ok")
 
 
-def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(one_process, monkeypatch):
+def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(
+    one_process, monkeypatch
+):
     """NVTE_FLASH_ATTN=0, as AMD's launchers have it, is no problem: megatron-core's own models refuse it, megaenc's does not."""
     import torch
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -50,21 +52,45 @@ def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(o
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
-    tiny = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+    tiny = ModelConfig(
+        num_layers=1, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
+    )
     encoder = build_encoder(tiny, 100, 32, ParallelConfig(), torch.float32, seed=3)
     with pytest.raises(AssertionError, match="NVTE_FLASH_ATTN"):
         LanguageModule._set_attention_backend(encoder)
 
 
 def test_what_rocm_env_sets_does_not_bite():
-    set_there = dict(re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE))
+    set_there = dict(
+        re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE)
+    )
     assert len(set_there) > 8
-    assert {name: each.level for name, each in found(**set_there).items()} == dict.fromkeys(set_there, "ok")
+    assert {name: each.level for name, each in found(**set_there).items()} == dict.fromkeys(
+        set_there, "ok"
+    )
 
 
 def test_nothing_else_is_shown():
-    names = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PATH", "NVIDIA_API_KEY", "AMD_ACCESS_KEY_ID", "TORCH_HUB_KEY", "NCCL_TOKEN"]
-    ends = ["AUTH_HEADER", "BASICAUTH", "CREDENTIALS", "PASS", "PWD", "SESSION_ID", "APIKEY", "PIN", "auth_token"]
+    names = [
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "PATH",
+        "NVIDIA_API_KEY",
+        "AMD_ACCESS_KEY_ID",
+        "TORCH_HUB_KEY",
+        "NCCL_TOKEN",
+    ]
+    ends = [
+        "AUTH_HEADER",
+        "BASICAUTH",
+        "CREDENTIALS",
+        "PASS",
+        "PWD",
+        "SESSION_ID",
+        "APIKEY",
+        "PIN",
+        "auth_token",
+    ]
     text = found(**dict.fromkeys([*names, *(f"NVIDIA_{end}" for end in ends)], "hunter2"))
     assert [each.name for each in text.values()] == ["variables"]
     assert "hunter2" not in str(text)
@@ -85,7 +111,10 @@ def test_variables_that_only_resemble_secrets_are_shown():
         ("api_key=hunter2;a=b", "api_key=***;a=b"),
         ("Password=hunter2", "Password=***"),
         ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
-        ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
+        (
+            "expandable_segments:True,max_split_size_mb:128",
+            "expandable_segments:True,max_split_size_mb:128",
+        ),
         ("^docker0,lo", "^docker0,lo"),
         ("mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
         ("/a/b@c:/d", "/a/b@c:/d"),

@@ -10,7 +10,11 @@ from megaenc.doctor import machine
 from megaenc.doctor.result import CheckContext
 
 GIB, MIB = 2**30, 2**20
-FIRST_VERSION = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": "4096"}
+FIRST_VERSION = {
+    "cpu/cpu.cfs_quota_us": "150000",
+    "cpu/cpu.cfs_period_us": "100000",
+    "memory/memory.limit_in_bytes": "4096",
+}
 NESTED = {
     "cpu.max": "max 100000",
     "memory.max": "max",
@@ -32,7 +36,10 @@ def in_groups(root, files):
     return CheckContext(root=root)
 
 
-@pytest.mark.parametrize(("files", "quota", "limit"), [(NESTED, 2.5, 12 * GIB), (FIRST_VERSION, 1.5, 4096), ({}, None, None)])
+@pytest.mark.parametrize(
+    ("files", "quota", "limit"),
+    [(NESTED, 2.5, 12 * GIB), (FIRST_VERSION, 1.5, 4096), ({}, None, None)],
+)
 def test_the_narrowest_limit_of_the_groups_counts(files, quota, limit, tmp_path):
     in_groups(tmp_path, files)
     assert machine.cpu_quota(tmp_path) == quota
@@ -42,31 +49,56 @@ def test_the_narrowest_limit_of_the_groups_counts(files, quota, limit, tmp_path)
 @pytest.mark.parametrize(("cores", "is_noted"), [(8, True), (2, False)])
 def test_less_time_than_cores_is_a_note(cores, is_noted, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "usable_core_count", lambda: cores)
-    notes = [each.result for each in machine.check_processors(in_groups(tmp_path, NESTED)) if each.name == "CPU quota"]
+    notes = [
+        each.result
+        for each in machine.check_processors(in_groups(tmp_path, NESTED))
+        if each.name == "CPU quota"
+    ]
     assert notes == ["limited to the time of 2.5 cores"] * is_noted
 
 
 def test_a_job_s_memory_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB)
+    )
     finding = machine.check_memory(in_groups(tmp_path, NESTED))[0]
-    assert (finding.level, finding.result) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
+    assert (finding.level, finding.result) == (
+        "ok",
+        "64.0 GiB, 60.0 free; this container or job may use 12.0",
+    )
 
 
 @pytest.mark.parametrize(
     ("threads", "processes", "level"),
-    [("", 1, "ok"), ("8", 1, "ok"), ("1", 1, "note"), ("64", 1, "note"), ("1", 4, "ok"), ("1", 9, "note")],
+    [
+        ("", 1, "ok"),
+        ("8", 1, "ok"),
+        ("1", 1, "note"),
+        ("64", 1, "note"),
+        ("1", 4, "ok"),
+        ("1", 9, "note"),
+    ],
 )
 def test_threads_against_cores(threads, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    environment = ({"OMP_NUM_THREADS": threads} if threads else {}) | ({"RANK": "0"} if processes > 1 else {})
+    environment = ({"OMP_NUM_THREADS": threads} if threads else {}) | (
+        {"RANK": "0"} if processes > 1 else {}
+    )
     assert machine.check_threads(CheckContext(environment=environment), cores=8).level == level
 
 
 @pytest.mark.parametrize(
     ("size", "free", "writable", "accelerators", "level", "advice"),
     [
-        (64 * MIB, 64 * MIB, True, True, "problem", "--ipc host"),  # Docker's, through which accelerators speak
+        (
+            64 * MIB,
+            64 * MIB,
+            True,
+            True,
+            "problem",
+            "--ipc host",
+        ),  # Docker's, through which accelerators speak
         (64 * MIB, 64 * MIB, True, False, "note", "--shm-size 1g"),
         (64 * GIB, 10 * MIB, True, True, "problem", "nearly full"),
         (64 * GIB, 60 * GIB, True, True, "ok", ""),
@@ -131,7 +163,9 @@ def test_open_files_go_by_the_ranks(limits, files, ranks, level, advice):
         (resource.RLIM_INFINITY, 16, True, "ok"),
     ],
 )
-def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(limits, locked, ranks, cards, level):
+def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(
+    limits, locked, ranks, cards, level
+):
     finding = limits(locked=locked, ranks=ranks, cards=cards)[1]
     assert finding.level == level
     assert ("ulimit -l unlimited" in finding.advice) == (level != "ok")

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megaenc.doctor import network
-from megaenc.doctor.network import check_gloo_interface, check_nccl_interface, check_network_cards, matches_ifname
+from megaenc.doctor.network import (
+    check_gloo_interface,
+    check_nccl_interface,
+    check_network_cards,
+    matches_ifname,
+)
 from megaenc.doctor.result import CheckContext
 
 GID = "fe80:0000:0000:0000:0e42:a1ff:fe5c:1234"
@@ -33,7 +38,12 @@ def nodes(monkeypatch):
 def add_card(root, device=True, **changed):
     """Make a card as /sys shows it, with its device for programs. A file with one line, a folder with numbered files."""
     port = root / "sys/class/infiniband/mlx5_0/ports/1"
-    shown = {"link_layer": ("InfiniBand",), "state": ("4: ACTIVE",), "rate": ("400 Gb/sec (4X NDR)",), "gids": (GID,)} | changed
+    shown = {
+        "link_layer": ("InfiniBand",),
+        "state": ("4: ACTIVE",),
+        "rate": ("400 Gb/sec (4X NDR)",),
+        "gids": (GID,),
+    } | changed
     for name, lines in shown.items():
         is_folder = name.startswith("gid")
         for number, line in enumerate(lines):
@@ -53,14 +63,22 @@ def asked(root, **environment) -> list:
     [
         ({}, "", 1, "ok", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE"),
         ({"state": ("1: DOWN",)}, "", 1, "note", "DOWN"),
-        (INFINIBAND, "1", 1, "note", "address 1: none"),  # what rocm_env.sh sets is right for RoCE alone
+        (
+            INFINIBAND,
+            "1",
+            1,
+            "note",
+            "address 1: none",
+        ),  # what rocm_env.sh sets is right for RoCE alone
         (INFINIBAND, "1", 2, "problem", "NCCL_IB_GID_INDEX=1 is no address"),
         (INFINIBAND, "9", 2, "problem", "NCCL_IB_GID_INDEX=9 is no address"),
         (ROCE, "2", 2, "note", "not routable"),
         (ROCE, "3", 2, "ok", "address 3: RoCE v2"),
     ],
 )
-def test_a_card_is_shown_with_its_link_and_address(tmp_path, nodes, card, index, count, level, words):
+def test_a_card_is_shown_with_its_link_and_address(
+    tmp_path, nodes, card, index, count, level, words
+):
     nodes(count)
     add_card(tmp_path, **card)
     [finding] = asked(tmp_path, NCCL_IB_GID_INDEX=index)
@@ -79,7 +97,9 @@ def test_no_card_matters_between_nodes_with_accelerators(tmp_path, nodes):
 
 
 @pytest.mark.parametrize(("count", "level"), [(1, "note"), (2, "problem")])
-def test_a_card_that_the_container_was_not_given_is_a_problem_between_nodes(tmp_path, nodes, count, level):
+def test_a_card_that_the_container_was_not_given_is_a_problem_between_nodes(
+    tmp_path, nodes, count, level
+):
     nodes(count)
     add_card(tmp_path, device=False)
     finding = asked(tmp_path)[-1]
@@ -107,13 +127,17 @@ def test_slingshot_without_its_plugin_goes_over_tcp(slingshot, nodes):
     assert plugin.level == "problem"
     assert plugin.advice.endswith("unset it")
     (slingshot / "dev/kfd").unlink()
-    assert [each.name for each in asked(slingshot)] == ["Slingshot"], "processors speak over TCP as it is"
+    assert [each.name for each in asked(slingshot)] == ["Slingshot"], (
+        "processors speak over TCP as it is"
+    )
 
 
 @pytest.mark.parametrize("name", ["librccl-net.so", "libnccl-net.so"])
 def test_slingshot_s_plugin_is_found_where_it_would_be_loaded_from(name, slingshot, nodes):
     nodes(2)
-    (slingshot / "etc/ld.so.cache").write_bytes(b"glibc-ld.so.cache1.1\xff\0/opt/lib/" + name.encode() + b"\0/lib/libc.so.6\0")
+    (slingshot / "etc/ld.so.cache").write_bytes(
+        b"glibc-ld.so.cache1.1\xff\0/opt/lib/" + name.encode() + b"\0/lib/libc.so.6\0"
+    )
     (slingshot / "plugins" / name).touch()
     path = f"/nowhere:{slingshot}/plugins"
     for environment, found in (
@@ -127,16 +151,30 @@ def test_slingshot_s_plugin_is_found_where_it_would_be_loaded_from(name, slingsh
 
 @pytest.mark.parametrize(
     ("pattern", "selected"),
-    [("eth", "eth0 eth1"), ("=eth0", "eth0"), ("^eth", "ib0"), ("ib,eth1", "ib0 eth1"), ("^=eth0,ib0", "eth1"), ("en", "")],
+    [
+        ("eth", "eth0 eth1"),
+        ("=eth0", "eth0"),
+        ("^eth", "ib0"),
+        ("ib,eth1", "ib0 eth1"),
+        ("^=eth0,ib0", "eth1"),
+        ("en", ""),
+    ],
 )
 def test_names_that_nccl_takes(pattern, selected):
-    assert [name for name in ("ib0", "eth0", "eth1") if matches_ifname(pattern, name)] == selected.split()
+    assert [
+        name for name in ("ib0", "eth0", "eth1") if matches_ifname(pattern, name)
+    ] == selected.split()
 
 
 @pytest.mark.parametrize(
     ("ifname", "usable", "level", "words"),
     [
-        ("hsn", ["lo", "eth0"], "problem", "NCCL_SOCKET_IFNAME=hsn matches no interface that is up"),
+        (
+            "hsn",
+            ["lo", "eth0"],
+            "problem",
+            "NCCL_SOCKET_IFNAME=hsn matches no interface that is up",
+        ),
         ("eth", ["lo", "eth0"], "ok", "eth0"),
         (None, ["lo", "docker0", "eth0"], "ok", "eth0"),
         (None, ["lo", "eth0", "ib0"], "ok", "ib0"),
@@ -162,7 +200,9 @@ def test_nccl_passes_over_docker_and_prefers_infiniband(ifname, usable, level, w
         ("hsn0", [], "problem", "problem"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_a_problem_between_nodes(ifname, own, on_one_node, between_nodes, nodes):
+def test_a_name_that_leads_nowhere_is_a_problem_between_nodes(
+    ifname, own, on_one_node, between_nodes, nodes
+):
     owners = {"127.0.0.1": "lo", "10.0.0.5": "eth0"}
     for count, level in ((1, on_one_node), (2, between_nodes)):
         nodes(count)
@@ -182,7 +222,9 @@ def test_interfaces_that_are_up_are_named_with_their_addresses(monkeypatch):
     up = SimpleNamespace(isup=True, speed=25_000, mtu=1500)
     down = SimpleNamespace(isup=False, speed=0, mtu=1500)
     monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
-    monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": up, "eth1": down, "eth0": up, "ib0": up})
+    monkeypatch.setattr(
+        "psutil.net_if_stats", lambda: {"lo": up, "eth1": down, "eth0": up, "ib0": up}
+    )
     monkeypatch.setattr("socket.gethostbyname_ex", lambda name: (name, [], ["10.0.0.5"]))
     findings = {each.name: each.result for each in network.check_interfaces(CheckContext())}
     assert findings == {

@@ -19,7 +19,10 @@ prepare_megatron()
 
 def test_this_machine_multiplies_right():
     findings = by_name(numerics.check_matmul(CheckContext()))
-    assert [findings[name].level for name in ("products in float32", "products in bfloat16")] == ["ok", "ok"]
+    assert [findings[name].level for name in ("products in float32", "products in bfloat16")] == [
+        "ok",
+        "ok",
+    ]
     assert "FLOP/s" in findings["products in float32"].result and "bfloat16" in findings
 
 
@@ -27,7 +30,11 @@ def in_half(product):
     """Products of float32 as an accelerator rounds them, to 10 bits."""
 
     def multiply(a, b):
-        return product(a.half().float(), b.half().float()) if a.dtype == torch.float32 else product(a, b)
+        return (
+            product(a.half().float(), b.half().float())
+            if a.dtype == torch.float32
+            else product(a, b)
+        )
 
     return multiply
 
@@ -47,7 +54,11 @@ def test_products_of_fewer_bits_are_right_for_whom_has_asked_for_them(allowed, l
 
 def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(monkeypatch):
     monkeypatch.setattr("megaenc.backend.device.cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(numerics, "measure_matmul_flops", lambda device, dtype: 1e9 if dtype == torch.float32 else 1e8)
+    monkeypatch.setattr(
+        numerics,
+        "measure_matmul_flops",
+        lambda device, dtype: 1e9 if dtype == torch.float32 else 1e8,
+    )
     finding = by_name(numerics.check_matmul(CheckContext()))["bfloat16"]
     assert finding.level == "note" and "--no-bf16" in finding.advice
     monkeypatch.setattr("megaenc.backend.device.cpu_has_bf16", lambda: False)
@@ -61,9 +72,15 @@ def test_each_backend_has_a_check():
 
 
 def test_no_backend_is_wrong_here():
-    findings = {name: numerics.check_attention_backend(CheckContext(), name)[0] for name in ATTENTION_BACKENDS}
+    findings = {
+        name: numerics.check_attention_backend(CheckContext(), name)[0]
+        for name in ATTENTION_BACKENDS
+    }
     assert {each.level for each in findings.values()} == {"ok"}
-    assert findings["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in findings["sdpa"].result
+    assert (
+        findings["sdpa"].result.startswith("right: ")
+        and "heads 64 and 96 wide" in findings["sdpa"].result
+    )
     if not torch.cuda.is_available():
         assert findings["varlen"].result == "cannot be used: needs an accelerator"
 
@@ -84,7 +101,9 @@ def refuses(right, *_, **__):
     ],
 )
 def test_a_backend_with_a_fault_is_named(fault, words, monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", partial(fault, F.scaled_dot_product_attention))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", partial(fault, F.scaled_dot_product_attention)
+    )
     [finding] = numerics.check_attention_backend(CheckContext(), "sdpa")
     assert (finding.name, finding.level) == ("sdpa", "problem")
     assert words in finding.result
@@ -111,7 +130,11 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert numerics.prepare_fused_kernels(context) == []
     findings = {name: numerics.check_fused_kernel(context, name)[0] for name in selftest.CHECKS}
-    assert {name: each.level for name, each in findings.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
+    assert {name: each.level for name, each in findings.items()} == {
+        "wrong": "problem",
+        "right": "ok",
+        "fails": "note",
+    }
     assert "the output" in findings["wrong"].result
     assert "triton: no" in findings["fails"].result
     assert findings["wrong"].advice
@@ -123,11 +146,19 @@ def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatc
 
     [finding] = numerics.check_fp8_products(CheckContext())
     if not torch.cuda.is_available():
-        assert (finding.level, finding.result) == ("ok", "right: output and gradients, hybrid and e4m3")
+        assert (finding.level, finding.result) == (
+            "ok",
+            "right: output and gradients, hybrid and e4m3",
+        )
     right = Float8Recipe.matmul
-    monkeypatch.setattr(Float8Recipe, "matmul", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
+    monkeypatch.setattr(
+        Float8Recipe, "matmul", staticmethod(lambda *of, **others: 1.1 * right(*of, **others))
+    )
     [finding] = numerics.check_fp8_products(CheckContext())
-    assert finding.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in finding.result
+    assert (
+        finding.level == "note"
+        and "--fp8-format hybrid: the output of a 768 x 768 layer is" in finding.result
+    )
     assert finding.advice
 
 
@@ -140,4 +171,7 @@ def test_a_device_without_float8_is_no_matter(monkeypatch):
 
     monkeypatch.setattr(tensor, "select_float8_recipe", refuses)
     [finding] = numerics.check_fp8_products(CheckContext())
-    assert (finding.level, finding.result) == ("ok", "unavailable: the device does not support them")
+    assert (finding.level, finding.result) == (
+        "ok",
+        "unavailable: the device does not support them",
+    )

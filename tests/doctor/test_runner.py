@@ -36,7 +36,11 @@ def run(runner: CheckRunner, *functions: str, scope="rank", timeout=20.0) -> lis
     [
         ("hangs", 4, "no answer in 4 s (see --timeout); its last output: waiting for the device"),
         ("crashes", 20, "its process was killed by SIGSEGV; its last output: about to go"),
-        ("ends", 20, "its process ended with exit code 3"),  # without the last words of the check before
+        (
+            "ends",
+            20,
+            "its process ended with exit code 3",
+        ),  # without the last words of the check before
         ("raises", 20, "ImportError: no such symbol; reinstall flash_attn"),
         ("finds_a_problem", 20, "wrong"),  # in a process that may be damaged
     ],
@@ -48,7 +52,12 @@ def test_a_check_that_fails_is_named_and_the_next_has_a_process_of_its_own(
     [before] = run(runner, "process")
     finding, after = run(runner, function, "process", timeout=timeout)
     name = "something" if function == "finds_a_problem" else f"the {function}"
-    assert (finding.subject, finding.name, finding.level, finding.result) == ("machine", name, "problem", result)
+    assert (finding.subject, finding.name, finding.level, finding.result) == (
+        "machine",
+        name,
+        "problem",
+        result,
+    )
     assert finding.advice
     assert after.name == before.name == "process" and after.result != before.result
     with pytest.raises(ProcessLookupError):
@@ -74,7 +83,10 @@ def test_nothing_of_it_outlives_the_runner():
     [
         ("meeting", {"shared by ranks", "collectives"}),
         ("shared by ranks", {"collectives"}),
-        ("fused kernels", {each.name for each in CHECKS if each.function.endswith("check_fused_kernel")}),
+        (
+            "fused kernels",
+            {each.name for each in CHECKS if each.function.endswith("check_fused_kernel")},
+        ),
         ("driver", set()),
     ],
 )
@@ -83,7 +95,9 @@ def test_checks_that_need_one_that_failed_are_left_out(failing, left_out):
 
     class Runner:
         def call(self, function, context, *arguments, seconds):
-            [check] = [each for each in CHECKS if (each.function, each.arguments) == (function, arguments)]
+            [check] = [
+                each for each in CHECKS if (each.function, each.arguments) == (function, arguments)
+            ]
             done.append(check.name)
             return [], "no answer" if check.name == failing else ""
 

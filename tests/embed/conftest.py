@@ -25,8 +25,21 @@ DOCUMENTS = [
     ("d5", "Flowers", "Yellow flowers behind the house."),
     ("d6", "", "Lyon"),
 ]
-QUERIES = [("q1", "who walks to a river?"), ("q2", "letters from LYON"), ("q3", "yellow flowers in the garden"), ("q4", "of the")]
-QRELS = [("q1", "d1", 1), ("q2", "d3", 2), ("q2", "d6", 1), ("q3", "d5", 1), ("q3", "d2", 1), ("q3", "d1", 0), ("q4", "d2", 0)]
+QUERIES = [
+    ("q1", "who walks to a river?"),
+    ("q2", "letters from LYON"),
+    ("q3", "yellow flowers in the garden"),
+    ("q4", "of the"),
+]
+QRELS = [
+    ("q1", "d1", 1),
+    ("q2", "d3", 2),
+    ("q2", "d6", 1),
+    ("q3", "d5", 1),
+    ("q3", "d2", 1),
+    ("q3", "d1", 0),
+    ("q4", "d2", 0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +56,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
     tokenizer = train_tokenizer(texts * 20, 360)
     added = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
     tokenizer = set_special_tokens(tokenizer, added)
-    sizes = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     for folder, kind in (("encoder", "eurobert"), ("decoder", "qwen3")):
         model = save_model(root / folder, kind, tokenizer, **sizes)
         for parameter in model.parameters():
@@ -52,7 +70,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {kind: root / kind for kind in ("encoder", "decoder")}
 
 
-def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=None, default=None, **transformer):
+def write_sentence_model(
+    model, folder, *, pooling="mean", norm=False, prompts=None, default=None, **transformer
+):
     """Save the model `model` by sentence-transformers itself; return it as loaded by sentence-transformers."""
     from sentence_transformers import SentenceTransformer, models
 
@@ -61,7 +81,9 @@ def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=N
         models.Pooling(32, pooling),
         *([models.Normalize()] if norm else []),
     ]
-    made = SentenceTransformer(modules=modules, device="cpu", prompts=prompts, default_prompt_name=default)
+    made = SentenceTransformer(
+        modules=modules, device="cpu", prompts=prompts, default_prompt_name=default
+    )
     made.save(str(folder))
     return SentenceTransformer(str(folder), device="cpu")
 
@@ -74,7 +96,9 @@ def load_embedder(folder: Path, config: EmbeddingConfig | None = None, **options
 
 def evaluate(*words: object) -> dict:
     """Call `embed eval` in float32; returns the results that it writes."""
-    eval_main([str(word) for word in (*words, "--precision", "fp32", "--output", "new/scores.json")])
+    eval_main(
+        [str(word) for word in (*words, "--precision", "fp32", "--output", "new/scores.json")]
+    )
     return json.loads(Path("new/scores.json").read_text())
 
 
@@ -82,4 +106,6 @@ def evaluate(*words: object) -> dict:
 def beir(tmp_path) -> Callable[..., Path]:
     """Write a BEIR folder, with other content of a file or, if that is None, without it."""
     files = beir_files(DOCUMENTS, QUERIES, test=QRELS)
-    return lambda name="letters", changed=None: Path(write_files(tmp_path / name, files | (changed or {})))
+    return lambda name="letters", changed=None: Path(
+        write_files(tmp_path / name, files | (changed or {}))
+    )

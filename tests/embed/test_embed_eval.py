@@ -14,16 +14,30 @@ from megaenc.embed.command import eval_main
 from megaenc.embed.embedder import Embedder
 from megaenc.embed.evaluate import rank_by_bm25
 from megaenc.finetune.datasets.beir import compute_test_fingerprint, load_beir_test
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    compute_model_fingerprints,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.finetune.tasks import retrieval
 
 
 def test_results_identify_the_model_and_the_data(models, beir):
     folder = beir()
-    results = evaluate("--model", models["encoder"], "--data", folder, "--no-bm25", "--query-prefix", "Ask: ")
-    assert results["settings"]["query_prefix"] == results["models"]["encoder"]["query_prefix"] == "Ask: "
-    assert results["fingerprints"]["encoder"]["model"] == compute_model_fingerprints([str(models["encoder"])], "")[0]
-    assert results["fingerprints"]["encoder"]["tokenizer"] == compute_tokenizer_fingerprint(str(models["encoder"]))
+    results = evaluate(
+        "--model", models["encoder"], "--data", folder, "--no-bm25", "--query-prefix", "Ask: "
+    )
+    assert (
+        results["settings"]["query_prefix"]
+        == results["models"]["encoder"]["query_prefix"]
+        == "Ask: "
+    )
+    assert (
+        results["fingerprints"]["encoder"]["model"]
+        == compute_model_fingerprints([str(models["encoder"])], "")[0]
+    )
+    assert results["fingerprints"]["encoder"]["tokenizer"] == compute_tokenizer_fingerprint(
+        str(models["encoder"])
+    )
     assert results["data"] == {"letters": compute_test_fingerprint(folder)}
     (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
     assert results["data"] != {"letters": compute_test_fingerprint(folder)}
@@ -32,7 +46,20 @@ def test_results_identify_the_model_and_the_data(models, beir):
 def write_arguments(folder: Path) -> None:
     """A set like ArguAna: queries are documents, texts have several ids, and some judged documents are missing."""
     draw = random.Random(3)
-    words = ["river", "garden", "letters", "Lyon", "Paris", "flowers", "summer", "old", "walked", "slowly", "heavy", "yellow"]
+    words = [
+        "river",
+        "garden",
+        "letters",
+        "Lyon",
+        "Paris",
+        "flowers",
+        "summer",
+        "old",
+        "walked",
+        "slowly",
+        "heavy",
+        "yellow",
+    ]
     texts = [" ".join(draw.choices(words, k=draw.randint(3, 20))) for _ in range(60)]
     ids = [f"d{number}" for number in range(180)]
     draw.shuffle(ids)
@@ -47,7 +74,9 @@ def write_arguments(folder: Path) -> None:
     write_files(folder, beir_files(documents, [(key, corpus[key]) for key in queries], test=judged))
 
 
-def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(models, monkeypatch, capsys):
+def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(
+    models, monkeypatch, capsys
+):
     """With cosines in several blocks, of embeddings that are rounded differently in each row, as other batches may be."""
     from mteb._evaluators.retrieval_evaluator import RetrievalEvaluator
     from sentence_transformers import SentenceTransformer
@@ -64,7 +93,9 @@ def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mte
     flags = ["--model", f"tiny={models['encoder']}", "--data", folder, "--batch-size", "7"]
     flags += ["--query-prefix", "Ask: ", "--document-prefix", "Read: "]
     results = evaluate(*flags)
-    [missing] = [line for line in capsys.readouterr().out.splitlines() if line.endswith("count as misses")]
+    [missing] = [
+        line for line in capsys.readouterr().out.splitlines() if line.endswith("count as misses")
+    ]
     assert missing.startswith(f"{folder}/qrels/test.tsv: 5 of 56 relevant documents")
 
     data = load_beir_test(folder)
@@ -76,16 +107,24 @@ def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mte
         vectors[prefix] = dict(zip(texts, of_all, strict=True))
     runs = {"tiny": {}, "BM25": {}}
     ids = sorted(data.documents, reverse=True)  # trec_eval's order of equal scores
-    rankings = rank_by_bm25(list(data.queries.values()), [data.documents[key] for key in ids], lambda done: None)
+    rankings = rank_by_bm25(
+        list(data.queries.values()), [data.documents[key] for key in ids], lambda done: None
+    )
     for (query, text), best in zip(data.queries.items(), rankings, strict=True):
-        cosines = {other: float(vectors["Ask: "][text] @ vectors["Read: "][other]) for other in texts}
+        cosines = {
+            other: float(vectors["Ask: "][text] @ vectors["Read: "][other]) for other in texts
+        }
         runs["tiny"][query] = {key: cosines[other] for key, other in data.documents.items()}
         runs["BM25"][query] = {ids[at]: float(-rank) for rank, at in enumerate(best)}
     for model, run in runs.items():
-        scores = RetrievalEvaluator.evaluate(None, data.relevant, run, [10, 100], ignore_identical_ids=True).all_scores
+        scores = RetrievalEvaluator.evaluate(
+            None, data.relevant, run, [10, 100], ignore_identical_ids=True
+        ).all_scores
         for name, measure in (("ndcg@10", "ndcg_cut_10"), ("recall@100", "recall_100")):
             expected = [scores[query][measure] for query in results["queries"]["arguments"]]
-            assert results["scores"][model]["arguments"][name] == pytest.approx(expected, abs=1e-6), (model, name)
+            assert results["scores"][model]["arguments"][name] == pytest.approx(
+                expected, abs=1e-6
+            ), (model, name)
     assert max(results["scores"]["random"]["arguments"]["recall@100"]) == pytest.approx(100 / 179)
 
 
@@ -95,7 +134,9 @@ def test_several_models_and_data_sets_without_bm25(models, beir, monkeypatch):
     config.write_text(f"model: [{models['encoder']}, causal={models['decoder']}]\nbm25: false\n")
     rows = evaluate("--config", config, "--data", beir("one"), f"again={beir('two')}")["rows"]
     means = {(row["dataset"], row["model"]): row["mean"] for row in rows[::2]}
-    assert list(means) == [(data, model) for data in ("one", "again") for model in ("random", "encoder", "causal")]
+    assert list(means) == [
+        (data, model) for data in ("one", "again") for model in ("random", "encoder", "causal")
+    ]
     assert means["one", "encoder"] == means["again", "encoder"] != means["one", "causal"]
 
 
@@ -107,7 +148,9 @@ def test_lengths_attention_and_dimensions_are_those_of_the_flags(models, beir, c
     found = evaluate(*flags)["models"]["decoder"]
     assert {name: found[name] for name in changes} == changes
     tokenizer = AutoTokenizer.from_pretrained(models["decoder"])
-    texts = [text for _, text in QUERIES[:3]] + [f"{title} {text}".strip() for _, title, text in DOCUMENTS]
+    texts = [text for _, text in QUERIES[:3]] + [
+        f"{title} {text}".strip() for _, title, text in DOCUMENTS
+    ]
     longer = sum(len(tokenizer(text)["input_ids"]) > 4 for text in texts)
     assert f"{longer} of 9 texts are longer than 4 tokens and are cut" in capsys.readouterr().out
 
@@ -118,12 +161,24 @@ def test_lengths_attention_and_dimensions_are_those_of_the_flags(models, beir, c
         ("--data letters --no-bm25", "--model: missing, and --no-bm25 leaves nothing to evaluate"),
         ("--data a\x1bb", "--data: found the name 'a\\x1bb', expected printable characters"),
         ("--data letters x/letters", "--data: found letters twice, expected each once"),
-        ("--data letters --model {model} {model}", "--model: found encoder twice, expected each once"),
+        (
+            "--data letters --model {model} {model}",
+            "--model: found encoder twice, expected each once",
+        ),
         ("--data letters --model BM25={model}", "--model: found the name of a baseline"),
-        ("--data letters --model {model} --max-length 65", "--max-length: found 65, expected at most the 64 tokens"),
-        ("--data letters --model {model} --truncate-dim 33", "--truncate-dim: found 33, expected at most 32"),
+        (
+            "--data letters --model {model} --max-length 65",
+            "--max-length: found 65, expected at most the 64 tokens",
+        ),
+        (
+            "--data letters --model {model} --truncate-dim 33",
+            "--truncate-dim: found 33, expected at most 32",
+        ),
         ("--data letters --batch-size 0", "--batch-size: found 0, expected 1 or more"),
-        ("--data letters --output new/x.txt", "--output new/x.txt: found the ending '.txt', expected .json, .csv or .md"),
+        (
+            "--data letters --output new/x.txt",
+            "--output new/x.txt: found the ending '.txt', expected .json, .csv or .md",
+        ),
     ],
 )
 def test_mistakes_leave_nothing(models, beir, tmp_path, refusal, flags, message):
@@ -136,4 +191,6 @@ def test_mistakes_leave_nothing(models, beir, tmp_path, refusal, flags, message)
 
 def test_without_bm25s_nothing_is_loaded(beir, monkeypatch, refusal):
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    assert "BM25 needs the package bm25s: `pip install bm25s`" in refusal(eval_main, ["--data", beir()])
+    assert "BM25 needs the package bm25s: `pip install bm25s`" in refusal(
+        eval_main, ["--data", beir()]
+    )

@@ -30,7 +30,19 @@ from megaenc.embed.train import (
 from megaenc.embed.train_command import train_main
 from megaenc.errors import InputError
 
-WORDS = [*"abcdefgh", "walked", "slowly", "river", "garden", "summer", "letters", "Lyon", "Paris", "heavy", "flowers"]
+WORDS = [
+    *"abcdefgh",
+    "walked",
+    "slowly",
+    "river",
+    "garden",
+    "summer",
+    "letters",
+    "Lyon",
+    "Paris",
+    "heavy",
+    "flowers",
+]
 FAST = ["--batch-size", 8, "--epochs", 3, "--learning-rate", "3e-3", "--precision", "fp32"]
 
 
@@ -61,7 +73,12 @@ def dropping(models, tmp_path_factory) -> Path:
 
 
 def call(model, data, output, *flags) -> None:
-    train_main([str(word) for word in ("--model", model, "--data", data, "--output", output, *FAST, *flags)])
+    train_main(
+        [
+            str(word)
+            for word in ("--model", model, "--data", data, "--output", output, *FAST, *flags)
+        ]
+    )
 
 
 def read_rows(output: Path) -> list[dict]:
@@ -72,12 +89,18 @@ def make_trainer(model, pairs, embedding=EmbeddingConfig(), **options) -> Contra
     embedder = load_embedder(model, embedding)
     config = ContrastiveConfig(**{"precision": "fp32", "warmup": 0.0, **options})
     prefixes = (embedding.query_prefix, embedding.document_prefix)
-    data = ContrastiveData.build(pairs, embedder.tokenize, prefixes=prefixes, negatives=config.negatives)
+    data = ContrastiveData.build(
+        pairs, embedder.tokenize, prefixes=prefixes, negatives=config.negatives
+    )
     return ContrastiveTrainer(embedder, data, config)
 
 
 def gradients(trainer: ContrastiveTrainer) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in trainer.embedder.backbone.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad
+        for parameter in trainer.embedder.backbone.parameters()
+        if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +112,9 @@ def gradients(trainer: ContrastiveTrainer) -> list[torch.Tensor]:
         ({"negatives": 1, "matryoshka_dims": (8, 16)}, "MultipleNegativesRankingLoss", {}),
     ],
 )
-def test_loss_and_gradients_are_those_of_sentence_transformers(models, pairs, options, kind, settings):
+def test_loss_and_gradients_are_those_of_sentence_transformers(
+    models, pairs, options, kind, settings
+):
     from sentence_transformers import SentenceTransformer, losses
 
     some = load_pairs([str(pairs)]).pairs[:12]
@@ -97,7 +122,9 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(models, pairs, op
     actual = trainer.backward(trainer.data.build_batch(np.arange(12)))
     reference = SentenceTransformer(str(models["encoder"]), device="cpu").train()
     backbone = reference[0].auto_model
-    backbone.get_input_embeddings().padding_idx = None  # pad is eos, which ends each text and is trained
+    backbone.get_input_embeddings().padding_idx = (
+        None  # pad is eos, which ends each text and is trained
+    )
     loss = getattr(losses, kind)(reference, **settings)
     if "matryoshka_dims" in options:
         loss = losses.MatryoshkaLoss(reference, loss, [32, 16, 8])
@@ -119,8 +146,12 @@ def test_cached_gradients_are_those_of_one_pass(models, pairs, kind):
     some = load_pairs([str(pairs)]).pairs
     results = []
     for tokens in (100_000, 100, 1):
-        trainer = make_trainer(models[kind], some, tokens_per_forward=tokens, symmetric=True, matryoshka_dims=(4,))
-        results.append((trainer.backward(trainer.data.build_batch(np.arange(32))), gradients(trainer)))
+        trainer = make_trainer(
+            models[kind], some, tokens_per_forward=tokens, symmetric=True, matryoshka_dims=(4,)
+        )
+        results.append(
+            (trainer.backward(trainer.data.build_batch(np.arange(32))), gradients(trainer))
+        )
     expected_loss, expected = results[0]
     for loss, found in results[1:]:
         assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -132,7 +163,9 @@ SHARED = [
     # `two` is a positive of `b` only, so that it stays a negative here; `ten` is one more than are used.
     TrainingPair("a", "one", ("two", "nine", "ten")),
     TrainingPair("b", "two", ("one",)),
-    TrainingPair("a", "three", ("one", "four")),  # `one` is a positive of `a` elsewhere; `four` is one outside of the batch
+    TrainingPair(
+        "a", "three", ("one", "four")
+    ),  # `one` is a positive of `a` elsewhere; `four` is one outside of the batch
     TrainingPair("c", "one"),
     TrainingPair("a", "four"),
 ]
@@ -156,13 +189,17 @@ MIRRORED = [
 def test_answers_and_the_query_itself_are_no_negatives(models, pairs, prefixes, options):
     """Next to all scores of the batch, with a loop over those that are left out."""
     embedding = EmbeddingConfig(query_prefix=prefixes[0], document_prefix=prefixes[1])
-    trainer = make_trainer(models["encoder"], pairs, embedding, negatives=2, temperature=0.1, **options)
+    trainer = make_trainer(
+        models["encoder"], pairs, embedding, negatives=2, temperature=0.1, **options
+    )
     batch = trainer.data.build_batch(np.arange(4))
     queries = [pair.query for pair in pairs[:4]]
     candidates = [pair.document for pair in pairs[:4]]
     candidates += [text for pair in pairs[:4] for text in pair.negatives[:2]]
     vectors = trainer.embedder.embed(
-        trainer.embedder.tokenize([prefixes[0] + text for text in queries] + [prefixes[1] + text for text in candidates])
+        trainer.embedder.tokenize(
+            [prefixes[0] + text for text in queries] + [prefixes[1] + text for text in candidates]
+        )
     )
     scores = vectors[:4] @ vectors[4:].T / 0.1
     for row, query in enumerate(queries):
@@ -179,7 +216,13 @@ def test_answers_and_the_query_itself_are_no_negatives(models, pairs, prefixes, 
 
 
 def test_no_batch_is_without_a_negative(models):
-    for pairs, edges in ((2, [0, 2]), (5, [0, 5]), (8, [0, 4, 8]), (9, [0, 4, 9]), (10, [0, 4, 8, 10])):
+    for pairs, edges in (
+        (2, [0, 2]),
+        (5, [0, 5]),
+        (8, [0, 4, 8]),
+        (9, [0, 4, 9]),
+        (10, [0, 4, 8, 10]),
+    ):
         assert compute_batch_edges(pairs, 4) == edges
     # Shuffled in many ways, both directions of a pair often share a batch of two.
     both = [TrainingPair(*texts) for texts in ("ab", "ba", "cd", "dc", "ef")]
@@ -188,9 +231,14 @@ def test_no_batch_is_without_a_negative(models):
     assert len(batches) == trainer.steps == 40 and all(batch.has_negatives for batch in batches)
     assert {len(batch.queries) for batch in batches} == {2, 3, 5}
     resumed = list(iterate_contrastive_batches(trainer.data, trainer.config, 7))
-    assert [batch.texts.tolist() for batch in resumed] == [batch.texts.tolist() for batch in batches[7:]]
+    assert [batch.texts.tolist() for batch in resumed] == [
+        batch.texts.tolist() for batch in batches[7:]
+    ]
     for pairs in (both[:2], [TrainingPair("a", text) for text in "bcdef"]):
-        with pytest.raises(InputError, match="--data: found no negative, as every document answers every query or is the query"):
+        with pytest.raises(
+            InputError,
+            match="--data: found no negative, as every document answers every query or is the query",
+        ):
             make_trainer(models["encoder"], pairs, batch_size=2)
 
 
@@ -207,7 +255,9 @@ def interrupt(monkeypatch, at: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resumed_training_gives_the_same_bits(dropping, pairs, tmp_path, monkeypatch, capfd, precision):
+def test_a_resumed_training_gives_the_same_bits(
+    dropping, pairs, tmp_path, monkeypatch, capfd, precision
+):
     if precision == "bf16" and not cpu_has_bf16():
         pytest.skip("this processor has no bfloat16")
     flags = ["--precision", precision, "--save-interval", 3, "--tokens-per-forward", 200]
@@ -224,13 +274,17 @@ def test_a_resumed_training_gives_the_same_bits(dropping, pairs, tmp_path, monke
     call(dropping, pairs, output, *flags)
     assert "resuming after step 6 of 12" in capfd.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
-    assert read_rows(output) == read_rows(whole) and [row["step"] for row in read_rows(output)] == list(range(1, 13))
+    assert read_rows(output) == read_rows(whole) and [
+        row["step"] for row in read_rows(output)
+    ] == list(range(1, 13))
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     details = [read_json(folder / "training.json") | {"seconds": 0} for folder in (whole, output)]
     assert details[0] == details[1] and details[0]["steps"] == 12
     weights = load_file(output / "model.safetensors").values()
     assert {tensor.dtype for tensor in weights} == {torch.float32}
-    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)  # the master weights
+    assert any(
+        not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights
+    )  # the master weights
     call(dropping, pairs, output, *flags)
     assert "finished before, 12 steps" in capfd.readouterr().out
 
@@ -243,7 +297,9 @@ def test_texts_are_divided_by_tokens():
     assert [len(part) for part in divide_texts(np.array([3, 2]), 4)] == [1, 1, 0, 0]
 
 
-def test_an_unfinished_training_refuses_other_settings_and_a_damaged_state(models, pairs, monkeypatch, capfd, refusal):
+def test_an_unfinished_training_refuses_other_settings_and_a_damaged_state(
+    models, pairs, monkeypatch, capfd, refusal
+):
     output = Path("out")
     other = write_pairs(Path("other.jsonl"), 31)
     flags = ["--save-interval", 2, *FAST]
@@ -272,8 +328,12 @@ def test_an_unfinished_training_refuses_other_settings_and_a_damaged_state(model
     assert "new.state: no settings.json" in refusal(train_main, [*command, "--output", "new"])
 
 
-@pytest.mark.parametrize(("what", "result"), [("loss", (float("nan"), 1.0)), ("gradient norm", (1.0, float("inf")))])
-def test_a_number_that_is_none_ends_the_training(models, pairs, tmp_path, monkeypatch, capfd, what, result):
+@pytest.mark.parametrize(
+    ("what", "result"), [("loss", (float("nan"), 1.0)), ("gradient norm", (1.0, float("inf")))]
+)
+def test_a_number_that_is_none_ends_the_training(
+    models, pairs, tmp_path, monkeypatch, capfd, what, result
+):
     monkeypatch.setattr(ContrastiveTrainer, "step", lambda trainer, number, batch: result)
     with pytest.raises(SystemExit) as stop:
         call(models["encoder"], pairs, "new/out")
@@ -293,7 +353,11 @@ def test_a_loss_that_is_nan_changes_no_weight(models, pairs):
 
 
 CASES = {
-    "mean": ("encoder", ["--matryoshka-dims", 8, 16, "--query-prefix", "Ask: ", "--document-prefix", "Read: "], 8),
+    "mean": (
+        "encoder",
+        ["--matryoshka-dims", 8, 16, "--query-prefix", "Ask: ", "--document-prefix", "Read: "],
+        8,
+    ),
     "cls": ("encoder", ["--pooling", "cls", "--max-length", 20], None),
     "last": ("decoder", ["--pooling", "lasttoken", "--symmetric"], None),
     "causal": ("decoder", ["--attention", "causal"], None),
@@ -321,7 +385,9 @@ def test_exports_are_read_by_sentence_transformers(exports, name):
     config = dataclasses.replace(read_embedding_config(str(folder)), truncate_dim=size or 0)
     embedder = load_embedder(folder, config)
     for role, prefix in (("query", config.query_prefix), ("document", config.document_prefix)):
-        expected = model.encode(TEXTS, prompt_name=role, normalize_embeddings=True, convert_to_tensor=True)
+        expected = model.encode(
+            TEXTS, prompt_name=role, normalize_embeddings=True, convert_to_tensor=True
+        )
         actual = embedder.embed(embedder.tokenize([prefix + text for text in TEXTS]))
         assert actual.shape == (len(TEXTS), size or 32)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -334,12 +400,19 @@ def test_exports_are_read_by_sentence_transformers(exports, name):
     assert embedder.backbone.attention == ("causal" if name == "causal" else "bidirectional")
     if name == "mean":
         card = (folder / "README.md").read_text()
-        assert 'SentenceTransformer("FOLDER", truncate_dim=8)' in card and "| learning rate | `0.003` |" in card
+        assert (
+            'SentenceTransformer("FOLDER", truncate_dim=8)' in card
+            and "| learning rate | `0.003` |" in card
+        )
 
 
-def test_an_export_that_reads_otherwise_is_not_written(models, pairs, tmp_path, monkeypatch, refusal):
+def test_an_export_that_reads_otherwise_is_not_written(
+    models, pairs, tmp_path, monkeypatch, refusal
+):
     monkeypatch.setattr("megaenc.embed.export._TOLERANCE", -1.0)
-    line = refusal(train_main, ["--model", models["encoder"], "--data", pairs, "--output", "out", *FAST])
+    line = refusal(
+        train_main, ["--model", models["encoder"], "--data", pairs, "--output", "out", *FAST]
+    )
     assert "nothing is written" in line and "embeddings differ" in line
     assert [path.name for path in tmp_path.iterdir()] == ["out.state"]
 
@@ -348,7 +421,18 @@ def test_an_export_that_reads_otherwise_is_not_written(models, pairs, tmp_path, 
 def test_two_processes_train_as_one(models, pairs, tmp_path):
     flags = ["--tokens-per-forward", 150, "--symmetric"]
     call(models["encoder"], pairs, "one", *flags)
-    words = ["embed", "train", "--model", models["encoder"], "--data", pairs, "--output", tmp_path / "two", *FAST, *flags]
+    words = [
+        "embed",
+        "train",
+        "--model",
+        models["encoder"],
+        "--data",
+        pairs,
+        "--output",
+        tmp_path / "two",
+        *FAST,
+        *flags,
+    ]
     runs.script(runs.ROOT / "megaenc/__main__.py", [str(word) for word in words], processes=2)
     one = read_rows(Path("one"))
     two = read_rows(Path("two"))
@@ -361,11 +445,17 @@ def test_two_processes_train_as_one(models, pairs, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--matryoshka-dims", 33, "--warmup", 0], "--matryoshka-dims: found 33, expected at most 32"),
+        (
+            ["--matryoshka-dims", 33, "--warmup", 0],
+            "--matryoshka-dims: found 33, expected at most 32",
+        ),
         (["--matryoshka-dims", 8, 8], "--matryoshka-dims: found 8, expected each size once"),
         (["--max-length", 65], "--max-length: found 65, expected at most the 64 tokens"),
         (["--max-steps", 1], "--warmup: found 0.1 and 1 step"),
-        (["--attention", "causal"], "--attention causal: transformers' EuroBertModel computes other outputs than the run"),
+        (
+            ["--attention", "causal"],
+            "--attention causal: transformers' EuroBertModel computes other outputs than the run",
+        ),
         (["--log-interval", 0], "--log-interval: found 0, expected 1 or more"),
         (["--temperature", 0], "--temperature: found 0.0, expected more than 0"),
     ],
@@ -380,7 +470,18 @@ def test_the_benchmark_does_the_same_work(models, pairs, monkeypatch):
     monkeypatch.syspath_prepend(runs.ROOT / "benchmarks")
     import embed_train as benchmark
 
-    flags = ["--model", models["encoder"], "--pairs", pairs, "--batch-size", 12, "--negatives", 1, "--rounds", 1]
+    flags = [
+        "--model",
+        models["encoder"],
+        "--pairs",
+        pairs,
+        "--batch-size",
+        12,
+        "--negatives",
+        1,
+        "--rounds",
+        1,
+    ]
     benchmark.main([str(word) for word in (*flags, "--mini-batch-sizes", 5, "--output", "x.json")])
     losses = read_json(Path("x.json"))["losses"]
     assert losses["megaenc"] == pytest.approx(losses["sentence-transformers"], rel=1e-4)
@@ -392,7 +493,9 @@ def plain(models) -> Path:
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(models["encoder"], Path("plain"))
-    set_template(AutoTokenizer.from_pretrained(folder), SpecialTokens(), between=()).save_pretrained(folder)
+    set_template(
+        AutoTokenizer.from_pretrained(folder), SpecialTokens(), between=()
+    ).save_pretrained(folder)
     return folder
 
 
@@ -404,7 +507,9 @@ def plain(models) -> Path:
         (False, [], [], ["<|eos|>"]),
     ],
 )
-def test_the_exported_tokenizer_adds_the_tokens_of_training(adds, flags, before, after, models, plain, pairs):
+def test_the_exported_tokenizer_adds_the_tokens_of_training(
+    adds, flags, before, after, models, plain, pairs
+):
     """A tokenizer that adds nothing gets an end of texts, so that an empty one has an embedding too."""
     from sentence_transformers import SentenceTransformer
 

@@ -12,7 +12,13 @@ from small_data import write_file
 from megaenc.embed.embedder import EmbeddingConfig, fetch_model, read_embedding_config
 from megaenc.errors import InputError
 
-TEXTS = ["Lyon", "The old man walked slowly down to the river with his dog. " * 9, "letters from LYON", "yellow", "Nobody came."]
+TEXTS = [
+    "Lyon",
+    "The old man walked slowly down to the river with his dog. " * 9,
+    "letters from LYON",
+    "yellow",
+    "Nobody came.",
+]
 
 
 def embed(folder, texts, config=None, **options):
@@ -34,12 +40,17 @@ def test_a_sentence_transformers_folder(models, kind, options):
     reference = write_sentence_model(models[kind], "st", **options)
     config = read_embedding_config("st")
     how = {"normalize_embeddings": True, "convert_to_tensor": True}
-    for prefix, encode in ((config.query_prefix, reference.encode_query), (config.document_prefix, reference.encode_document)):
+    for prefix, encode in (
+        (config.query_prefix, reference.encode_query),
+        (config.document_prefix, reference.encode_document),
+    ):
         expected = encode(TEXTS, **how)
         for batch_size in (1, 3):
             vectors = embed("st", [prefix + text for text in TEXTS], config, batch_size=batch_size)
             torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
-    assert (config.query_prefix, config.document_prefix) == (("Ask: ", "Read: ") if "prompts" in options else ("", ""))
+    assert (config.query_prefix, config.document_prefix) == (
+        ("Ask: ", "Read: ") if "prompts" in options else ("", "")
+    )
 
 
 def test_a_text_without_tokens_has_no_direction(models):
@@ -52,7 +63,9 @@ def test_a_text_without_tokens_has_no_direction(models):
 
 
 def test_a_length_without_room_for_text_is_refused(models):
-    with pytest.raises(InputError, match=r"--max-length: found 2, expected room for text next to 2 added tokens"):
+    with pytest.raises(
+        InputError, match=r"--max-length: found 2, expected room for text next to 2 added tokens"
+    ):
         load_embedder(models["encoder"], EmbeddingConfig(max_length=2))
     rows = load_embedder(models["encoder"], EmbeddingConfig(max_length=3)).tokenize(TEXTS)
     assert [len(row) for row in rows] == [3] * 5
@@ -68,17 +81,41 @@ def test_nan_is_an_error(models):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("modules.json", "[]", r"modules.json: found the modules , expected Transformer, Pooling and maybe Normalize"),
-        ("modules.json", '[{"type": "a.Transformer"}, {"type": "a.Dense"}]', r"found the modules Transformer, Dense"),
+        (
+            "modules.json",
+            "[]",
+            r"modules.json: found the modules , expected Transformer, Pooling and maybe Normalize",
+        ),
+        (
+            "modules.json",
+            '[{"type": "a.Transformer"}, {"type": "a.Dense"}]',
+            r"found the modules Transformer, Dense",
+        ),
         (
             "modules.json",
             '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../1_Pooling"}]',
             r"found the paths \['', '../1_Pooling'\]",
         ),
-        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', r"found the pooling"),
-        ("1_Pooling/config.json", '{"include_prompt": false}', r"field `include_prompt`: found false, expected true"),
-        ("sentence_bert_config.json", '{"max_seq_length": "long"}', r"max_seq_length: found 'long', expected a number"),
-        ("config_sentence_transformers.json", '{"prompts": {"query": 5}}', r"field `prompts`: expected texts by name"),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}',
+            r"found the pooling",
+        ),
+        (
+            "1_Pooling/config.json",
+            '{"include_prompt": false}',
+            r"field `include_prompt`: found false, expected true",
+        ),
+        (
+            "sentence_bert_config.json",
+            '{"max_seq_length": "long"}',
+            r"max_seq_length: found 'long', expected a number",
+        ),
+        (
+            "config_sentence_transformers.json",
+            '{"prompts": {"query": 5}}',
+            r"field `prompts`: expected texts by name",
+        ),
     ],
 )
 def test_unusable_folders(models, file, content, message):
@@ -90,7 +127,11 @@ def test_unusable_folders(models, file, content, message):
 
 def test_the_form_of_older_versions(models):
     write_sentence_model(models["encoder"], "st")
-    old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    old = {
+        "word_embedding_dimension": 32,
+        "pooling_mode_cls_token": True,
+        "pooling_mode_mean_tokens": False,
+    }
     write_file(Path("st/1_Pooling/config.json"), old)
     Path("st/sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
     config = read_embedding_config("st")
@@ -107,7 +148,9 @@ def test_a_model_of_the_hub_by_name(models, tmp_path, monkeypatch):
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("a" * 40)
     assert fetch_model("lab/small") == str(snapshot)
-    with pytest.raises(InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"):
+    with pytest.raises(
+        InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"
+    ):
         fetch_model("lab/other")
     for path in ("nothing", "../lab/small", f"lab/{'x' * 300}"):
         with pytest.raises(InputError, match=r"no such folder; expected a Hugging Face model"):

@@ -13,7 +13,21 @@ from small_data import write_file
 from megaenc.embed.hard_negatives import MineConfig, mine_main, mine_negatives
 from megaenc.embed.pairs import TrainingPair, load_pairs
 
-WORDS = ["river", "garden", "dog", "house", "summer", "letters", "Lyon", "Paris", "book", "flowers", "yellow", "old", "walked"]
+WORDS = [
+    "river",
+    "garden",
+    "dog",
+    "house",
+    "summer",
+    "letters",
+    "Lyon",
+    "Paris",
+    "book",
+    "flowers",
+    "yellow",
+    "old",
+    "walked",
+]
 
 
 @pytest.fixture
@@ -31,7 +45,17 @@ def write_pairs(path, pairs):
 
 
 def mine(model, data, output, *flags):
-    arguments = ["--model", model, "--data", data, "--output", output, "--precision", "fp32", *flags]
+    arguments = [
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        output,
+        "--precision",
+        "fp32",
+        *flags,
+    ]
     mine_main([str(argument) for argument in arguments])
     return load_pairs([str(output)]).pairs
 
@@ -40,13 +64,26 @@ def test_negatives_are_sentence_transformers(models, pair_file, capsys):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
 
-    pairs = load_pairs([str(pair_file)]).pairs[:20]  # a query each: there the margin is that of a query's best document
+    pairs = load_pairs([str(pair_file)]).pairs[
+        :20
+    ]  # a query each: there the margin is that of a query's best document
     single = write_pairs(Path("single.jsonl"), [(pair.query, pair.document) for pair in pairs])
-    flags = ["--query-prefix", "Ask: ", "--document-prefix", "Read: ", "--margin", "0.99", "--negatives", "6"]
+    flags = [
+        "--query-prefix",
+        "Ask: ",
+        "--document-prefix",
+        "Read: ",
+        "--margin",
+        "0.99",
+        "--negatives",
+        "6",
+    ]
     mined = mine(models["encoder"], single, "new/mined.jsonl", *flags)
     printed = capsys.readouterr().out
 
-    table = datasets.Dataset.from_dict({"a": [pair.query for pair in pairs], "p": [pair.document for pair in pairs]})
+    table = datasets.Dataset.from_dict(
+        {"a": [pair.query for pair in pairs], "p": [pair.document for pair in pairs]}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = mine_hard_negatives(
@@ -56,7 +93,9 @@ def test_negatives_are_sentence_transformers(models, pair_file, capsys):
     expected: dict[str, list[str]] = {pair.query: [] for pair in pairs}
     for row in reference:
         expected[row["a"]].append(row["negative"])
-    assert mined == [TrainingPair(pair.query, pair.document, tuple(expected[pair.query])) for pair in pairs]
+    assert mined == [
+        TrainingPair(pair.query, pair.document, tuple(expected[pair.query])) for pair in pairs
+    ]
     counts = [len(pair.negatives) for pair in mined]
     full = counts.count(6)
     assert 0 < full < 20
@@ -69,15 +108,22 @@ def plain_loop(pairs, documents, cosine, settings):
     results = []
     for pair in pairs:
         own = {other.document for other in pairs if other.query == pair.query} | {pair.query}
-        ranked = sorted((text for text in documents if text not in own), key=lambda text: -cosine(pair.query, text))
+        ranked = sorted(
+            (text for text in documents if text not in own),
+            key=lambda text: -cosine(pair.query, text),
+        )
         best = ranked[settings.skip : settings.depth]
         positive = cosine(pair.query, pair.document)
         limit = positive - (1 - settings.margin) * abs(positive)
-        results.append([text for text in best if cosine(pair.query, text) <= limit][: settings.negatives])
+        results.append(
+            [text for text in best if cosine(pair.query, text) <= limit][: settings.negatives]
+        )
     return results
 
 
-@pytest.mark.parametrize("rules", [{}, {"skip": 3, "depth": 9}, {"negatives": 50, "depth": 60, "margin": 0.7}])
+@pytest.mark.parametrize(
+    "rules", [{}, {"skip": 3, "depth": 9}, {"negatives": 50, "depth": 60, "margin": 0.7}]
+)
 def test_rules_are_those_of_a_plain_loop(rules):
     torch.manual_seed(3)
     queries = ["q0", "q1", "d2"]
@@ -93,8 +139,12 @@ def test_rules_are_those_of_a_plain_loop(rules):
         return float(np.float32((rows[query] @ rows[f"document {document}"]).item()))
 
     progress = []
-    mined = mine_negatives(pairs, queries, documents, vectors[:3], vectors[3:], settings, progress.append)
-    for pair, texts, expected in zip(pairs, mined, plain_loop(pairs, documents, cosine, settings), strict=True):
+    mined = mine_negatives(
+        pairs, queries, documents, vectors[:3], vectors[3:], settings, progress.append
+    )
+    for pair, texts, expected in zip(
+        pairs, mined, plain_loop(pairs, documents, cosine, settings), strict=True
+    ):
         found = [cosine(pair.query, text) for text in texts]
         assert found == pytest.approx([cosine(pair.query, text) for text in expected], abs=1e-5)
         assert not {pair.query, *(text for query, text in own if query == pair.query)} & {*texts}
@@ -108,11 +158,15 @@ def test_documents_of_the_corpus_are_searched_and_runs_are_equal(models, pair_fi
     flags = ["--margin", "1", "--negatives", "60", "--depth", "60"]
     without = mine(models["encoder"], pair_file, "a.jsonl", *flags)
     line = capsys.readouterr().out.splitlines()[-2]
-    assert "a.jsonl: " in line and line.endswith("24 pairs have fewer than 60, 2 none; raise --margin or --depth for more")
+    assert "a.jsonl: " in line and line.endswith(
+        "24 pairs have fewer than 60, 2 none; raise --margin or --depth for more"
+    )
     mined = mine(models["encoder"], pair_file, "b.jsonl", *flags, *corpus)
     mine(models["encoder"], pair_file, "c.jsonl", *flags, *corpus)
     assert Path("b.jsonl").read_bytes() == Path("c.jsonl").read_bytes()
-    added = {text for pair in mined for text in pair.negatives} - {text for pair in without for text in pair.negatives}
+    added = {text for pair in mined for text in pair.negatives} - {
+        text for pair in without for text in pair.negatives
+    }
     texts = {f"{title} {text}".strip() for _, title, text in DOCUMENTS}
     assert added == texts - {""} | {"Lyon and Paris", "old dog"}
 

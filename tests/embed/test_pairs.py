@@ -11,7 +11,11 @@ from embed.conftest import DOCUMENTS, QRELS, QUERIES
 from megaenc.embed.pairs import TrainingPair, load_pairs
 from megaenc.errors import InputError
 
-PAIRS = [TrainingPair("who?", "The man, with a dog."), TrainingPair("where?", 'In "Lyon".'), TrainingPair("when?", "In summer.")]
+PAIRS = [
+    TrainingPair("who?", "The man, with a dog."),
+    TrainingPair("where?", 'In "Lyon".'),
+    TrainingPair("when?", "In summer."),
+]
 ROWS = r"""
 {"query": "who?", "document": "The man, with a dog."}
 {"query": "where?", "document": "In \"Lyon\"."}
@@ -23,7 +27,9 @@ TSV = 'anchor\tpositive\nwho?\tThe man, with a dog.\nwhere?\tIn "Lyon".\nwhen?\t
 
 def write(name: str, text: str) -> str:
     """Write a file, packed if its name says so; returns the name."""
-    pack = gzip.compress if name.endswith(".gz") else zstd.compress if name.endswith(".zst") else bytes
+    pack = (
+        gzip.compress if name.endswith(".gz") else zstd.compress if name.endswith(".zst") else bytes
+    )
     Path(name).write_bytes(pack(text.encode()))
     return name
 
@@ -32,7 +38,10 @@ def write(name: str, text: str) -> str:
     ("name", "text"),
     [
         ("a.jsonl", ROWS),
-        ("a.jsonl.gz", ROWS.replace('"query"', '"id": 3, "anchor"').replace("document", "positive")),
+        (
+            "a.jsonl.gz",
+            ROWS.replace('"query"', '"id": 3, "anchor"').replace("document", "positive"),
+        ),
         ("a.jsonl.zst", ROWS.replace("}", ', "negatives": []}')),
         ("a.csv", CSV),
         ("a.tsv.gz", TSV),
@@ -52,7 +61,10 @@ def test_hard_negatives_of_lists_and_of_numbered_columns():
     expected = [TrainingPair("a", "b", ("c", "d")), TrainingPair("e", "f", ("g", "h", "i"))]
     assert load_pairs([write("a.jsonl", LISTED + NUMBERED)]).pairs == expected
     table = "query,document,negative_1,negative_2\na,b,c,d\ne,f,,g\n"
-    assert load_pairs([write("a.csv", table)]).pairs == [TrainingPair("a", "b", ("c", "d")), TrainingPair("e", "f", ("g",))]
+    assert load_pairs([write("a.csv", table)]).pairs == [
+        TrainingPair("a", "b", ("c", "d")),
+        TrainingPair("e", "f", ("g",)),
+    ]
 
 
 def test_the_digest_is_of_all_fields_in_order():
@@ -67,8 +79,17 @@ def test_exact_duplicates_are_kept_once_over_all_sources_and_counted(capsys):
     again = '{"query": "who?", "document": "Nobody."}\n'
     negatives = '{"query": "when?", "document": "In summer.", "negatives": ["Never."]}\n'  # no exact duplicate
     other = '{"query": "which?", "document": "In summer."}\n'
-    data = load_pairs([write("a.jsonl", ROWS), write("b.jsonl", ROWS + again + negatives + other * 2)])
-    assert [pair.query for pair in data.pairs] == ["who?", "where?", "when?", "who?", "when?", "which?"]
+    data = load_pairs(
+        [write("a.jsonl", ROWS), write("b.jsonl", ROWS + again + negatives + other * 2)]
+    )
+    assert [pair.query for pair in data.pairs] == [
+        "who?",
+        "where?",
+        "when?",
+        "who?",
+        "when?",
+        "which?",
+    ]
     assert capsys.readouterr().out == (
         "6 pairs of 4 queries and 4 documents; 1 queries with several documents; 1 documents with several queries; "
         "1 pairs with hard negatives; 4 duplicate pairs left out\n"
@@ -95,9 +116,14 @@ def test_relevant_documents_of_a_beir_folder_with_their_titles(beir):
     (folder / "qrels/test.tsv").rename(folder / "qrels/train.tsv")
     texts = dict(QUERIES)
     documents = {key: f"{title} {text}".strip() for key, title, text in DOCUMENTS}
-    expected = [TrainingPair(texts[query], documents[document]) for query, document, grade in QRELS if grade]
+    expected = [
+        TrainingPair(texts[query], documents[document]) for query, document, grade in QRELS if grade
+    ]
     assert load_pairs([str(folder)]).pairs == expected
-    assert TrainingPair("yellow flowers in the garden", "Flowers Yellow flowers behind the house.") in expected
+    assert (
+        TrainingPair("yellow flowers in the garden", "Flowers Yellow flowers behind the house.")
+        in expected
+    )
 
 
 def test_pairs_of_the_hub_are_its_split_train(monkeypatch, capsys):
@@ -105,32 +131,61 @@ def test_pairs_of_the_hub_are_its_split_train(monkeypatch, capsys):
 
     def load_dataset(repository, config=None, *, split, revision=None):
         calls.append((repository, config, split, revision))
-        return datasets.Dataset.from_list([{"anchor": "a", "positive": "b", "negative": text} for text in "cd"])
+        return datasets.Dataset.from_list(
+            [{"anchor": "a", "positive": "b", "negative": text} for text in "cd"]
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in ("owner/pairs", "owner/pairs:triplet", "owner/pairs@v1"):
-        assert load_pairs([name]).pairs == [TrainingPair("a", "b", ("c",)), TrainingPair("a", "b", ("d",))]
+        assert load_pairs([name]).pairs == [
+            TrainingPair("a", "b", ("c",)),
+            TrainingPair("a", "b", ("d",)),
+        ]
     assert calls == [
         ("owner/pairs", None, "train", None),
         ("owner/pairs", "triplet", "train", None),
         ("owner/pairs", None, "train", "v1"),
     ]
-    assert "owner/pairs: reading owner/pairs (train), from the Hugging Face Hub" in capsys.readouterr().out
+    assert (
+        "owner/pairs: reading owner/pairs (train), from the Hugging Face Hub"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"query": " ", "document": "b"}', "a.jsonl:1: key `query`: found an empty text, expected words"),
+        (
+            '{"query": " ", "document": "b"}',
+            "a.jsonl:1: key `query`: found an empty text, expected words",
+        ),
         (ROWS + '{"query": "a", "document": ""}', "a.jsonl:4: key `document`: found an empty text"),
-        ('{"query": "a"}', "a.jsonl:1: found `query`, expected one column of document, positive, context"),
-        ('{"query": "a", "anchor": "c", "document": "b"}', "a.jsonl:1: found `query`, `anchor`, expected one column"),
+        (
+            '{"query": "a"}',
+            "a.jsonl:1: found `query`, expected one column of document, positive, context",
+        ),
+        (
+            '{"query": "a", "anchor": "c", "document": "b"}',
+            "a.jsonl:1: found `query`, `anchor`, expected one column",
+        ),
         ('{"query": "a", "document": 3}', "a.jsonl:1: key `document`: found 3, expected text"),
         ('{"query": "a", "document": "a "}', "a.jsonl:1: query and document are the same text"),
-        ('{"query": "a", "document": "b", "negatives": "c"}', "a.jsonl:1: key `negatives`: expected a list of texts"),
-        ('{"query": "a", "document": "b", "negatives": ["c", ""]}', 'a.jsonl:1: negative 2: found "", expected words'),
-        ('{"query": "a", "document": "b", "negatives": ["c", "b"]}', "a.jsonl:1: negative 2 is the document itself"),
-        ('{"query": "a", "document": "b", "negatives": [], "negative": "c"}', "a.jsonl:1: found `negatives` and `negative`"),
+        (
+            '{"query": "a", "document": "b", "negatives": "c"}',
+            "a.jsonl:1: key `negatives`: expected a list of texts",
+        ),
+        (
+            '{"query": "a", "document": "b", "negatives": ["c", ""]}',
+            'a.jsonl:1: negative 2: found "", expected words',
+        ),
+        (
+            '{"query": "a", "document": "b", "negatives": ["c", "b"]}',
+            "a.jsonl:1: negative 2 is the document itself",
+        ),
+        (
+            '{"query": "a", "document": "b", "negatives": [], "negative": "c"}',
+            "a.jsonl:1: found `negatives` and `negative`",
+        ),
     ],
 )
 def test_bad_rows_are_one_line_with_their_place(text, message):
@@ -144,7 +199,10 @@ def test_bad_rows_are_one_line_with_their_place(text, message):
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file or folder; expected pairs in .jsonl"),
         ("x" * 300, "no such file or folder"),
-        ("letters/nothing", "letters/nothing: no such file or folder"),  # no name of the Hub: the folder exists
+        (
+            "letters/nothing",
+            "letters/nothing: no such file or folder",
+        ),  # no name of the Hub: the folder exists
         ("a.conll", "a.conll: found the ending '.conll'"),
         ("letters", "letters/qrels/train.tsv:3: key `document`: found an empty text"),
         (

@@ -18,7 +18,21 @@ from megaenc.embed.command import eval_main
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import load_beir_test
 
-WORDS = ["river", "garden", "summer", "letters", "Lyon", "Paris", "book", "flowers", "house", "dog", "man", "walked", "yellow"]
+WORDS = [
+    "river",
+    "garden",
+    "summer",
+    "letters",
+    "Lyon",
+    "Paris",
+    "book",
+    "flowers",
+    "house",
+    "dog",
+    "man",
+    "walked",
+    "yellow",
+]
 
 
 def sentence(draw):
@@ -34,7 +48,13 @@ def sets(tmp_path_factory):
     for _ in range(60):
         text = sentence(draw)
         more = sentence(draw)
-        pairs.append({"text": text, "text_pair": f"{text} {more}", "label": 5 / len(f"{text} {more}".split())})
+        pairs.append(
+            {
+                "text": text,
+                "text_pair": f"{text} {more}",
+                "label": 5 / len(f"{text} {more}".split()),
+            }
+        )
     rows = {"pairs": {"test": pairs}, "classes": {"train": [], "test": []}}
     for split, count in (("train", 120), ("test", 50)):
         for _ in range(count):
@@ -50,7 +70,10 @@ def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
     folders, rows = sets
     embedder = load_embedder(models["encoder"])
     pairs = rows["pairs"]["test"]
-    first, second = (embedder.embed(embedder.tokenize([row[key] for row in pairs])) for key in ("text", "text_pair"))
+    first, second = (
+        embedder.embed(embedder.tokenize([row[key] for row in pairs]))
+        for key in ("text", "text_pair")
+    )
     cosines = (first * second).sum(dim=1).numpy()
     scores = np.array([row["label"] for row in pairs])
     row = probes.load_labelled_set("pairs", folders["pairs"]).evaluate("tiny", embedder)
@@ -58,8 +81,18 @@ def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
     assert row.mean == pytest.approx(100 * spearmanr(scores, cosines).statistic, abs=1e-4)
     assert abs(row.mean) > 5
     statistic = lambda x, y: spearmanr(x, y).statistic  # noqa: E731
-    drawn = bootstrap((scores, cosines), statistic, paired=True, vectorized=False, n_resamples=200, method="percentile", rng=0)
-    assert (row.low, row.high) == pytest.approx([100 * end for end in drawn.confidence_interval], abs=8)
+    drawn = bootstrap(
+        (scores, cosines),
+        statistic,
+        paired=True,
+        vectorized=False,
+        n_resamples=200,
+        method="percentile",
+        rng=0,
+    )
+    assert (row.low, row.high) == pytest.approx(
+        [100 * end for end in drawn.confidence_interval], abs=8
+    )
 
 
 def test_a_probe_is_sklearns_regression_on_mtebs_samples(models, sets):
@@ -80,13 +113,17 @@ def test_a_probe_is_sklearns_regression_on_mtebs_samples(models, sets):
         for name in ("plant", "animal", "city"):
             chosen += [at for at in order if labels["train"][at] == name][:8]
         chosen.sort(key=order.index)
-        probe = LogisticRegression(max_iter=100, random_state=42).fit(vectors["train"][chosen], labels["train"][chosen])
+        probe = LogisticRegression(max_iter=100, random_state=42).fit(
+            vectors["train"][chosen], labels["train"][chosen]
+        )
         accuracies.append(100 * probe.score(vectors["test"], labels["test"]))
     row = probes.load_labelled_set("classes", folders["classes"]).evaluate("tiny", embedder)
     mean = np.mean(accuracies)
     half = t.ppf(0.975, 9) * np.std(accuracies, ddof=1) / np.sqrt(10)
     assert len(set(accuracies)) > 3
-    assert (row.mean, row.low, row.high) == pytest.approx((mean, mean - half, mean + half), abs=1e-4)
+    assert (row.mean, row.low, row.high) == pytest.approx(
+        (mean, mean - half, mean + half), abs=1e-4
+    )
     assert row.metric == "accuracy" and row.examples == 50
 
 
@@ -95,30 +132,49 @@ def test_scores_are_mtebs_own_of_the_same_folder(models, sets, norm):
     import mteb
 
     prompts = {"query": "Lyon Paris: "}
-    reference = write_sentence_model(models["encoder"], "st", prompts=prompts, norm=norm, default="query")
+    reference = write_sentence_model(
+        models["encoder"], "st", prompts=prompts, norm=norm, default="query"
+    )
     embedder = load_embedder(Path("st"))
     assert (embedder.config.default_prefix, embedder.config.normalize) == ("Lyon Paris: ", norm)
     for name, path in sets[0].items():
         task = probes.load_labelled_set(name, path)
-        found = mteb.evaluate(reference, task.task, cache=None, show_progress_bar=False, co2_tracker=False)
+        found = mteb.evaluate(
+            reference, task.task, cache=None, show_progress_bar=False, co2_tracker=False
+        )
         score = found.task_results[0].get_score()
-        assert task.evaluate("tiny", embedder).mean == pytest.approx(100 * score, abs=1e-2)  # 1e-4 of a fraction
+        assert task.evaluate("tiny", embedder).mean == pytest.approx(
+            100 * score, abs=1e-2
+        )  # 1e-4 of a fraction
 
 
 def test_tables_and_files(models, sets, beir):
-    command = ["--model", f"tiny={models['encoder']}", "--data", beir(), sets[0]["pairs"], f"kinds={sets[0]['classes']}"]
+    command = [
+        "--model",
+        f"tiny={models['encoder']}",
+        "--data",
+        beir(),
+        sets[0]["pairs"],
+        f"kinds={sets[0]['classes']}",
+    ]
     results = evaluate(*command)
     for file in ("scores.md", "scores.csv"):
         eval_main([str(word) for word in (*command, "--precision", "fp32", "--output", file)])
     rows = {(row["dataset"], row["model"], row["metric"]): row for row in results["rows"]}
-    retrieval = [("letters", model, metric) for model in ("random", "BM25", "tiny") for metric in ("ndcg@10", "recall@100")]
+    retrieval = [
+        ("letters", model, metric)
+        for model in ("random", "BM25", "tiny")
+        for metric in ("ndcg@10", "recall@100")
+    ]
     probed = [("pairs", "random", "spearman"), ("pairs", "tiny", "spearman")]
     probed += [("kinds", "random", "accuracy"), ("kinds", "tiny", "accuracy")]
     assert list(rows) == retrieval + probed
     assert results["queries"]["letters"] == ["q1", "q2", "q3"]
     for dataset, model, metric in retrieval:
         row = rows[dataset, model, metric]
-        assert row["mean"] == pytest.approx(100 * np.mean(results["scores"][model][dataset][metric]))
+        assert row["mean"] == pytest.approx(
+            100 * np.mean(results["scores"][model][dataset][metric])
+        )
         assert (row["queries"], row["documents"], row["examples"]) == (3, 6, None)
         assert row["low"] is None if model == "random" else row["low"] <= row["mean"] <= row["high"]
     assert rows[retrieval[2]]["mean"] == pytest.approx(100), "BM25"
@@ -127,10 +183,15 @@ def test_tables_and_files(models, sets, beir):
     table = csv.DictReader(Path("scores.csv").read_text().splitlines())
     assert [float(row["mean"]) for row in table] == [row["mean"] for row in results["rows"]]
     first, second = Path("scores.md").read_text().split("\n\n")
-    assert first.splitlines()[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |"
+    assert (
+        first.splitlines()[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |"
+    )
     assert second.splitlines()[0] == "| data set | model | measure | score | examples |"
     mean, low, high = (rows["pairs", "tiny", "spearman"][name] for name in ("mean", "low", "high"))
-    assert second.splitlines()[3] == f"| pairs | tiny | Spearman | {mean:.2f} [{low:.1f}, {high:.1f}] | 60 |"
+    assert (
+        second.splitlines()[3]
+        == f"| pairs | tiny | Spearman | {mean:.2f} [{low:.1f}, {high:.1f}] | 60 |"
+    )
 
 
 def test_retrieval_needs_no_mteb(models, beir, sets, monkeypatch, refusal, capfd):
@@ -161,10 +222,14 @@ def test_tasks_by_name(models, sets, monkeypatch):
     chance = {"classes": 100 / 3, "pairs": 0}
     expected = []
     for name, examples in (("classes", 100), ("pairs", 120)):
-        single = probes.load_labelled_set("x", folders[name]).evaluate("tiny", load_embedder(models["encoder"]))
+        single = probes.load_labelled_set("x", folders[name]).evaluate(
+            "tiny", load_embedder(models["encoder"])
+        )
         expected.append((name, "random", examples, pytest.approx(chance[name])))
         expected.append((name, "encoder", examples, pytest.approx(single.mean, abs=1e-4)))
-    assert [(row["dataset"], row["model"], row["examples"], row["mean"]) for row in rows] == expected
+    assert [
+        (row["dataset"], row["model"], row["examples"], row["mean"]) for row in rows
+    ] == expected
     assert {row["low"] for row in rows} == {None}
 
 
@@ -175,11 +240,21 @@ def test_retrieval_by_name_has_the_scores_of_the_folder(models, beir):
 
     model = Path("st")
     folder = beir()
-    write_sentence_model(models["encoder"], model, prompts={"query": "Ask: ", "document": "Lyon Paris: "})
+    write_sentence_model(
+        models["encoder"], model, prompts={"query": "Ask: ", "document": "Lyon Paris: "}
+    )
     rows = evaluate("--model", model, "--data", folder, "--no-bm25")["rows"]
-    [expected] = [row["mean"] for row in rows if row["model"] == "st" and row["metric"] == "ndcg@10"]
+    [expected] = [
+        row["mean"] for row in rows if row["model"] == "st" and row["metric"] == "ndcg@10"
+    ]
 
-    values = {"name": "letters", "description": "-", "type": "Retrieval", "eval_langs": ["eng-Latn"], "main_score": "ndcg_at_10"}
+    values = {
+        "name": "letters",
+        "description": "-",
+        "type": "Retrieval",
+        "eval_langs": ["eng-Latn"],
+        "main_score": "ndcg_at_10",
+    }
     metadata = TaskMetadata(**values, dataset={"path": "local", "revision": "1"})
     task = type("Letters", (AbsTaskRetrieval,), {"metadata": metadata})()
     data = load_beir_test(folder)
@@ -221,12 +296,24 @@ CLASS = '{"text": "one", "label": 1}\n'
 @pytest.mark.parametrize(
     ("test", "train", "message"),
     [
-        (SCORED.replace("1.5", "1"), None, r"test.jsonl: found pairs with classes as labels, expected scores such as 3.5"),
-        (SCORED + SCORED.replace("1.5", '"good"'), None, r"test.jsonl:2: label 'good': expected a number"),
+        (
+            SCORED.replace("1.5", "1"),
+            None,
+            r"test.jsonl: found pairs with classes as labels, expected scores such as 3.5",
+        ),
+        (
+            SCORED + SCORED.replace("1.5", '"good"'),
+            None,
+            r"test.jsonl:2: label 'good': expected a number",
+        ),
         (SCORED + SCORED.replace("1.5", "NaN"), None, r"test.jsonl:2: .*(NaN|nan)"),
         (SCORED + CLASS, None, r"test.jsonl:2: no key `text_pair`"),
         (SCORED * 3, None, r"test.jsonl: found the score 1.5 in all rows"),
-        ('{"tokens": ["a"], "tags": ["O"]}\n', None, r"test.jsonl: found rows with tokens, tags, expected text, label"),
+        (
+            '{"tokens": ["a"], "tags": ["O"]}\n',
+            None,
+            r"test.jsonl: found rows with tokens, tags, expected text, label",
+        ),
         (CLASS, "", r"train.jsonl: found no example, expected at least two"),
         (CLASS, CLASS * 9, r"train.jsonl: found the class 1 in all rows, expected at least two"),
     ],
@@ -240,7 +327,9 @@ def test_unusable_sets(test, train, message):
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 def test_scores_of_a_table_and_equal_cosines(models):
-    Path("pairs.tsv").write_text("text\ttext_pair\tlabel\nLyon\tLyon\t4\nbook\tbook\t2.5\nman\tman\t3.0\n")
+    Path("pairs.tsv").write_text(
+        "text\ttext_pair\tlabel\nLyon\tLyon\t4\nbook\tbook\t2.5\nman\tman\t3.0\n"
+    )
     task = probes.load_labelled_set("pairs", Path("pairs.tsv"))
     assert (task.metric, task.examples, task.chance) == ("spearman", 3, 0)
     embedder = load_embedder(models["encoder"])

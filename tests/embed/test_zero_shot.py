@@ -19,12 +19,27 @@ def silent(done):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"corpus.jsonl": None}, r"no corpus.jsonl, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
+        (
+            {"corpus.jsonl": None},
+            r"no corpus.jsonl, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv",
+        ),
         ({"qrels/test.tsv": None}, r"no qrels/test.tsv, expected BEIR's"),
-        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}, r"test.tsv: found no score above 0, expected a relevant document"),
-        ({"qrels/test.tsv": "q1\td9\t1\n"}, r"test.tsv: found none of the 1 relevant documents in corpus.jsonl, expected"),
-        ({"qrels/test.tsv": "q1\td1\t1\nq9\td1\t1\nq9\td2\t1\n"}, r"test.tsv:2: query 'q9': not in queries.jsonl"),
-        ({"queries.jsonl": "".join(f'{{"_id": "q{n}", "text": " "}}\n' for n in range(5))}, r"query 'q1': found an empty text"),
+        (
+            {"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"},
+            r"test.tsv: found no score above 0, expected a relevant document",
+        ),
+        (
+            {"qrels/test.tsv": "q1\td9\t1\n"},
+            r"test.tsv: found none of the 1 relevant documents in corpus.jsonl, expected",
+        ),
+        (
+            {"qrels/test.tsv": "q1\td1\t1\nq9\td1\t1\nq9\td2\t1\n"},
+            r"test.tsv:2: query 'q9': not in queries.jsonl",
+        ),
+        (
+            {"queries.jsonl": "".join(f'{{"_id": "q{n}", "text": " "}}\n' for n in range(5))},
+            r"query 'q1': found an empty text",
+        ),
     ],
 )
 def test_unusable_folders(beir, changed, message):
@@ -48,7 +63,9 @@ def lucene_bm25(query: str, documents: list[str]) -> list[float]:
 
 def test_bm25_is_lucenes():
     random = np.random.default_rng(4)
-    words = np.array(["bad", "cat", "dog", "egg", "fig", "gum", "hat", "ink", "jug", "kid", "lid", "mud"])  # their own stems
+    words = np.array(
+        ["bad", "cat", "dog", "egg", "fig", "gum", "hat", "ink", "jug", "kid", "lid", "mud"]
+    )  # their own stems
     documents = [" ".join(random.choice(words, random.integers(1, 30))) for _ in range(120)]
     queries = [" ".join(random.choice(words, 3, replace=False)) for _ in range(20)]
     done = []
@@ -61,7 +78,12 @@ def test_bm25_is_lucenes():
 
 def test_bm25_knows_english_and_retrieves_nothing_without_a_common_word():
     documents = ["The river walked", "rivers and walks", "dogs", "", "of the"]
-    found = [ranking.tolist() for ranking in rank_by_bm25(["walking rivers!", "cats", "of the", "a DOG"], documents, silent)]
+    found = [
+        ranking.tolist()
+        for ranking in rank_by_bm25(
+            ["walking rivers!", "cats", "of the", "a DOG"], documents, silent
+        )
+    ]
     assert sorted(found[0]) == [0, 1] and found[1:] == [[], [], [2]]
     assert [ranking.tolist() for ranking in rank_by_bm25(["walks"], ["", "the"], silent)] == [[]]
 
@@ -70,7 +92,10 @@ def test_the_random_ranking_is_the_mean_over_all_orders():
     relevant = [{"a": 3, "b": 1}, {"c": 1}]
     data = RetrievalSet("x", ["", ""], [""] * 5, list("abcde"), relevant)
     orders = [np.array(order) for order in permutations(range(5))]
-    counted = [RetrievalSet("x", [""] * 120, [""] * 5, list("abcde"), [grades] * 120).score(iter(orders)) for grades in relevant]
+    counted = [
+        RetrievalSet("x", [""] * 120, [""] * 5, list("abcde"), [grades] * 120).score(iter(orders))
+        for grades in relevant
+    ]
     for metric, values in data.score_random_ranking().items():
         assert values == pytest.approx([scores[metric].mean() for scores in counted])
 
@@ -78,7 +103,9 @@ def test_the_random_ranking_is_the_mean_over_all_orders():
 def test_intervals_are_scipys():
     values = np.random.default_rng(8).random(80) ** 3
     low, high = bootstrap_mean(values)
-    reference = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
+    reference = scipy.stats.bootstrap(
+        (values,), np.mean, method="percentile", rng=1
+    ).confidence_interval
     assert (low, high) == pytest.approx((reference.low, reference.high), abs=0.004)
     assert (low, high) == bootstrap_mean(values)
     assert high - low > 0.05

@@ -16,7 +16,15 @@ STUDY = [*RECIPE, "--gpu", "mi250x", "--gpus", "192"]
 
 def test_the_studys_run_in_words(capsys):
     """Overlap of communication can be planned on a machine without an accelerator."""
-    cli.main(["estimate", *STUDY, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"])
+    cli.main(
+        [
+            "estimate",
+            *STUDY,
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+        ]
+    )
     output = capsys.readouterr().out
     assert "610m: 755.6M parameters in bf16, vocabulary of 128,256" in output
     assert "192 x AMD MI250X, one die" in output
@@ -26,7 +34,13 @@ def test_the_studys_run_in_words(capsys):
 
 def test_the_json_holds_memory_and_hours(tmp_path):
     file = tmp_path / "said.json"
-    stages = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    stages = [
+        "--pipeline-model-parallel-size",
+        "4",
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+    ]
     main([*STUDY, *stages, "--objective-schedule", "clm:0.25,mlm:0.75", "--output", str(file)])
     output = json.loads(file.read_text())
     results = output["estimate"]
@@ -36,7 +50,9 @@ def test_the_json_holds_memory_and_hours(tmp_path):
     assert sum(memory["terms"].values()) == pytest.approx(memory["bytes"])
     assert [phase["text"] for phase in results["phases"]] == ["clm", "mlm"]
     validation = results["validation_seconds"] * 192 / 3600
-    assert results["device_hours"] == pytest.approx(sum(phase["device_hours"] for phase in results["phases"]) + validation)
+    assert results["device_hours"] == pytest.approx(
+        sum(phase["device_hours"] for phase in results["phases"]) + validation
+    )
     assert output["suggestion"]["device_hours"] < results["device_hours"]
 
 
@@ -65,7 +81,18 @@ def test_a_size_of_the_study_has_its_recipe(capsys):
     """Flags take precedence over it, as over a file."""
     printed = []
     for start in (["--model", "610m"], RECIPE):
-        main([*start, "--train-tokens", "20000000000", "--objective-schedule", "clm", "--gpu", "h100", "--no-suggest"])
+        main(
+            [
+                *start,
+                "--train-tokens",
+                "20000000000",
+                "--objective-schedule",
+                "clm",
+                "--gpu",
+                "h100",
+                "--no-suggest",
+            ]
+        )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     main([*RECIPE, "--gpu", "h100", "--no-suggest"])

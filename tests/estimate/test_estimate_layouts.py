@@ -6,7 +6,12 @@ import pytest
 from cases import DEVICE, SHAPE, WORK, case, workload
 
 from megaenc.estimate.devices import ASSUMED, DEVICES
-from megaenc.estimate.total import compute_idle_share, estimate_layout, find_simplest_layout, format_layout_flags
+from megaenc.estimate.total import (
+    compute_idle_share,
+    estimate_layout,
+    find_simplest_layout,
+    format_layout_flags,
+)
 from megaenc.model.config import ModelConfig
 from megaenc.training.config import parse_config
 
@@ -29,7 +34,9 @@ def test_hours_are_flops_over_utilization():
     assert results.seconds == pytest.approx(phase.flops / (0.1 * 1e12 * 4))
     assert results.hours == pytest.approx(results.seconds * 4 / 3600)
     # 16 packs on 3 ranks: 6 on one of them.
-    assert estimate_layout(case(gpus=3), workload(), DEVICE, 0.1).seconds == pytest.approx(phase.flops / (0.1 * 1e12 * 16 / 6))
+    assert estimate_layout(case(gpus=3), workload(), DEVICE, 0.1).seconds == pytest.approx(
+        phase.flops / (0.1 * 1e12 * 16 / 6)
+    )
     repeated = estimate_layout(case(gpus=4, recompute_granularity="full"), workload(), DEVICE, 0.1)
     assert repeated.seconds == pytest.approx(4 / 3 * results.seconds)
 
@@ -44,7 +51,13 @@ def test_the_utilization_is_that_of_the_nearest_size():
 def test_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(stages, count, virtual):
     """Interleaved parts of a stage divide p - 1."""
     parts = {"num_layers_per_virtual_pipeline_stage": 8 // stages // virtual} if virtual > 1 else {}
-    laid = case(ModelConfig(8, 32, 80, 4, 2), gpus=stages, batch=count, pipeline_model_parallel_size=stages, **parts)
+    laid = case(
+        ModelConfig(8, 32, 80, 4, 2),
+        gpus=stages,
+        batch=count,
+        pipeline_model_parallel_size=stages,
+        **parts,
+    )
     idle = (stages - 1) / virtual
     assert compute_idle_share(laid) == pytest.approx(idle / (count + idle))
 
@@ -59,7 +72,9 @@ def test_a_layout_that_does_not_fit_gets_one_that_does():
     simplest = find_simplest_layout(laid, expected, small)
     assert estimate_layout(simplest, expected, small, 0.1).fits
     assert (simplest.global_batch_size, simplest.gpus) == (64, 8)
-    config = parse_config([word for word in format_layout_flags(simplest) if not word.startswith("--overlap")], "test")
+    config = parse_config(
+        [word for word in format_layout_flags(simplest) if not word.startswith("--overlap")], "test"
+    )
     assert config.micro_batch_size == simplest.micro_batch_size
     assert config.layout.tensor_model_parallel_size == simplest.tensor_parallel_size
     assert find_simplest_layout(laid, expected, dataclasses.replace(DEVICE, gib=2)) is None
@@ -67,7 +82,13 @@ def test_a_layout_that_does_not_fit_gets_one_that_does():
 
 def test_the_simplest_layout_has_the_largest_batch_without_model_parallelism():
     simplest = find_simplest_layout(
-        case(EIGHT_LAYERS, gpus=4, batch=32, pipeline_model_parallel_size=2), workload(batch=32), DEVICE
+        case(EIGHT_LAYERS, gpus=4, batch=32, pipeline_model_parallel_size=2),
+        workload(batch=32),
+        DEVICE,
     )
-    assert (simplest.tensor_parallel_size, simplest.num_stages, simplest.micro_batch_size) == (1, 1, 8)
+    assert (simplest.tensor_parallel_size, simplest.num_stages, simplest.micro_batch_size) == (
+        1,
+        1,
+        8,
+    )
     assert not simplest.layout.recompute_granularity

@@ -24,14 +24,19 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
     assert results.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
     assert results.local_pairs == 0
     for window in (1, 20, 63):
-        pairs = sum((pieces - distance).clip(0).sum() * (1 + (distance > 0)) for distance in range(window + 1))
-        assert build_length_model(DataConfig(seq_length=64), lengths, window).local_pairs == pytest.approx(
-            pairs / packs, rel=0.02
+        pairs = sum(
+            (pieces - distance).clip(0).sum() * (1 + (distance > 0))
+            for distance in range(window + 1)
         )
+        assert build_length_model(
+            DataConfig(seq_length=64), lengths, window
+        ).local_pairs == pytest.approx(pairs / packs, rel=0.02)
 
 
 def test_random_lengths_are_counted_as_the_study_plan_counts_them():
-    flags = build_run_config({"model": "modernbert-base", "packing": "random-length", "seq_length": 2048})
+    flags = build_run_config(
+        {"model": "modernbert-base", "packing": "random-length", "seq_length": 2048}
+    )
     results = build_length_model(flags.data, (7,), 64)  # what documents are makes no difference
     assert results.squares == pytest.approx(expected_length_model(flags).squares)
     assert results.local_pairs == pytest.approx(expected_length_model(flags).local_pairs)
@@ -53,7 +58,9 @@ def test_corpora_of_a_group_count_by_their_tempered_sizes(tmp_path):
     for name, documents in lengths.items():
         write_corpus(tmp_path / name, [[[1] * length] for length in documents])
     words = ("0.5", str(tmp_path / "*[ul]"), "0.5", str(tmp_path / "code"))
-    results = build_length_model(DataConfig(data_path=words, seq_length=64, blend_temperature=0.5), ())
+    results = build_length_model(
+        DataConfig(data_path=words, seq_length=64, blend_temperature=0.5), ()
+    )
     shares = 0.5 * np.array([3600**0.5, 400**0.5]) / (3600**0.5 + 400**0.5)
     pieces = [(mean + 63) / mean for mean in (40, 8, 100)]
     assert results.pieces == pytest.approx(np.dot([*shares, 0.5], pieces))

@@ -41,7 +41,10 @@ def test_a_tiny_model_by_hand():
 
 
 def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
-    complete, shared = (compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK]).terms for on in (False, True))
+    complete, shared = (
+        compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK]).terms
+        for on in (False, True)
+    )
     for name in ("master weights", "AdamW's moments"):
         assert shared[name] == complete[name] / 4
     assert shared["gradients"] == complete["gradients"]
@@ -54,9 +57,16 @@ def test_a_save_by_hand():
     assert CHUNK_BYTES == MAX_CHUNK_BYTES
     complete = 14 * TINY_PARAMETERS
     many = compute_save_cost(case(gpus=16), 8)
-    assert (many.total, many.synchronous, many.asynchronous) == (complete, 8 * CHUNK_BYTES, 8 * complete / 16)
+    assert (many.total, many.synchronous, many.asynchronous) == (
+        complete,
+        8 * CHUNK_BYTES,
+        8 * complete / 16,
+    )
     in_float32 = compute_save_cost(case(gpus=2, bf16=False), 8)
-    assert (in_float32.total, in_float32.asynchronous) == (12 * TINY_PARAMETERS, 12 * TINY_PARAMETERS)
+    assert (in_float32.total, in_float32.asynchronous) == (
+        12 * TINY_PARAMETERS,
+        12 * TINY_PARAMETERS,
+    )
     stages = compute_save_cost(case(gpus=2, pipeline_model_parallel_size=2), 8)
     assert (stages.total, stages.asynchronous) == (complete, 2 * 14 * (10_816 + 32 + 32_768))
 
@@ -66,11 +76,22 @@ def test_a_save_by_hand():
     [
         (4, 16, {}, [4, 3, 2, 1]),
         (4, 2, {}, [2, 2, 2, 1]),
-        (2, 16, {"num_layers_per_virtual_pipeline_stage": 2}, [5 / 2, 3 / 2]),  # of parts, two to a stage
+        (
+            2,
+            16,
+            {"num_layers_per_virtual_pipeline_stage": 2},
+            [5 / 2, 3 / 2],
+        ),  # of parts, two to a stage
     ],
 )
 def test_stages_hold_what_the_pipeline_has_in_flight(stages, batch, layout, in_flight):
-    laid = case(ModelConfig(8, 32, 80, 4, 2), gpus=stages, batch=batch, pipeline_model_parallel_size=stages, **layout)
+    laid = case(
+        ModelConfig(8, 32, 80, 4, 2),
+        gpus=stages,
+        batch=batch,
+        pipeline_model_parallel_size=stages,
+        **layout,
+    )
     assert [micro_batches_in_flight(laid, stage) for stage in laid.build_stages()] == in_flight
 
 
@@ -86,14 +107,22 @@ def test_parameters_are_those_of_the_model(tied):
     """With everything that a shape may have besides where the vocabulary matrices are tied."""
     from megaenc.model.encoder import build_encoder
 
-    others = dict(normalization="LayerNorm", norm_bias=True, embedding_norm=True, prediction_head=True, output_layer_bias=True)
+    others = dict(
+        normalization="LayerNorm",
+        norm_bias=True,
+        embedding_norm=True,
+        prediction_head=True,
+        output_layer_bias=True,
+    )
     others |= dict(add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=False)
     shape = ModelConfig(3, 64, 160, 8, 4, **(others if tied else {}))
     encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
     mine = case(shape, vocab_size=1000).build_stage(0).parameters
     assert mine == sum(parameter.numel() for parameter in encoder.parameters())
     stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).build_stages()
-    assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
+    assert (
+        sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64
+    )  # tied, the last stage has a copy
     assert case(shape, vocab_size=1024).build_stage(0).parameters == shape.parameter_count(1024)
 
 
@@ -117,8 +146,16 @@ GEMMA3 = dataclasses.replace(
         (SMALL, torch.bfloat16, ("core_attn",)),
         (SMALL, torch.bfloat16, ("mlp",)),
         (SMALL, torch.float32, ("activation",)),
-        (dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu"), torch.bfloat16, ()),
-        (ModelConfig(2, 96, 96, 4, 2, kv_channels=32, qk_layernorm=True), torch.float32, ("core_attn",)),
+        (
+            dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu"),
+            torch.bfloat16,
+            (),
+        ),
+        (
+            ModelConfig(2, 96, 96, 4, 2, kv_channels=32, qk_layernorm=True),
+            torch.float32,
+            ("core_attn",),
+        ),
         (GEMMA3, torch.bfloat16, ()),
         (GEMMA3, torch.float32, ("mlp",)),
     ],
@@ -135,9 +172,13 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
 
     rows = 256
     shape = dataclasses.replace(shape, num_layers=3)
-    recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    recompute = (
+        {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    )
     kernels = KernelConfig(attention_backend="sdpa")
-    encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3, kernels=kernels)
+    encoder = build_encoder(
+        shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3, kernels=kernels
+    )
     saved = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}
     keeping = []
 
@@ -150,7 +191,9 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
     results = []
     for layer in encoder.decoder.layers:
         layer.register_forward_hook(lambda *_: results.append(sum(saved.values())))
-    packing = PackedSequences.from_edges([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
+    packing = PackedSequences.from_edges(
+        [0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu")
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, Predictions(torch.arange(9)))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
@@ -170,7 +213,12 @@ def test_recomputation_keeps_less():
         for one in (
             case(FOUR_LAYERS),
             case(FOUR_LAYERS, recompute_granularity="full"),
-            case(FOUR_LAYERS, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+            case(
+                FOUR_LAYERS,
+                recompute_granularity="full",
+                recompute_method="block",
+                recompute_num_layers=1,
+            ),
         )
     )
     assert full == 4 * 64 * 2 * 64
@@ -179,7 +227,9 @@ def test_recomputation_keeps_less():
 
 def test_sequence_parallelism_shards_norms_and_borders():
     plain, sharded = (
-        layer_activation_bytes(case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False)
+        layer_activation_bytes(
+            case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False
+        )
         for on in (False, True)
     )
     assert sharded["norms"] == plain["norms"] / 2

@@ -15,14 +15,18 @@ from megaenc.model.config import visible_pairs
 from megaenc.objectives import Schedule
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "36", "--global-batch-size", "16", "--eval-interval", "0"]
-SCHEDULE = "clm:6,mlm(mask=0.3):6,mntp:6,prefix_lm:6,gpt_bert(causal=0.5,mask=0.3):6,sum(clm:1,mlm:2):6"
+SCHEDULE = (
+    "clm:6,mlm(mask=0.3):6,mntp:6,prefix_lm:6,gpt_bert(causal=0.5,mask=0.3):6,sum(clm:1,mlm:2):6"
+)
 RUN += ["--objective-schedule", SCHEDULE, "--lr-warmup-iters", "2"]
 
 
 def demanded(*flags):
     config = parse_estimate_config(["--gpu", "h100", *flags], "megaenc estimate")
     vocab_size, _ = resolve_vocab_size(config)
-    docs = build_length_model(config.pretrain.data, config.document_tokens, config.pretrain.shape.window_size)
+    docs = build_length_model(
+        config.pretrain.data, config.document_tokens, config.pretrain.shape.window_size
+    )
     return config, build_workload(config, vocab_size, docs)
 
 
@@ -31,7 +35,15 @@ def demanded(*flags):
     "more",
     [
         ["--packing", "concat"],
-        ["--packing", "random-length", "--window-size", "7", "--global-attn-every-n-layers", "3", "--prediction-head"],
+        [
+            "--packing",
+            "random-length",
+            "--window-size",
+            "7",
+            "--global-attn-every-n-layers",
+            "3",
+            "--prediction-head",
+        ],
     ],
 )
 def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, more):
@@ -50,7 +62,9 @@ def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, more):
             predicted += packs * work.predicted
             flops += packs * work.flops(config.pretrain.shape, 400)
         rel = 2 if "gpt_bert" in phase.text else 1  # a document is causal or not as a whole
-        assert last["predicted_tokens"] - before["predicted_tokens"] == pytest.approx(predicted, rel=0.06 * rel)
+        assert last["predicted_tokens"] - before["predicted_tokens"] == pytest.approx(
+            predicted, rel=0.06 * rel
+        )
         assert last["flops"] - before["flops"] == pytest.approx(flops, rel=0.04 * rel)
         before = last
 
@@ -83,7 +97,11 @@ def test_phases_mixtures_branches_and_growing_batches():
         # clm, mlm, the schedule's, the passes
         ("clm:0.5,mntp:0.5", ["--eval-pseudo-perplexity-passes", "8"], 3 + 2 * 8),
         ("mlm(mask=0.2)", ["--valid-objective", "mlm(mask=0.15)"], 1),
-        ("mlm(mask=0.2)", ["--valid-objective", "clm", "mlm", "--valid-data-path", "a=A", "b=B"], 2 * 2),
+        (
+            "mlm(mask=0.2)",
+            ["--valid-objective", "clm", "mlm", "--valid-data-path", "a=A", "b=B"],
+            2 * 2,
+        ),
     ],
 )
 def test_every_pass_of_a_validation_is_counted(schedule, more, forwards):
@@ -91,10 +109,19 @@ def test_every_pass_of_a_validation_is_counted(schedule, more, forwards):
     assert demanded(*flags, *more)[1].validation_batches == 3 * forwards
 
 
-OBJECTIVES = ["clm", "mlm(mask=0.3)", "mntp(mask=0.3)", "prefix_lm", "gpt_bert(causal=0.5,mask=0.3)", "diffusion"]
+OBJECTIVES = [
+    "clm",
+    "mlm(mask=0.3)",
+    "mntp(mask=0.3)",
+    "prefix_lm",
+    "gpt_bert(causal=0.5,mask=0.3)",
+    "diffusion",
+]
 
 
-@pytest.mark.parametrize("special", [SpecialTokens("eod", after=(0,)), SpecialTokens("template", (3,), (0,))])
+@pytest.mark.parametrize(
+    "special", [SpecialTokens("eod", after=(0,)), SpecialTokens("template", (3,), (0,))]
+)
 @pytest.mark.parametrize("text", OBJECTIVES)
 def test_predictions_are_those_of_short_documents_with_special_tokens(text, special, monkeypatch):
     """Documents of 3 to 30 tokens in packs of 64, so that each special token is 6 % of the tokens."""

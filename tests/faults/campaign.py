@@ -60,14 +60,28 @@ class Campaign:
             if not life.kill_at(moment):
                 break
         life.finish(reference)
-        print(f"life {self.lives} ({layout}; {' '.join(saves)}), killed at {', '.join(life.kills)}", *life.failures, sep="\n  ")
+        print(
+            f"life {self.lives} ({layout}; {' '.join(saves)}), killed at {', '.join(life.kills)}",
+            *life.failures,
+            sep="\n  ",
+        )
         self.kills += life.kills
         self.failures += [f"{folder}: {failure}" for failure in life.failures]
         self.lives += 1
 
     def _command(self, layout: str, saves: list[str], folder: Path) -> list[str]:
         launcher, flags = LAYOUTS[layout]
-        return [sys.executable, *launcher, str(runs.PRETRAIN), *self.data, *MODEL, *flags, *saves, "--save", str(folder)]
+        return [
+            sys.executable,
+            *launcher,
+            str(runs.PRETRAIN),
+            *self.data,
+            *MODEL,
+            *flags,
+            *saves,
+            "--save",
+            str(folder),
+        ]
 
     def _left_alone(self, layout: str) -> FaultRun:
         """The run without a kill, made when first needed."""
@@ -81,13 +95,24 @@ class Campaign:
 def corpus(folder: Path) -> list[str]:
     """Make a small one; returns the flags that name it."""
     runs.make_corpus(folder)
-    return ["--data-path", str(folder / "small_text_document"), "--tokenizer", str(folder / "tokenizer"), "--split", "90,10,0"]
+    return [
+        "--data-path",
+        str(folder / "small_text_document"),
+        "--tokenizer",
+        str(folder / "tokenizer"),
+        "--split",
+        "90,10,0",
+    ]
 
 
 def main() -> None:
     """The command; its folder is removed when all is well."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs, over as many runs as that takes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=100, help="SIGKILLs, over as many runs as that takes"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which moments and which processes")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="faults_"))
@@ -100,10 +125,21 @@ def main() -> None:
         layout = list(LAYOUTS)[number % len(LAYOUTS)]
         saves = SAVES[(number + number // len(LAYOUTS)) % len(SAVES)]
         launcher, _ = LAYOUTS[layout]
-        campaign.live(layout, saves, [Moment.draw(random, bool(launcher)) for _ in range(random.randint(3, 9))])
+        campaign.live(
+            layout,
+            saves,
+            [Moment.draw(random, bool(launcher)) for _ in range(random.randint(3, 9))],
+        )
     print(f"\n{len(campaign.kills)} kills in {campaign.lives} runs:", Counter(campaign.kills))
     if campaign.failures:
-        sys.exit("\n".join([f"{len(campaign.failures)} failures; folders and logs are kept", *campaign.failures]))
+        sys.exit(
+            "\n".join(
+                [
+                    f"{len(campaign.failures)} failures; folders and logs are kept",
+                    *campaign.failures,
+                ]
+            )
+        )
     shutil.rmtree(root)
     print("all finished equal to the runs that were left alone")
 

@@ -13,10 +13,17 @@ def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
     """What differs, in words: the checkpoint of the last `step` bit by bit, rows but for what is measured, what is left."""
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
-        return [*found, f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}"]
+        return [
+            *found,
+            f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}",
+        ]
     here = _state(run, step)
     there = _state(reference, step)
-    found += [f"checkpoint of step {step}: {name} differs" for name in there if here.get(name) != there[name]]
+    found += [
+        f"checkpoint of step {step}: {name} differs"
+        for name in there
+        if here.get(name) != there[name]
+    ]
     for file in ("metrics.jsonl", "validation.jsonl"):
         if _rows(run.folder / file) != _rows(reference.folder / file):
             found.append(f"{file} differs")
@@ -32,14 +39,20 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
         if damage := find_size_damage(folder, files) or find_content_damage(folder, files):
             found.append(damage)
     if run.tracked() and run.tracked() not in run.steps():
-        found.append(f"{run.checkpoints}: the tracker names step {run.tracked()}, there are {run.steps()}")
+        found.append(
+            f"{run.checkpoints}: the tracker names step {run.tracked()}, there are {run.steps()}"
+        )
     return found
 
 
 def _state(run: FaultRun, step: int) -> dict[str, object]:
     """What is in a checkpoint, with the checksum of every file."""
-    return json.loads((run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8")
+    )
 
 
 def _rows(file: Path) -> list[dict]:
-    return [runs.lasting(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        runs.lasting(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()
+    ]

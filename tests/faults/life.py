@@ -54,11 +54,15 @@ class Life:
     def _start(self) -> subprocess.Popen:
         self._starts += 1
         folder = self.run.folder
-        return start(self.command, self.mark, folder.with_name(f"{folder.name}_start_{self._starts:02d}.log"))
+        return start(
+            self.command, self.mark, folder.with_name(f"{folder.name}_start_{self._starts:02d}.log")
+        )
 
     def _choose_victim(self, moment: Moment, process: subprocess.Popen) -> tuple[str, int]:
         """Name and process id of what is to be killed."""
-        workers = [one for one in marked(self.mark) if one.parent == process.pid and one.rank is not None]
+        workers = [
+            one for one in marked(self.mark) if one.parent == process.pid and one.rank is not None
+        ]
         if moment.launcher or not workers:
             return "command", process.pid
         workers.sort(key=lambda one: one.rank)
@@ -76,7 +80,9 @@ class Life:
 
     def _check_that_none_is_left(self) -> None:
         if left := wait_until_gone(self.mark, GONE_WITHIN):
-            self.failures.append(f"start {self._starts}: alive {GONE_WITHIN:g} s after the end: {left}")
+            self.failures.append(
+                f"start {self._starts}: alive {GONE_WITHIN:g} s after the end: {left}"
+            )
             self._kill_all()
 
     def _kill_all(self) -> None:

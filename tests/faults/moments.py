@@ -10,7 +10,13 @@ from random import Random
 from faults.processes import marked
 
 # How often each is drawn, and the longest delay in seconds. Saves are short: chance alone would seldom find them.
-KINDS = {"start": (4, 10.0), "launch": (1, 0.3), "step": (4, 0.2), "save": (7, 0.05), "publish": (4, 0.0)}
+KINDS = {
+    "start": (4, 10.0),
+    "launch": (1, 0.3),
+    "step": (4, 0.2),
+    "save": (7, 0.05),
+    "publish": (4, 0.0),
+}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -64,7 +70,9 @@ class FaultRun:
 
     def leftovers(self) -> list[str]:
         """All that a kill has left half-written."""
-        hidden = [path for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")]
+        hidden = [
+            path for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")
+        ]
         return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
     def rows(self) -> tuple[int, int]:
@@ -98,13 +106,17 @@ class Watch:
         return process.poll() is None
 
     def _has_come(self, kind: str, step: int, mark: str) -> bool:
-        if kind == "launch":  # mostly before the workers have seen to it that they die with their launcher
+        if (
+            kind == "launch"
+        ):  # mostly before the workers have seen to it that they die with their launcher
             return any(one.rank is not None for one in marked(mark))
         if kind == "step":
             file, rows = self.run.rows()
             return file != self.old_file and rows >= step
         if kind == "save":
-            return any(int(path.name[6:13]) >= step for path in self.run.attempts() - self.old_attempts)
+            return any(
+                int(path.name[6:13]) >= step for path in self.run.attempts() - self.old_attempts
+            )
         if kind == "publish":
             tracked = self.run.tracked()
             return any(other > tracked for other in self.run.steps() if other >= step)

@@ -28,7 +28,14 @@ from pathlib import Path
 from changed import Reach, run_git
 
 ROOT = Path(__file__).resolve().parents[2]
-TURNED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+TURNED = {
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 TURNED |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
 
 
@@ -55,13 +62,22 @@ def list_faults(path: Path, module: str) -> Iterator[Fault]:
 
     def describe(node: ast.expr, kind: str, changed: str) -> Fault:
         first, last = (
-            starts[row - 1] + column for row, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+            starts[row - 1] + column
+            for row, column in (
+                (node.lineno, node.col_offset),
+                (node.end_lineno, node.end_col_offset),
+            )
         )
         return Fault(module, node.lineno, kind, text[first:last].decode(), changed, first)
 
     tree = ast.parse(text)
     # Python 3.11 does not know where the parts of an f-string are.
-    in_text = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    in_text = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if id(node) in in_text:
             continue
@@ -74,27 +90,53 @@ def list_faults(path: Path, module: str) -> Iterator[Fault]:
             yield describe(node.value, "return", "None")
         elif isinstance(node, ast.If):
             kind = "rank check" if "rank" in ast.unparse(node.test) else "condition"
-            yield describe(node.test, kind, "True" if kind == "rank check" else f"(not ({ast.unparse(node.test)}))")
+            yield describe(
+                node.test,
+                kind,
+                "True" if kind == "rank check" else f"(not ({ast.unparse(node.test)}))",
+            )
 
 
-def run_tests(copy: Path, tests: list[str], budget: float, first: bool) -> tuple[list[str], list[str]]:
+def run_tests(
+    copy: Path, tests: list[str], budget: float, first: bool
+) -> tuple[list[str], list[str]]:
     """Run `tests` one after another for at most `budget` seconds; return those that failed and those that passed.
 
     With `first`, the first failure ends it.
     """
     listed = copy.parent / f"{copy.name}.tests"
     listed.write_text("\n".join(tests), encoding="utf-8")
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", *["-x"] * first, f"@{listed}"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "pytest",
+        "-v",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *["-x"] * first,
+        f"@{listed}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     with subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         timer = threading.Timer(budget, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         output, _ = process.communicate()
         timer.cancel()
     results = defaultdict(list)
-    for test, result in re.findall(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR) ", output, re.MULTILINE):
+    for test, result in re.findall(
+        r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR) ", output, re.MULTILINE
+    ):
         results[result].append(test)
     found = results["FAILED"] + results["ERROR"]
     if process.returncode not in (0, 5, -signal.SIGKILL) and not found:
@@ -125,7 +167,11 @@ def draw_faults(count: int, seed: int) -> list[Fault]:
 def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, workers: int) -> None:
     """Append a row for each fault to OUT/report.jsonl: the tests that found it, and those that did not."""
     report = out / "report.jsonl"
-    rows = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()] if report.exists() else []
+    rows = (
+        [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        if report.exists()
+        else []
+    )
     known = {(row["module"], row["start"], row["kind"]) for row in rows}
     reach = Reach(run_git("ls-files").split())
     copies = []
@@ -138,7 +184,11 @@ def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, wor
     def plant(fault: Fault) -> None:
         with lock:
             copy = copies.pop()
-            subprocess.run(["git", "checkout", "--quiet", "--force", run_git("rev-parse", "HEAD").strip()], cwd=copy, check=True)
+            subprocess.run(
+                ["git", "checkout", "--quiet", "--force", run_git("rev-parse", "HEAD").strip()],
+                cwd=copy,
+                check=True,
+            )
         path = copy / fault.module
         whole = path.read_bytes()
         end = fault.start + len(fault.before.encode())
@@ -150,20 +200,35 @@ def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, wor
         found, passed = run_tests(copy, tests, budget, first) if tests else ([], [])
         path.write_bytes(whole)
         seconds = round(time.monotonic() - start)
-        row = asdict(fault) | {"reaching": len(tests), "found": found, "passed": passed, "seconds": seconds}
+        row = asdict(fault) | {
+            "reaching": len(tests),
+            "found": found,
+            "passed": passed,
+            "seconds": seconds,
+        }
         with lock:
             copies.append(copy)
             with open(report, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{fault.module}:{fault.line} {fault.kind}: {len(found)} found it, {seconds} s", flush=True)
+            print(
+                f"{fault.module}:{fault.line} {fault.kind}: {len(found)} found it, {seconds} s",
+                flush=True,
+            )
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(plant, [fault for fault in faults if (fault.module, fault.start, fault.kind) not in known]))
+        list(
+            pool.map(
+                plant,
+                [fault for fault in faults if (fault.module, fault.start, fault.kind) not in known],
+            )
+        )
 
 
 def show_report(out: Path) -> None:
     """Print how many faults of each package were found, those that were not, and how many each file of tests found."""
-    rows = [json.loads(line) for line in (out / "report.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (out / "report.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     of_package, of_file = defaultdict(list), Counter()
     for row in rows:
         of_package[name_package(row["module"])].append(bool(row["found"]))
@@ -172,7 +237,9 @@ def show_report(out: Path) -> None:
         print(f"{package}: {sum(found)} of {len(found)} found")
     for row in rows:
         if not row["found"]:
-            print(f"not found: {row['module']}:{row['line']} {row['kind']}: {row['before']} -> {row['after']}")
+            print(
+                f"not found: {row['module']}:{row['line']} {row['kind']}: {row['before']} -> {row['after']}"
+            )
     tried = of_file.keys() | {test.split("::")[0] for row in rows for test in row["passed"]}
     for file in sorted(tried, key=lambda file: (of_file[file], file)):
         print(f"{of_file[file]:4} {file}")
@@ -180,19 +247,31 @@ def show_report(out: Path) -> None:
 
 def main() -> None:
     """Run the step that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=("plant", "show"))
     parser.add_argument("out", type=Path, help="folder for the report and copies of the repository")
     parser.add_argument("--faults", type=int, default=300, help="number of faults")
     parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn by")
-    parser.add_argument("--budget", type=float, default=120, help="seconds that the tests of a fault may take")
-    parser.add_argument("--first", action="store_true", help="go on to the next fault when one test has found it")
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds that the tests of a fault may take"
+    )
+    parser.add_argument(
+        "--first", action="store_true", help="go on to the next fault when one test has found it"
+    )
     parser.add_argument("--workers", type=int, default=2, help="faults that are tried at once")
     given = parser.parse_args()
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.step == "plant":
-        plant_faults(given.out, draw_faults(given.faults, given.seed), given.budget, given.first, given.workers)
+        plant_faults(
+            given.out,
+            draw_faults(given.faults, given.seed),
+            given.budget,
+            given.first,
+            given.workers,
+        )
     else:
         show_report(given.out)
 

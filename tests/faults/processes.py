@@ -26,7 +26,12 @@ def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
     environment = runs.surroundings() | {MARK: mark}
     with open(log, "wb") as stream:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 

@@ -33,12 +33,29 @@ SAVING = {
     [([], "", BEGINNING | SAVING), (["--async-save"], "/checkpoints", SAVING)],
     ids=["synchronous", "asynchronous"],
 )
-def test_a_kill_before_any_kind_of_operation_changes_nothing(saves, below, instants, small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *MODEL, "--train-iters", str(STEPS), "--save-interval", "1", "--keep-last", "1"]
+def test_a_kill_before_any_kind_of_operation_changes_nothing(
+    saves, below, instants, small_corpus, tmp_path
+):
+    flags = [
+        *small_corpus.flags,
+        *MODEL,
+        "--train-iters",
+        str(STEPS),
+        "--save-interval",
+        "1",
+        "--keep-last",
+        "1",
+    ]
     main([*flags, "--save", str(tmp_path / "alone")])
     path = os.pathsep.join([str(runs.ROOT), str(runs.ROOT / "tests")])
     command = [below, *flags, *saves, "--save", str(tmp_path / "run")]
-    runs.script(runs.WORKERS / "killed_before.py", command, environment={"PYTHONPATH": path}, timeout=580, fresh=True)
+    runs.script(
+        runs.WORKERS / "killed_before.py",
+        command,
+        environment={"PYTHONPATH": path},
+        timeout=580,
+        fresh=True,
+    )
     kills = dict(json.loads(line) for line in (tmp_path / "run.kills").read_text().splitlines())
     print(f"{len(kills)} kills:", *kills, sep="\n")
     assert set(instants.values()) <= kills.keys()

@@ -6,7 +6,11 @@ from faults.moments import Moment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-MOMENTS = [Moment("save", launcher=True), Moment("launch", launcher=True), Moment("publish", which=0.9)]
+MOMENTS = [
+    Moment("save", launcher=True),
+    Moment("launch", launcher=True),
+    Moment("publish", which=0.9),
+]
 
 
 def test_runs_that_are_killed_end_as_if_nothing_had_happened(small_corpus, tmp_path):

@@ -12,7 +12,12 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 def model(small_corpus, tmp_path_factory):
     """A EuroBERT with random weights that reads 64 tokens, in a folder of the name `little`. Do not change it."""
     folder = tmp_path_factory.mktemp("models") / "little"
-    save_model(folder, "eurobert", load_tokenizer(small_corpus.tokenizer), transformers.AutoModelForMaskedLM)
+    save_model(
+        folder,
+        "eurobert",
+        load_tokenizer(small_corpus.tokenizer),
+        transformers.AutoModelForMaskedLM,
+    )
     return folder
 
 

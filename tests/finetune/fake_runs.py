@@ -35,7 +35,9 @@ class Scores:
 
 @functools.cache
 def _tokenizer() -> str:
-    from megaenc.data.tokenizer.tokenizer import train_tokenizer  # a grid's processes import this file and do without
+    from megaenc.data.tokenizer.tokenizer import (
+        train_tokenizer,
+    )  # a grid's processes import this file and do without
 
     return train_tokenizer(["a text of few words"], vocab_size=300).backend_tokenizer.to_str()
 
@@ -44,7 +46,9 @@ def make_model(folder: Path, **behaviour) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "fake"}')
     (folder / "model.safetensors").write_bytes(b"weights of " + folder.name.encode())
-    (folder / "tokenizer.json").write_text(_tokenizer())  # a grid asks it for the special tokens of a text
+    (folder / "tokenizer.json").write_text(
+        _tokenizer()
+    )  # a grid asks it for the special tokens of a text
     (folder / "behaviour.json").write_text(json.dumps(behaviour))
     return folder
 
@@ -64,7 +68,9 @@ class FakeGrid:
         from megaenc.finetune.grid.command import GridConfig
 
         argv = ["--model", self.model, "--output", self.output, *self.FLAGS, "--datasets", *more]
-        return flags.parse(GridConfig, [str(word) for word in argv], prog="grid", description="a grid")
+        return flags.parse(
+            GridConfig, [str(word) for word in argv], prog="grid", description="a grid"
+        )
 
     def plan(self, *more):
         from megaenc.finetune.grid.command import plan_grid
@@ -101,9 +107,13 @@ def find(text: str, **options) -> Dataset:
 
 
 def scores(job: FinetuneJob, dataset: str, split: str) -> Scores:
-    value = (hash_of(f"{job.model.name}{dataset}{split}{job.learning_rate}{job.seed}") % 1000) / 1000
+    value = (
+        hash_of(f"{job.model.name}{dataset}{split}{job.learning_rate}{job.seed}") % 1000
+    ) / 1000
     baseline = {"score": 0.5, "accuracy": 0.25}
-    return Scores(value, {"accuracy": value}, None, baseline, [value] * 3 + [1.0], {"accuracy": [value]})
+    return Scores(
+        value, {"accuracy": value}, None, baseline, [value] * 3 + [1.0], {"accuracy": [value]}
+    )
 
 
 def hash_of(text: str) -> int:
@@ -117,7 +127,10 @@ def calls(model: Path) -> list[str]:
 
 
 def run(job: FinetuneJob, report) -> None:
-    model, name = Path(job.model.location), f"lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
+    model, name = (
+        Path(job.model.location),
+        f"lr{format_learning_rate(job.learning_rate)}_sd{job.seed}",
+    )
     with open(model / "calls", "a") as stream:
         stream.write(f"{job.train_on}_{name}\n")
     behaviour = json.loads((model / "behaviour.json").read_text())
@@ -137,7 +150,9 @@ def run(job: FinetuneJob, report) -> None:
     for dataset in job.evaluate_on:
         report(RunProgress("test", 1, 1, {"data set": dataset.name}))
         splits = {split: scores(job, dataset.name, split) for split in ("validation", "test")}
-        result = result_files.DatasetResult(dataset.name, splits, 10, job.protocol, "0" * 64, {"training": 0.0})
+        result = result_files.DatasetResult(
+            dataset.name, splits, 10, job.protocol, "0" * 64, {"training": 0.0}
+        )
         result_files.write_result(job, result)
 
 

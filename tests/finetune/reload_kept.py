@@ -28,14 +28,24 @@ def score_sc(folder, data):
 
 def score_tc(folder, data):
     """Mean over sentences of the macro F1 of tags, a word's tag by the vote of its tokens."""
-    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForTokenClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     scores = []
     for row in read(data / "test.jsonl"):
         words = row["tokens"]
-        inputs = tokenizer(" ".join(words), truncation=True, return_tensors="pt", return_offsets_mapping=True)
-        offsets, special = inputs.pop("offset_mapping")[0].tolist(), inputs["input_ids"][0] == tokenizer.eos_token_id
+        inputs = tokenizer(
+            " ".join(words), truncation=True, return_tensors="pt", return_offsets_mapping=True
+        )
+        offsets, special = (
+            inputs.pop("offset_mapping")[0].tolist(),
+            inputs["input_ids"][0] == tokenizer.eos_token_id,
+        )
         ends, votes = np.cumsum([len(word) + 1 for word in words]) - 1, [Counter() for _ in words]
-        for label, (start, end), is_special in zip(model(**inputs).logits[0].argmax(-1), offsets, special, strict=True):
+        for label, (start, end), is_special in zip(
+            model(**inputs).logits[0].argmax(-1), offsets, special, strict=True
+        ):
             if not is_special and end:
                 votes[int(np.searchsorted(ends, start, side="right"))][int(label)] += 1
         tags = [model.config.id2label[vote.most_common(1)[0][0]] if vote else "O" for vote in votes]
@@ -45,16 +55,27 @@ def score_tc(folder, data):
 
 def score_qa(folder, data):
     """Mean F1 of the positions inside the answer."""
-    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForTokenClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     scores = []
     for paragraph in json.loads((data / "test.json").read_text())["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
             prefix, [answer] = f"Question: {qa['question']}\nContext: ", qa["answers"]
             texts = (prefix, paragraph["context"])
-            inputs = tokenizer(*texts, truncation="only_second", return_tensors="pt", return_offsets_mapping=True)
+            inputs = tokenizer(
+                *texts, truncation="only_second", return_tensors="pt", return_offsets_mapping=True
+            )
             start, end = answer["answer_start"], answer["answer_start"] + len(answer["text"])
-            places = zip(inputs.sequence_ids(0), inputs.pop("offset_mapping")[0].tolist(), strict=True)
-            gold = {at for at, (part, (left, right)) in enumerate(places) if part == 1 and left < end and right > start}
+            places = zip(
+                inputs.sequence_ids(0), inputs.pop("offset_mapping")[0].tolist(), strict=True
+            )
+            gold = {
+                at
+                for at, (part, (left, right)) in enumerate(places)
+                if part == 1 and left < end and right > start
+            }
             inside = {int(at) for at in torch.nonzero(model(**inputs).logits[0].argmax(-1))} or {0}
             scores.append(2 * len(gold & inside) / (len(gold) + len(inside)))
     questions = [["Question: which?\nContext: ", sentence] for sentence in SENTENCES]
@@ -67,16 +88,28 @@ def score_ir(folder, data):
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder))
-    documents, queries = ({row["_id"]: row["text"] for row in read(data / f"{name}.jsonl")} for name in ("corpus", "queries"))
+    documents, queries = (
+        {row["_id"]: row["text"] for row in read(data / f"{name}.jsonl")}
+        for name in ("corpus", "queries")
+    )
     dev, relevant = (
-        dict(line.split("\t")[:2] for line in (data / "qrels" / f"{split}.tsv").read_text().splitlines()[1:])
+        dict(
+            line.split("\t")[:2]
+            for line in (data / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
+        )
         for split in ("dev", "test")
     )
-    names = sorted({*dev.values(), *relevant.values()}, reverse=True)  # only judged documents are searched
+    names = sorted(
+        {*dev.values(), *relevant.values()}, reverse=True
+    )  # only judged documents are searched
     embedded = model.encode([documents[name] for name in names], prompt_name="document")
-    similar = model.similarity(model.encode([queries[query] for query in relevant], prompt_name="query"), embedded)
+    similar = model.similarity(
+        model.encode([queries[query] for query in relevant], prompt_name="query"), embedded
+    )
     there = [[name == document for name in names] for document in relevant.values()]
-    return ndcg_score(there, similar.numpy(), k=10), model.encode(SENTENCES, prompt_name="query").shape
+    return ndcg_score(there, similar.numpy(), k=10), model.encode(
+        SENTENCES, prompt_name="query"
+    ).shape
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ def folders(tokenizer, tmp_path_factory):
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
     both_ways = {"head_dim": 16, "num_key_value_heads": 2, "is_causal": False}
     save_model(root / "encoder", "eurobert", tokenizer, transformers.AutoModelForMaskedLM, **small)
-    save_model(root / "decoder", "qwen3", tokenizer, transformers.AutoModelForCausalLM, **small, **both_ways)
+    save_model(
+        root / "decoder",
+        "qwen3",
+        tokenizer,
+        transformers.AutoModelForCausalLM,
+        **small,
+        **both_ways,
+    )
     return root
 
 
@@ -60,18 +67,24 @@ class Stub:
         self.answer, self.vocabulary, self.asked = answer, vocabulary, []
 
     def __call__(self, input_ids, attention_mask):
-        self.asked += [row[seen.bool()] for row, seen in zip(input_ids, attention_mask, strict=True)]
+        self.asked += [
+            row[seen.bool()] for row, seen in zip(input_ids, attention_mask, strict=True)
+        ]
         guesses = self.answer(input_ids)
         return SimpleNamespace(logits=torch.nn.functional.one_hot(guesses, self.vocabulary).float())
 
 
 def test_a_constant_guess_scores_what_the_baseline_says(tokenizer):
     counts = np.zeros(len(tokenizer), dtype=int)
-    for token in {token for tokens in encode_documents(tokenizer, TEXTS[:6]) for token in tokens.tolist()}:
+    for token in {
+        token for tokens in encode_documents(tokenizer, TEXTS[:6]) for token in tokens.tolist()
+    }:
         stub = Stub(lambda ids, token=token: torch.full_like(ids, token), len(tokenizer))
         found = fill_mask.compute_mask_score(stub, tokenizer, iter(TEXTS[:6]), 0.4, 10_000)
         counts[token] = round(found.accuracy * found.token_count)
-    assert counts.sum() == found.token_count and counts.max() / counts.sum() == pytest.approx(found.most_frequent_accuracy)
+    assert counts.sum() == found.token_count and counts.max() / counts.sum() == pytest.approx(
+        found.most_frequent_accuracy
+    )
 
 
 def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenizer):
@@ -82,7 +95,9 @@ def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenize
     hidden = sum(int((row[1:] == tokenizer.mask_token_id).sum()) for row in stub.asked)
     lengths = [len(tokens) + 1 for tokens in encode_documents(tokenizer, TEXTS)]
     assert hidden == found.token_count == pytest.approx(0.4 * sum(lengths) * 15 / 16, rel=0.1)
-    assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
+    assert sorted(map(len, stub.asked)) == sorted(
+        min(16, n - start) for n in lengths for start in range(0, n, 16)
+    )
     ends = sum(int((row == tokenizer.eos_token_id).sum()) for row in stub.asked)
     assert ends == len(TEXTS)  # one each, never hidden
 
@@ -92,7 +107,11 @@ def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatc
     model, _ = fill_mask.load_masked_lm(folders / "encoder")
     windows = []
     targets = MaskedLanguageModeling.targets
-    monkeypatch.setattr(MaskedLanguageModeling, "targets", lambda *given: windows.append(targets(*given)) or windows[-1])
+    monkeypatch.setattr(
+        MaskedLanguageModeling,
+        "targets",
+        lambda *given: windows.append(targets(*given)) or windows[-1],
+    )
     score = fill_mask.compute_mask_score(model, tokenizer, iter(TEXTS), 0.4, 10_000)
     assert len({len(window.inputs) for window in windows}) > 3  # batches are padded
     total = 0.0
@@ -103,7 +122,9 @@ def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatc
         labels[0] = -100
         count = int((labels != -100).sum())
         if count:
-            inputs, targets_of_window = (torch.from_numpy(array)[None] for array in (window.inputs, labels))
+            inputs, targets_of_window = (
+                torch.from_numpy(array)[None] for array in (window.inputs, labels)
+            )
             found = model(input_ids=inputs, labels=targets_of_window)
             total += count * found.loss.item()
             right += int((found.logits.argmax(-1) == targets_of_window).sum())
@@ -114,9 +135,13 @@ def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatc
 def test_documents_have_the_special_tokens_of_the_tokenizer(tokenizer):
     template = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
     stub = Stub(lambda ids: ids, len(tokenizer))
-    fill_mask.compute_mask_score(stub, set_special_tokens(tokenizer, template), iter(TEXTS[:3]), 0.4, 10_000)
+    fill_mask.compute_mask_score(
+        stub, set_special_tokens(tokenizer, template), iter(TEXTS[:3]), 0.4, 10_000
+    )
     lengths = [len(tokens) + 2 for tokens in encode_documents(tokenizer, TEXTS[:3])]
-    assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
+    assert sorted(map(len, stub.asked)) == sorted(
+        min(16, n - start) for n in lengths for start in range(0, n, 16)
+    )
 
 
 def test_seq_length_is_that_of_the_windows_and_is_printed(folders, text, capfd, refusal):
@@ -127,7 +152,9 @@ def test_seq_length_is_that_of_the_windows_and_is_printed(folders, text, capfd, 
     fill_mask.main(argv)
     whole = capfd.readouterr().out
     assert "in windows of at most" in whole and whole != short
-    assert "--seq-length: found 25, expected at most the 24 tokens" in refusal(fill_mask.main, [*argv, "--seq-length", "25"])
+    assert "--seq-length: found 25, expected at most the 24 tokens" in refusal(
+        fill_mask.main, [*argv, "--seq-length", "25"]
+    )
 
 
 def test_a_model_whose_positions_begin_later_reads_fewer_tokens(tokenizer, tmp_path):
@@ -152,16 +179,24 @@ def test_guesses_are_those_of_transformers_pipeline(folders, tokenizer):
     model, _ = fill_mask.load_masked_lm(folders / "encoder")
     asked = fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 4)
     fill = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
-    for riddle, best in zip(asked, fill_mask.predict_masked_words(model, tokenizer, asked), strict=True):
+    for riddle, best in zip(
+        asked, fill_mask.predict_masked_words(model, tokenizer, asked), strict=True
+    ):
         expected = fill(riddle.before + tokenizer.mask_token + riddle.after, top_k=3)
-        assert [word for word, _ in best] == [one["token_str"].strip() or repr(one["token_str"]) for one in expected]
-        assert [share for _, share in best] == pytest.approx([one["score"] for one in expected], rel=1e-5)
+        assert [word for word, _ in best] == [
+            one["token_str"].strip() or repr(one["token_str"]) for one in expected
+        ]
+        assert [share for _, share in best] == pytest.approx(
+            [one["score"] for one in expected], rel=1e-5
+        )
 
 
 def test_a_decoder_that_reads_both_ways_fills_masks(folders):
     model, _ = fill_mask.load_masked_lm(folders / "decoder")
     tokens = torch.arange(2, 14)[None]
-    moved = (model(tokens).logits - model(tokens.clone().index_fill_(1, torch.tensor([11]), 99)).logits)[0, 0]
+    moved = (
+        model(tokens).logits - model(tokens.clone().index_fill_(1, torch.tensor([11]), 99)).logits
+    )[0, 0]
     assert moved.abs().max() > 1e-4, "the first position sees the last token"
 
 
@@ -174,14 +209,25 @@ def test_riddles_hide_one_token_that_means_something(tokenizer):
     assert len({riddle.word for riddle in asked}) > 2
 
 
-@pytest.mark.parametrize("text", ["def f(x): return x", "Too short to say.", ":: Note that x = 3.", ""])
+@pytest.mark.parametrize(
+    "text", ["def f(x): return x", "Too short to say.", ":: Note that x = 3.", ""]
+)
 def test_text_that_is_no_plain_sentence_makes_no_riddle(tokenizer, text):
     assert fill_mask.choose_masked_sentences(tokenizer, iter([text]), 8) == []
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_the_command_shows_and_counts(kind, folders, text, capsys):
-    command = ["--model", str(folders / kind), "--input", text, "--tokens", "100", "--sentences", "3"]
+    command = [
+        "--model",
+        str(folders / kind),
+        "--input",
+        text,
+        "--tokens",
+        "100",
+        "--sentences",
+        "3",
+    ]
     fill_mask.main(command)
     first = capsys.readouterr()
     fill_mask.main(command)
@@ -194,12 +240,17 @@ def test_the_surest_guesses_come_first_next_to_the_accuracy_of_all(capsys):
     """Those that are right are marked."""
     shares = [0.2, 0.9, 0.1, 0.5]
     riddles = [fill_mask.MaskedSentence(f"Number {number} is ", "cat", ".") for number in range(4)]
-    guesses = [[("cat" if number in (0, 2) else "dog", share), ("bird", 0.05)] for number, share in enumerate(shares)]
+    guesses = [
+        [("cat" if number in (0, 2) else "dog", share), ("bird", 0.05)]
+        for number, share in enumerate(shares)
+    ]
     fill_mask.print_surest(riddles, guesses, 3)
     output = capsys.readouterr().out
     assert re.findall(r"Number (\d)", output) == ["1", "3", "0"]
     assert re.findall(r"✓ (\w+)", output) == ["cat"]
-    assert output.endswith("the 3 sentences with the surest guesses of 4; the first guess is right in 50.0 % of all 4\n")
+    assert output.endswith(
+        "the 3 sentences with the surest guesses of 4; the first guess is right in 50.0 % of all 4\n"
+    )
 
 
 def test_models_that_fill_no_mask_are_refused(folders, tokenizer, text, tmp_path, refusal):

@@ -18,8 +18,14 @@ CONFIGS = ROOT / "configs" / "finetune"
 
 def test_the_studys_file_says_what_the_defaults_are_but_for_its_precision():
     found = flags.read_config_file(GridConfig(), CONFIGS / "paper.yaml")
-    assert set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")} and len(found.datasets) == 12
-    assert (found.protocol.add_bos, found.protocol.add_eos) == (False, True)  # whatever the tokenizer does
+    assert (
+        set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")}
+        and len(found.datasets) == 12
+    )
+    assert (found.protocol.add_bos, found.protocol.add_eos) == (
+        False,
+        True,
+    )  # whatever the tokenizer does
     protocol = dataclasses.replace(found.protocol, precision="", add_bos=None, add_eos=None)
     assert dataclasses.replace(found, datasets=(), protocol=protocol) == GridConfig()
     assert found.protocol.precision == "paper-bf16"
@@ -33,12 +39,20 @@ def test_the_command_line_wins_over_the_file():
 
 def test_the_guide_s_run_is_one_of_its_grid():
     """Both write to `results`: a run of another protocol would stop the grid."""
-    run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```bash\n")[2].splitlines()[:3]
+    run, grid, _ = (
+        (ROOT / "docs" / "finetuning.md").read_text().partition("```bash\n")[2].splitlines()[:3]
+    )
     one = flags.parse(FinetuneRunConfig, run.split()[3:], prog="test", description="")
     all_ = flags.parse_with_config(GridConfig, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
                                    prog="test", description="")  # fmt: skip
-    assert one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
-    assert one.dataset in all_.datasets and one.learning_rate in all_.learning_rates and one.seed < all_.seeds
+    assert (
+        one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
+    )
+    assert (
+        one.dataset in all_.datasets
+        and one.learning_rate in all_.learning_rates
+        and one.seed < all_.seeds
+    )
 
 
 def test_wrong_input_does_not_wait_for_torch(tmp_path):
@@ -51,6 +65,16 @@ try:
 finally:
     print("torch" in sys.modules, file=sys.stderr)
 """
-    flags = ["--model", str(tmp_path / "toy"), "--datasets", "sst3", "--output", str(tmp_path / "out")]
+    flags = [
+        "--model",
+        str(tmp_path / "toy"),
+        "--datasets",
+        "sst3",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "False") and "did you mean `sst2`?" in done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "False",
+    ) and "did you mean `sst2`?" in done.stderr

@@ -52,7 +52,18 @@ CASES = {
     "llama": ("llama", "tc", []),
     "native llama": ("llama", "sc", ["--head", "native"]),
 }
-LEARNING = ["--max-steps", 40, "--epochs", 20, "--batch-size", 8, "--learning-rate", "5e-3", "--precision", "fp32"]
+LEARNING = [
+    "--max-steps",
+    40,
+    "--epochs",
+    20,
+    "--batch-size",
+    8,
+    "--learning-rate",
+    "5e-3",
+    "--precision",
+    "fp32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +76,21 @@ def models(small_corpus, tmp_path_factory):
 
 
 def train(model, dataset, output, *given):
-    run_main([str(flag) for flag in ("--model", model, "--dataset", dataset, "--output", output, *LEARNING, *given)])
+    run_main(
+        [
+            str(flag)
+            for flag in (
+                "--model",
+                model,
+                "--dataset",
+                dataset,
+                "--output",
+                output,
+                *LEARNING,
+                *given,
+            )
+        ]
+    )
     [path] = Path(output).rglob("results.json")
     return read_json(path)
 
@@ -73,7 +98,15 @@ def train(model, dataset, output, *given):
 def reload(kept):
     """Score kept models, (folder, family, data) each, in a process that cannot import this package."""
     triples = json.dumps([[str(part) for part in case] for case in kept])
-    command = ["env", "-u", "PYTHONPATH", sys.executable, "-P", Path(__file__).with_name("reload_kept.py"), triples]
+    command = [
+        "env",
+        "-u",
+        "PYTHONPATH",
+        sys.executable,
+        "-P",
+        Path(__file__).with_name("reload_kept.py"),
+        triples,
+    ]
     done = runs.run(list(map(str, command)), timeout=400, cwd=Path("/"))
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -84,10 +117,21 @@ def kept(models, data, tmp_path_factory):
     root = tmp_path_factory.mktemp("kept")
     found = {}
     for case, (name, family, given) in CASES.items():
-        result = train(models / name, data / family, root / case, *given, "--save-model", root / "models" / case)
+        result = train(
+            models / name,
+            data / family,
+            root / case,
+            *given,
+            "--save-model",
+            root / "models" / case,
+        )
         found[case] = (root / "models" / case, result)
-    answers = reload((folder, CASES[case][1], data / CASES[case][1]) for case, (folder, _) in found.items())
-    return {case: (folder, result, *answers[str(folder)]) for case, (folder, result) in found.items()}
+    answers = reload(
+        (folder, CASES[case][1], data / CASES[case][1]) for case, (folder, _) in found.items()
+    )
+    return {
+        case: (folder, result, *answers[str(folder)]) for case, (folder, result) in found.items()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,11 +152,16 @@ def test_the_models_have_learned_something(kept):
 def test_pipelines_answer_with_the_names_of_labels(kept):
     assert {answer["label"] for answer in kept["sc"][3]} <= {"bad", "good"}
     assert {entity["entity"] for entities in kept["tc"][3] for entity in entities} == {"B-X"}
-    assert {one["entity"] for tokens in kept["native qa"][3] for one in tokens} == {"OUTSIDE", "INSIDE"}
+    assert {one["entity"] for tokens in kept["native qa"][3] for one in tokens} == {
+        "OUTSIDE",
+        "INSIDE",
+    }
 
 
 def test_keeping_a_model_changes_no_result(kept, models, data, tmp_path):
-    assert train(models / "eurobert", data / "tc", tmp_path, "--precision", "bf16") == kept["bf16"][1]
+    assert (
+        train(models / "eurobert", data / "tc", tmp_path, "--precision", "bf16") == kept["bf16"][1]
+    )
 
 
 def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, refusal, capfd):
@@ -121,17 +170,56 @@ def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, 
     before = train(models / "eurobert", data / "sc", output)
     [path] = output.rglob("results.json")
     changed = path.stat().st_mtime_ns
-    assert train(models / "eurobert", data / "sc", output) == before and path.stat().st_mtime_ns == changed
+    assert (
+        train(models / "eurobert", data / "sc", output) == before
+        and path.stat().st_mtime_ns == changed
+    )
     # As results of versions that had no such flags.
-    new = {"head", "special_tokens", "pooling", "eval_interval", "best_checkpoint", "early_stopping"}
+    new = {
+        "head",
+        "special_tokens",
+        "pooling",
+        "eval_interval",
+        "best_checkpoint",
+        "early_stopping",
+    }
     assert not new & before["protocol"].keys()
     assert (before["protocol"]["add_bos"], before["protocol"]["add_eos"]) == (False, True)
-    assert "field `protocol.head`: found 'linear', expected 'native'" in refusal(run_main, [*argv, "--head", "native"])
-    grid = ["--model", models / "eurobert", "--datasets", data / "sc", "--output", output, "--keep", "best"]
+    assert "field `protocol.head`: found 'linear', expected 'native'" in refusal(
+        run_main, [*argv, "--head", "native"]
+    )
+    grid = [
+        "--model",
+        models / "eurobert",
+        "--datasets",
+        data / "sc",
+        "--output",
+        output,
+        "--keep",
+        "best",
+    ]
     capfd.readouterr()
-    grid_main([str(flag) for flag in (*grid, "--learning-rates", "5e-3", "--seeds", 1, *LEARNING[:6], *LEARNING[8:])])
-    assert "--keep best: 1 finished run without a model; choose another --output" in capfd.readouterr().out
-    assert train(models / "eurobert", data / "sc", output, "--save-model", tmp_path / "kept") == before
+    grid_main(
+        [
+            str(flag)
+            for flag in (
+                *grid,
+                "--learning-rates",
+                "5e-3",
+                "--seeds",
+                1,
+                *LEARNING[:6],
+                *LEARNING[8:],
+            )
+        ]
+    )
+    assert (
+        "--keep best: 1 finished run without a model; choose another --output"
+        in capfd.readouterr().out
+    )
+    assert (
+        train(models / "eurobert", data / "sc", output, "--save-model", tmp_path / "kept") == before
+    )
     assert read_json(tmp_path / "kept" / "finetuning.json")["trained"] == before["trained"]
 
 
@@ -139,25 +227,73 @@ def test_the_card_names_rate_seed_and_digests(kept):
     folder = kept["ir"][0]
     card, details = (folder / "README.md").read_text(), read_json(folder / "finetuning.json")
     assert "| learning rate | `5e-03` |" in card and "| seed | `0` |" in card
-    assert len(details["fingerprints"]) == 4 and all(digest in card for digest in details["fingerprints"].values())
+    assert len(details["fingerprints"]) == 4 and all(
+        digest in card for digest in details["fingerprints"].values()
+    )
 
 
 NEW = ["--save-model", "kept"]
 UNKEPT = [
-    ("modernbert", "sc", NEW, "--save-model: ModernBertForSequenceClassification has no linear head .* --head native"),
-    ("llama", "sc", NEW, "--save-model: LlamaForSequenceClassification has no linear head .* --head native"),
-    ("eurobert", "ir", ["--head", "native"], "--head native: found ir, and retrieval has no head; expected --head linear"),
-    ("opt", "tc", ["--head", "native"], "--head native: transformers has no class of opt for TC; expected --head linear"),
-    ("eurobert", "sc", [*NEW, "--pooling", "lasttoken"], "EuroBertForSequenceClassification has no --pooling lasttoken"),
-    ("eurobert", "sc", ["--head", "native", "--pooling", "lasttoken"], "--pooling lasttoken: found with --head native"),
-    ("eurobert", "tc", ["--pooling", "lasttoken"], "--pooling lasttoken: found tc, and TC reads the states"),
+    (
+        "modernbert",
+        "sc",
+        NEW,
+        "--save-model: ModernBertForSequenceClassification has no linear head .* --head native",
+    ),
+    (
+        "llama",
+        "sc",
+        NEW,
+        "--save-model: LlamaForSequenceClassification has no linear head .* --head native",
+    ),
+    (
+        "eurobert",
+        "ir",
+        ["--head", "native"],
+        "--head native: found ir, and retrieval has no head; expected --head linear",
+    ),
+    (
+        "opt",
+        "tc",
+        ["--head", "native"],
+        "--head native: transformers has no class of opt for TC; expected --head linear",
+    ),
+    (
+        "eurobert",
+        "sc",
+        [*NEW, "--pooling", "lasttoken"],
+        "EuroBertForSequenceClassification has no --pooling lasttoken",
+    ),
+    (
+        "eurobert",
+        "sc",
+        ["--head", "native", "--pooling", "lasttoken"],
+        "--pooling lasttoken: found with --head native",
+    ),
+    (
+        "eurobert",
+        "tc",
+        ["--pooling", "lasttoken"],
+        "--pooling lasttoken: found tc, and TC reads the states",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "family", "given", "said"), UNKEPT)
-def test_what_cannot_be_kept_is_said_before_training(name, family, given, said, models, data, tmp_path, refusal, monkeypatch):
+def test_what_cannot_be_kept_is_said_before_training(
+    name, family, given, said, models, data, tmp_path, refusal, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    argv = ["--model", models / name, "--dataset", data / family, "--output", "out", *LEARNING, *given]
+    argv = [
+        "--model",
+        models / name,
+        "--dataset",
+        data / family,
+        "--output",
+        "out",
+        *LEARNING,
+        *given,
+    ]
     assert re.search(said, refusal(run_main, [*argv, "--max-steps", 10**6, "--epochs", 1e9]))
     assert not any(tmp_path.iterdir())
 
@@ -166,13 +302,22 @@ def test_a_folder_with_content_is_not_overwritten(models, data, tmp_path, refusa
     write_file(tmp_path / "kept" / "mine", "text")
     argv = ["--model", models / "eurobert", "--dataset", data / "sc", "--output", tmp_path / "out"]
     said = refusal(run_main, [*argv, "--save-model", tmp_path / "kept"])
-    assert said == f"error: --save-model {tmp_path / 'kept'}: exists already; remove it or choose another name"
+    assert (
+        said
+        == f"error: --save-model {tmp_path / 'kept'}: exists already; remove it or choose another name"
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "mine"]
 
 
 def test_a_native_head_is_drawn_from_the_seed_and_new(models):
     _, head = load.load_with_native_head(
-        str(models / "modernbert"), "bidirectional", "SC", ("a", "b"), padding=0, device="cpu", dtype=torch.float32
+        str(models / "modernbert"),
+        "bidirectional",
+        "SC",
+        ("a", "b"),
+        padding=0,
+        device="cpu",
+        dtype=torch.float32,
     )
     states = []
     for seed in (3, 3, 4):
@@ -185,14 +330,40 @@ def test_a_native_head_is_drawn_from_the_seed_and_new(models):
 @pytest.mark.parametrize("keep", ["best", "all"])
 def test_a_grid_keeps_models(keep, models, data, tmp_path):
     """Those of its runs, one after the other: the best so far, which the first is not, or all."""
-    argv = ["--model", models / "eurobert", "--datasets", data / "tc", "--learning-rates", "5e-3", "1e-5", "--seeds", 2]
-    argv += ["--output", tmp_path, "--keep", keep, "--max-steps", 4, "--batch-size", 8, "--precision", "fp32"]
-    settings = flags.parse(GridConfig, [str(flag) for flag in argv], prog="grid", description="a grid")
+    argv = [
+        "--model",
+        models / "eurobert",
+        "--datasets",
+        data / "tc",
+        "--learning-rates",
+        "5e-3",
+        "1e-5",
+        "--seeds",
+        2,
+    ]
+    argv += [
+        "--output",
+        tmp_path,
+        "--keep",
+        keep,
+        "--max-steps",
+        4,
+        "--batch-size",
+        8,
+        "--precision",
+        "fp32",
+    ]
+    settings = flags.parse(
+        GridConfig, [str(flag) for flag in argv], prog="grid", description="a grid"
+    )
     jobs = plan_grid(settings, find_dataset).pending[::-1]
     for job in jobs:
         assert train_and_evaluate(job)
     results = {path.parent: read_json(path) for path in tmp_path.rglob("results.json")}
-    ranks = {run: (-one["validation"]["score"], one["learning_rate"], one["seed"]) for run, one in results.items()}
+    ranks = {
+        run: (-one["validation"]["score"], one["learning_rate"], one["seed"])
+        for run, one in results.items()
+    }
     order = sorted(results, key=ranks.get)
     assert len(order) == 4 and order[0] != job_folder(jobs[0], "tc")
     expected = order if keep == "all" else order[:1]
@@ -204,7 +375,9 @@ def test_a_grid_keeps_models(keep, models, data, tmp_path):
 
 
 def predict(folder, source, output):
-    predict_main(["--model", str(folder), "--input", str(source), "--output", str(output), "--overwrite"])
+    predict_main(
+        ["--model", str(folder), "--input", str(source), "--output", str(output), "--overwrite"]
+    )
     return read(output)
 
 
@@ -215,10 +388,15 @@ def read(path):
 def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
     rows = read(data / "tc" / "test.jsonl")
     found = predict(kept["tc"][0], data / "tc" / "test.jsonl", tmp_path / "found.jsonl")
-    scores = [f1_score(row["tags"], one["tags"], average="macro") for one, row in zip(found, rows, strict=True)]
+    scores = [
+        f1_score(row["tags"], one["tags"], average="macro")
+        for one, row in zip(found, rows, strict=True)
+    ]
     assert sum(scores) / len(scores) == pytest.approx(kept["tc"][1]["test"]["score"])
     found = predict(kept["native qa"][0], data / "qa" / "test.json", tmp_path / "found.jsonl")
-    texts = [one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]]
+    texts = [
+        one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]
+    ]
     right = sum(one["answer"] == text.split()[0] for one, text in zip(found, texts, strict=True))
     assert right / len(texts) == kept["native qa"][1]["test"]["metrics"]["exact_match"]
 
@@ -229,7 +407,14 @@ def pairs(tmp_path_factory):
     rows = []
     for number in range(20):
         first, second = ("stan", "mill")[number % 2], ("stan", "mill")[number // 2 % 2]
-        rows.append({"id": number, "text": first, "text_pair": second, "label": "same" if first == second else "other"})
+        rows.append(
+            {
+                "id": number,
+                "text": first,
+                "text_pair": second,
+                "label": "same" if first == second else "other",
+            }
+        )
     root = tmp_path_factory.mktemp("pairs")
     write_splits(root, "jsonl", rows)
     return root
@@ -237,19 +422,35 @@ def pairs(tmp_path_factory):
 
 def test_pairs_are_joined_as_in_training_whatever_the_format(models, pairs, tmp_path, refusal):
     template = "{text_pair} -- {text}"
-    result = train(models / "eurobert", pairs, tmp_path / "out", "--pair-template", template, "--save-model", tmp_path / "kept")
+    result = train(
+        models / "eurobert",
+        pairs,
+        tmp_path / "out",
+        "--pair-template",
+        template,
+        "--save-model",
+        tmp_path / "kept",
+    )
     details = read_json(tmp_path / "kept" / "finetuning.json")
     assert details["pair_template"] == template
     rows = read(pairs / "test.jsonl")
     found = predict(tmp_path / "kept", pairs / "test.jsonl", tmp_path / "found.jsonl")
-    assert accuracy_score(*([one["label"] for one in some] for some in (rows, found))) == result["test"]["score"]
-    write_file(tmp_path / "joined.jsonl", [{"id": row["id"], "text": template.format(**row)} for row in rows])
+    assert (
+        accuracy_score(*([one["label"] for one in some] for some in (rows, found)))
+        == result["test"]["score"]
+    )
+    write_file(
+        tmp_path / "joined.jsonl",
+        [{"id": row["id"], "text": template.format(**row)} for row in rows],
+    )
     assert predict(tmp_path / "kept", tmp_path / "joined.jsonl", tmp_path / "found.jsonl") == found
     write_file(tmp_path / "pairs.parquet", rows)
     assert predict(tmp_path / "kept", tmp_path / "pairs.parquet", tmp_path / "found.jsonl") == found
     del details["pair_template"]  # as of older versions
     write_file(tmp_path / "kept" / "finetuning.json", details)
-    said = refusal(predict_main, ["--model", tmp_path / "kept", "--input", tmp_path / "pairs.parquet"])
+    said = refusal(
+        predict_main, ["--model", tmp_path / "kept", "--input", tmp_path / "pairs.parquet"]
+    )
     assert "row 1: field `text_pair`: expected both texts in `text`" in said
 
 
@@ -269,10 +470,16 @@ def templated(models, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("model", "given"),
-    [("modernbert", ["--head", "native"]), ("eurobert", ["--pooling", "cls"]), ("eurobert", ["--add-eos"])],
+    [
+        ("modernbert", ["--head", "native"]),
+        ("eurobert", ["--pooling", "cls"]),
+        ("eurobert", ["--add-eos"]),
+    ],
     ids=["native head that reads the first token", "first token", "only an end"],
 )
-def test_pairs_have_the_tokenizers_own_special_tokens(model, given, templated, pairs, tmp_path, refusal):
+def test_pairs_have_the_tokenizers_own_special_tokens(
+    model, given, templated, pairs, tmp_path, refusal
+):
     """In `predict`, a pipeline and CrossEncoder: the score of the run; a classifier of the first token reads the template's."""
     from sentence_transformers import CrossEncoder
 
@@ -282,25 +489,47 @@ def test_pairs_have_the_tokenizers_own_special_tokens(model, given, templated, p
     found = [one["label"] for one in predict(kept, pairs / "test.jsonl", tmp_path / "found.jsonl")]
     tokenizer = AutoTokenizer.from_pretrained(kept)
     begin, end = tokenizer.mask_token_id, tokenizer.eos_token_id
-    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("stan", "mill"))
+    first, second = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("stan", "mill")
+    )
     is_ended = "--add-eos" in given
-    assert tokenizer("stan", "mill")["input_ids"] == [*([] if is_ended else [begin]), *first, end, *second, end]
+    assert tokenizer("stan", "mill")["input_ids"] == [
+        *([] if is_ended else [begin]),
+        *first,
+        end,
+        *second,
+        end,
+    ]
     classify = pipeline("text-classification", str(kept))
-    assert [classify({name: row[name] for name in ("text", "text_pair")})["label"] for row in rows] == found
+    assert [
+        classify({name: row[name] for name in ("text", "text_pair")})["label"] for row in rows
+    ] == found
     encoder = CrossEncoder(str(kept))
     scores = encoder.predict([(row["text"], row["text_pair"]) for row in rows])
     assert [encoder.config.id2label[int(score.argmax())] for score in scores] == found
     assert accuracy_score([row["label"] for row in rows], found) == result["test"]["score"]
     if is_ended:
-        argv = ["--model", templated / model, "--dataset", pairs, "--output", tmp_path / "out", *LEARNING]
+        argv = [
+            "--model",
+            templated / model,
+            "--dataset",
+            pairs,
+            "--output",
+            tmp_path / "out",
+            *LEARNING,
+        ]
         said = "field `protocol.special_tokens`: found '', expected 'template'; use --no-add-bos --add-eos, choose another"
         assert said in refusal(run_main, argv)
 
 
 @pytest.mark.parametrize("name", tokenizer_shapes.SHAPES)
 def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
-    tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name))
-    assert needs_spaced_words(tokenizer) == (name in ("modernbert", "roberta", "llama3", "gemma", "qwen"))
+    tokenizer = load_tokenizer(
+        tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name)
+    )
+    assert needs_spaced_words(tokenizer) == (
+        name in ("modernbert", "roberta", "llama3", "gemma", "qwen")
+    )
 
 
 def test_standard_output_has_only_predictions(kept, data, tmp_path, capsys):
@@ -313,16 +542,32 @@ def test_standard_output_has_only_predictions(kept, data, tmp_path, capsys):
     assert printed.err == "predicting  100 %\n"
     write_file(tmp_path / "longer.jsonl", [{"text": "word " * count} for count in (1, 2, 5000)])
     predict_main(["--model", str(kept["sc"][0]), "--input", str(tmp_path / "longer.jsonl")])
-    assert re.search(r"^1 of 3 texts are longer than \d+ tokens and are cut\n", capsys.readouterr().err)
+    assert re.search(
+        r"^1 of 3 texts are longer than \d+ tokens and are cut\n", capsys.readouterr().err
+    )
 
 
 def test_scores_of_all_labels(kept, data, tmp_path, refusal):
     """Those of transformers' pipeline."""
     folder, source = kept["native sc"][0], data / "sc" / "test.jsonl"
-    predict_main(["--model", str(folder), "--input", str(source), "--output", str(tmp_path / "found.jsonl"), "--all-scores"])
-    expected = pipeline("text-classification", str(folder), top_k=None)([row["text"] for row in read(source)])
+    predict_main(
+        [
+            "--model",
+            str(folder),
+            "--input",
+            str(source),
+            "--output",
+            str(tmp_path / "found.jsonl"),
+            "--all-scores",
+        ]
+    )
+    expected = pipeline("text-classification", str(folder), top_k=None)(
+        [row["text"] for row in read(source)]
+    )
     for row, scores in zip(read(tmp_path / "found.jsonl"), expected, strict=True):
-        assert row["scores"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=2e-6)
+        assert row["scores"] == pytest.approx(
+            {one["label"]: one["score"] for one in scores}, abs=2e-6
+        )
         assert list(row["scores"]) == ["bad", "good"]
         assert row["score"] == row["scores"][row["label"]] == max(row["scores"].values())
     argv = ["--model", kept["tc"][0], "--input", data / "tc" / "test.jsonl", "--all-scores"]
@@ -335,9 +580,14 @@ HARMED = {
         lambda tensors: tensors["classifier.weight"][0].fill_(torch.nan),
         "/model.safetensors: tensor `classifier.weight`: found nan, expected finite weights",
     ),
-    "huge": (lambda tensors: [tensor.fill_(3e38) for tensor in tensors.values()], "computes scores that are NaN or infinite"),
+    "huge": (
+        lambda tensors: [tensor.fill_(3e38) for tensor in tensors.values()],
+        "computes scores that are NaN or infinite",
+    ),
     "integers": (
-        lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].to(torch.uint8)}),
+        lambda tensors: tensors.update(
+            {"classifier.bias": tensors["classifier.bias"].to(torch.uint8)}
+        ),
         "tensor `classifier.bias`: found dtype U8, expected one of F32, BF16, F16",
     ),
     "foreign": (
@@ -358,7 +608,14 @@ def test_weights_that_give_no_scores_are_refused(change, words, copied, data, tm
     tensors = load_file(copied / "model.safetensors")
     change(tensors)
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    argv = ["--model", copied, "--input", data / "sc" / "test.jsonl", "--output", tmp_path / "found.jsonl"]
+    argv = [
+        "--model",
+        copied,
+        "--input",
+        data / "sc" / "test.jsonl",
+        "--output",
+        tmp_path / "found.jsonl",
+    ]
     said = refusal(predict_main, argv)
     assert str(copied) in said and words in said and not (tmp_path / "found.jsonl").exists()
 
@@ -367,39 +624,95 @@ def test_a_tokenizer_of_another_model_is_refused(copied, data, refusal):
     values = read_json(copied / "tokenizer.json")
     words = values["model"]["vocab"]
     argv = ["--model", copied, "--input", data / "sc" / "test.jsonl"]
-    values["model"]["vocab"] = {word: number + 1000 * (number > 1) for word, number in words.items()}
+    values["model"]["vocab"] = {
+        word: number + 1000 * (number > 1) for word, number in words.items()
+    }
     write_file(copied / "tokenizer.json", values)
-    assert re.search(r"kept: found the token id \d+, expected 0 to 399, those of the model", refusal(predict_main, argv))
-    Tokenizer(models_of_tokens.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(copied / "tokenizer.json"))
+    assert re.search(
+        r"kept: found the token id \d+, expected 0 to 399, those of the model",
+        refusal(predict_main, argv),
+    )
+    Tokenizer(models_of_tokens.WordLevel({"a": 0}, unk_token="[UNK]")).save(
+        str(copied / "tokenizer.json")
+    )
     said = f"{copied}: its tokenizer fails: WordLevel error: Missing [UNK] token from the vocabulary; expected"
     assert said in refusal(predict_main, argv)
 
 
 def test_questions_need_no_answers(kept, tmp_path):
     asked = {"question": "which?", "id": "q"}
-    write_file(tmp_path / "asked.json", {"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]})
+    write_file(
+        tmp_path / "asked.json",
+        {"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]},
+    )
     write_file(tmp_path / "asked.jsonl", [asked | {"context": "stan mill"}])
     names = ("asked.json", "asked.jsonl")
-    first, second = (predict(kept["native qa"][0], tmp_path / name, tmp_path / "found.jsonl") for name in names)
+    first, second = (
+        predict(kept["native qa"][0], tmp_path / name, tmp_path / "found.jsonl") for name in names
+    )
     assert first == second and first[0]["id"] == "q"
 
 
 ODD_FIELDS = [
-    ("config.json", {"classifier_pooling": "x"}, "config.json: EuroBertForSequenceClassification fails: cannot access"),
+    (
+        "config.json",
+        {"classifier_pooling": "x"},
+        "config.json: EuroBertForSequenceClassification fails: cannot access",
+    ),
     ("config.json", {"pad_token_id": -1}, "found the token id -1, expected 0 to 399"),
-    ("config.json", {"id2label": None}, "config.json: field `id2label`: no such field, expected names that differ"),
-    ("config.json", {"id2label": {"0": "bad", "2": "good"}}, "config.json: field `id2label`: found {'0': 'bad', '2': 'good'}"),
+    (
+        "config.json",
+        {"id2label": None},
+        "config.json: field `id2label`: no such field, expected names that differ",
+    ),
+    (
+        "config.json",
+        {"id2label": {"0": "bad", "2": "good"}},
+        "config.json: field `id2label`: found {'0': 'bad', '2': 'good'}",
+    ),
     ("config.json", {"id2label": {"0": "bad", "1": "bad"}}, "config.json: field `id2label`: found"),
-    ("config.json", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "model.safetensors: tensor `classifier."),
-    ("config.json", {"architectures": ["EuroBertForMaskedLM"]}, "expected ['EuroBertForSequenceClassification']"),
-    ("finetuning.json", {"family": ["SC"]}, "finetuning.json: field `family`: found ['SC'], expected one of SC, TC, QA, IR"),
+    (
+        "config.json",
+        {"id2label": {"0": "a", "1": "b", "2": "c"}},
+        "model.safetensors: tensor `classifier.",
+    ),
+    (
+        "config.json",
+        {"architectures": ["EuroBertForMaskedLM"]},
+        "expected ['EuroBertForSequenceClassification']",
+    ),
+    (
+        "finetuning.json",
+        {"family": ["SC"]},
+        "finetuning.json: field `family`: found ['SC'], expected one of SC, TC, QA, IR",
+    ),
     ("finetuning.json", {"family": "TC"}, "finetuning.json describes a model of TC"),
     ("finetuning.json", {"protocol": None}, "finetuning.json: field `protocol`: found None"),
-    ("finetuning.json", {"protocol": {"max_lenght": 8}}, "protocol: unknown field `max_lenght`; did you mean `max_length`?"),
-    ("finetuning.json", {"protocol": {"max_length": "8"}}, "protocol: field `max_length`: found '8', expected a int"),
-    ("finetuning.json", {"protocol": {"max_length": 1}}, "field `max_length`: found 1, expected 2 to 64 tokens"),
-    ("finetuning.json", {"protocol": {"max_length": 65}}, "expected 2 to 64 tokens, those that the model reads"),
-    ("finetuning.json", {"pair_template": 5}, "finetuning.json: field `pair_template`: found 5, expected text"),
+    (
+        "finetuning.json",
+        {"protocol": {"max_lenght": 8}},
+        "protocol: unknown field `max_lenght`; did you mean `max_length`?",
+    ),
+    (
+        "finetuning.json",
+        {"protocol": {"max_length": "8"}},
+        "protocol: field `max_length`: found '8', expected a int",
+    ),
+    (
+        "finetuning.json",
+        {"protocol": {"max_length": 1}},
+        "field `max_length`: found 1, expected 2 to 64 tokens",
+    ),
+    (
+        "finetuning.json",
+        {"protocol": {"max_length": 65}},
+        "expected 2 to 64 tokens, those that the model reads",
+    ),
+    (
+        "finetuning.json",
+        {"pair_template": 5},
+        "finetuning.json: field `pair_template`: found 5, expected text",
+    ),
     ("finetuning.json", {"pair_template": "{text"}, "field `pair_template`: '{text': expected '}'"),
 ]
 
@@ -420,7 +733,14 @@ def test_odd_fields_of_a_kept_model_are_named(file, changes, words, copied, tmp_
 ])  # fmt: skip
 def test_rows_that_cannot_be_predicted_are_named(row, said, kept, tmp_path, refusal):
     write_file(tmp_path / "rows.jsonl", f'{{"text": "stan"}}\n{row}\n')
-    argv = ["--model", kept["sc"][0], "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out" / "found.jsonl"]
+    argv = [
+        "--model",
+        kept["sc"][0],
+        "--input",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "out" / "found.jsonl",
+    ]
     assert said in refusal(predict_main, argv)
     assert not (tmp_path / "out").exists()
 
@@ -432,6 +752,8 @@ def test_rows_that_cannot_be_predicted_are_named(row, said, kept, tmp_path, refu
 ])  # fmt: skip
 def test_lone_surrogates_are_written_as_in_the_input(case, fields, kept, tmp_path):
     """UTF-8 has none, but JSON's escapes do."""
-    write_file(tmp_path / "rows.jsonl", f'{{"id": "\\ud800é", {fields}}}\n{{"id": null, {fields}}}\n')
+    write_file(
+        tmp_path / "rows.jsonl", f'{{"id": "\\ud800é", {fields}}}\n{{"id": null, {fields}}}\n'
+    )
     found = predict(kept[case][0], tmp_path / "rows.jsonl", tmp_path / "found.jsonl")
     assert [row["id"] for row in found] == ["\ud800é", None]

@@ -30,31 +30,68 @@ def test_what_is_said_of_classes(train, validation, test, lines):
 
 def test_the_tag_of_no_span_is_no_class():
     counts = np.array([1000, 10, 12])
-    assert describe_label_counts("x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts)) == []
-    [line] = describe_label_counts("x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts * [1, 9, 1]))
-    assert line.startswith("x: B-X is 7.5 times as frequent as I-X; train: O 1,000, B-X 90, I-X 12; always predicting O is right")
+    assert (
+        describe_label_counts(
+            "x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts)
+        )
+        == []
+    )
+    [line] = describe_label_counts(
+        "x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts * [1, 9, 1])
+    )
+    assert line.startswith(
+        "x: B-X is 7.5 times as frequent as I-X; train: O 1,000, B-X 90, I-X 12; always predicting O is right"
+    )
 
 
 @pytest.mark.parametrize("add_eos", [True, False])
 def test_words_are_counted_once(model, add_eos):
     labels = ("O", "B-X", "I-X")
     sentences = [(1,), (0, 1, 2, 2), (0,), (0,), (1, 2)]
-    examples = [TaggedWords(f"{at}", ("unbelievable",) * len(tags), tags) for at, tags in enumerate(sentences)]
-    task = TokenClassification(Dataset("x", TaskFamily.TC, labels, "x", "", "", lambda split: examples), FinetuneConfig())
+    examples = [
+        TaggedWords(f"{at}", ("unbelievable",) * len(tags), tags)
+        for at, tags in enumerate(sentences)
+    ]
+    task = TokenClassification(
+        Dataset("x", TaskFamily.TC, labels, "x", "", "", lambda split: examples), FinetuneConfig()
+    )
     encoded = task.encode(examples, text_encoder(load_tokenizer(str(model)), 60, add_eos=add_eos))
-    assert (encoded.lengths > [len(tags) + 1 for tags in sentences]).all()  # a word has several sub-tokens
-    assert task.count_labels(encoded).tolist() == np.bincount(sum(sentences, ())).tolist() == [3, 3, 3]
+    assert (
+        encoded.lengths > [len(tags) + 1 for tags in sentences]
+    ).all()  # a word has several sub-tokens
+    assert (
+        task.count_labels(encoded).tolist() == np.bincount(sum(sentences, ())).tolist() == [3, 3, 3]
+    )
 
 
 def test_a_run_counts_labels_before_it_trains(model, tmp_path, capfd):
     rows = [{"text": f"stan {at}", "label": "pos" if at % 8 else "neg"} for at in range(16)]
-    files = {"train.jsonl": rows, "valid.jsonl": rows[1:3], "test.jsonl": [*rows[:4], {"text": "mill", "label": "odd"}]}
-    films = write_files(tmp_path / "films", files | {"meta.json": {"labels": ["neg", "pos", "odd"]}})
-    run_main(["--model", str(model), "--dataset", films, "--output", str(tmp_path / "out"), "--batch-size", "8"])
+    files = {
+        "train.jsonl": rows,
+        "valid.jsonl": rows[1:3],
+        "test.jsonl": [*rows[:4], {"text": "mill", "label": "odd"}],
+    }
+    films = write_files(
+        tmp_path / "films", files | {"meta.json": {"labels": ["neg", "pos", "odd"]}}
+    )
+    run_main(
+        [
+            "--model",
+            str(model),
+            "--dataset",
+            films,
+            "--output",
+            str(tmp_path / "out"),
+            "--batch-size",
+            "8",
+        ]
+    )
     said = capfd.readouterr().out.splitlines()
     assert (
         "films: pos is 7.0 times as frequent as neg; train has no odd; validation has no neg, odd; train: pos 14, neg 2, odd 0; "
         "always predicting pos is right in 60.00 % of test"
     ) in said
-    assert "films: warning: labels without a training example cannot be learned: odd (test: 1)" in said
+    assert (
+        "films: warning: labels without a training example cannot be learned: odd (test: 1)" in said
+    )
     assert any(line.startswith("test: score") and "(60.00)" in line for line in said)

@@ -21,8 +21,16 @@ class _Qwen3(nn.Module):
 
     def __init__(self):
         super().__init__()
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-        self.model = Qwen3Model(Qwen3Config(vocab_size=50, num_hidden_layers=1, attention_bias=True, **sizes))
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "head_dim": 8,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
+        self.model = Qwen3Model(
+            Qwen3Config(vocab_size=50, num_hidden_layers=1, attention_bias=True, **sizes)
+        )
 
     def forward(self, tokens):
         return self.model(tokens[:, None]).last_hidden_state[:, 0]
@@ -30,7 +38,9 @@ class _Qwen3(nn.Module):
 
 def _model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 5)
+    )
 
 
 def _batches(count=_STEPS):
@@ -44,7 +54,9 @@ def _backward(model, tokens, labels, times=1.0):
 
 
 def _optimizer(model, rate=_PEAK, steps=_STEPS, **protocol):
-    return MasterWeightOptimizer(model, learning_rate=rate, steps=steps, protocol=FinetuneConfig(**protocol))
+    return MasterWeightOptimizer(
+        model, learning_rate=rate, steps=steps, protocol=FinetuneConfig(**protocol)
+    )
 
 
 @pytest.mark.parametrize("make", [_model, _Qwen3])
@@ -53,7 +65,10 @@ def test_updates_are_those_of_the_trainer(make):
     model = make()
     expected = copy.deepcopy(model)
     decayed = Trainer.get_decay_parameter_names(None, expected)
-    groups = [[p for n, p in expected.named_parameters() if (n in decayed) == which] for which in (True, False)]
+    groups = [
+        [p for n, p in expected.named_parameters() if (n in decayed) == which]
+        for which in (True, False)
+    ]
     adam = torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
         lr=_PEAK,
@@ -94,11 +109,16 @@ def test_masters_take_updates_that_bfloat16_would_lose():
         for batch in _batches():
             _backward(model, *batch)
             updates.step()
-        trained[precision] = _flat(updates.get_masters().values() if precision == "bf16" else model.parameters())
+        trained[precision] = _flat(
+            updates.get_masters().values() if precision == "bf16" else model.parameters()
+        )
         if precision == "bf16":
             assert torch.equal(_flat(model.parameters()), trained[precision].bfloat16().float())
     moved = (trained["fp32"] - start).norm()
-    errors = {precision: (weights - trained["fp32"]).norm() / moved for precision, weights in trained.items()}
+    errors = {
+        precision: (weights - trained["fp32"]).norm() / moved
+        for precision, weights in trained.items()
+    }
     assert errors["bf16"] < 0.2 < errors["paper-bf16"]
 
 
@@ -129,11 +149,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(precision):
     for times in (math.nan, 1.0):
         _backward(model, *batch, times=times)
         norm = updates.step()
-        assert math.isnan(norm) == math.isnan(times) == torch.equal(_flat(model.parameters()), before)
+        assert (
+            math.isnan(norm) == math.isnan(times) == torch.equal(_flat(model.parameters()), before)
+        )
 
 
 def test_a_schedule_of_rates_that_are_all_0_is_refused():
-    with pytest.raises(InputError, match=r"--warmup: found 0.1 and 1 step, whose rate is 0, expected more steps"):
+    with pytest.raises(
+        InputError, match=r"--warmup: found 0.1 and 1 step, whose rate is 0, expected more steps"
+    ):
         check_warmup(1, 0.1)
     for steps, warmup in [(1, 0.0), (2, 0.1), (2, 0.99), (1000, 0.1)]:
         check_warmup(steps, warmup)

@@ -8,7 +8,12 @@ import pytest
 import tokenizer_shapes
 from text_helpers import text_encoder
 
-from megaenc.data.tokenizer.special_tokens import SpecialTokens, read_template, resolve_special_tokens, set_special_tokens
+from megaenc.data.tokenizer.special_tokens import (
+    SpecialTokens,
+    read_template,
+    resolve_special_tokens,
+    set_special_tokens,
+)
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
@@ -36,25 +41,37 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def plain(tokenizer):
-    return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in TEXTS]
+    return [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        for text in TEXTS
+    ]
 
 
 def test_a_text_that_just_fits_is_not_counted_as_cut(tokenizer, plain):
     for room in (0, 1):
         encoded = text_encoder(tokenizer, len(plain[0]) + room).encode(TEXTS[:1])
         assert encoded.tokens.dtype == np.int32
-        assert (encoded.truncated_count, encoded.lengths.tolist()) == (1 - room, [len(plain[0]) + room])
+        assert (encoded.truncated_count, encoded.lengths.tolist()) == (
+            1 - room,
+            [len(plain[0]) + room],
+        )
 
 
 def test_beginnings_and_ends_are_a_choice(tokenizer, plain):
-    assert text_encoder(tokenizer, 8, add_eos=False).encode(TEXTS[:1]).tokens.tolist() == plain[0][:8]
+    assert (
+        text_encoder(tokenizer, 8, add_eos=False).encode(TEXTS[:1]).tokens.tolist() == plain[0][:8]
+    )
     with pytest.raises(InputError, match=r"--add-bos: .* has no BOS token"):
         text_encoder(tokenizer, 8, add_bos=True)
     for role in ("bos_token", "cls_token"):  # what BERT begins texts with
         named = copy.deepcopy(tokenizer)
         setattr(named, role, "<|mask|>")
         both = text_encoder(named, 8, add_bos=True).encode(TEXTS[:1])
-        assert both.tokens.tolist() == [tokenizer.mask_token_id, *plain[0][:6], tokenizer.eos_token_id]
+        assert both.tokens.tolist() == [
+            tokenizer.mask_token_id,
+            *plain[0][:6],
+            tokenizer.eos_token_id,
+        ]
 
 
 def test_refusals(tokenizer):
@@ -62,10 +79,15 @@ def test_refusals(tokenizer):
         text_encoder(tokenizer, 1)
     with pytest.raises(InputError, match="text 2: found no token"):
         text_encoder(tokenizer, 8, add_eos=False).encode(TEXTS)
-    with pytest.raises(InputError, match="--max-length: found 3, expected room for text next to the special tokens of a pair"):
+    with pytest.raises(
+        InputError,
+        match="--max-length: found 3, expected room for text next to the special tokens of a pair",
+    ):
         text_encoder(tokenizer, 3).encode([("one", "two")])
     assert text_encoder(tokenizer, 4).encode([("one", "two")]).lengths.tolist() == [4]
-    with pytest.raises(InputError, match=r"pairs of texts: found --special-tokens none, .*--pair-template"):
+    with pytest.raises(
+        InputError, match=r"pairs of texts: found --special-tokens none, .*--pair-template"
+    ):
         text_encoder(tokenizer, 20, add_eos=False).encode([("one", "two")])
 
 
@@ -95,8 +117,13 @@ def test_the_cache_makes_once_for_each_key(tokenizer, tmp_path):
     assert len(calls) == 1 and list(read) == list(made)
     for name, texts in made.items():
         for field in ("tokens", "starts", "truncated_count"):
-            np.testing.assert_array_equal(getattr(read[name], field), getattr(texts, field), strict=True)
-    assert read["queries"].columns["labels"].tolist() == [0, 1, 2, 3, 4] and not read["documents"].columns
+            np.testing.assert_array_equal(
+                getattr(read[name], field), getattr(texts, field), strict=True
+            )
+    assert (
+        read["queries"].columns["labels"].tolist() == [0, 1, 2, 3, 4]
+        and not read["documents"].columns
+    )
     load_or_compute(tmp_path / "cache", text_encoder(tokenizer, 21).cache_key, make)
     assert len(calls) == 2
 
@@ -106,15 +133,25 @@ def test_a_broken_file_is_made_again(tokenizer, tmp_path):
     made = load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS))
     [file] = tmp_path.iterdir()
     whole = file.read_bytes()
-    for broken in (b"", whole[:-30], whole.replace(made.tokens.tobytes(), made.tokens.tobytes()[::-1])):
+    for broken in (
+        b"",
+        whole[:-30],
+        whole.replace(made.tokens.tobytes(), made.tokens.tobytes()[::-1]),
+    ):
         file.write_bytes(broken)
-        assert np.array_equal(load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens)
+        assert np.array_equal(
+            load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens
+        )
         assert file.read_bytes() == whole
 
 
 def test_several_processes_make_it_once_together(tmp_path):
     """Forks, of which the first is given the time to begin; all but one of them have to wait."""
-    context, folder, made = multiprocessing.get_context("fork"), tmp_path / "cache", tmp_path / "made"
+    context, folder, made = (
+        multiprocessing.get_context("fork"),
+        tmp_path / "cache",
+        tmp_path / "made",
+    )
     begun, all_wait = context.Event(), context.Semaphore(0)
 
     def make() -> TokenizedTexts:
@@ -128,7 +165,9 @@ def test_several_processes_make_it_once_together(tmp_path):
     def want(first: bool) -> None:
         assert first or begun.wait(60)
         said = []
-        found = load_or_compute(folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release()))
+        found = load_or_compute(
+            folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release())
+        )
         assert found.tokens.tolist() == [0, 1, 2] and len(said) == (not first)
 
     processes = [context.Process(target=want, args=(at == 0,)) for at in range(3)]
@@ -157,7 +196,9 @@ def test_what_fails_leaves_nothing(tmp_path):
 
 @pytest.fixture(scope="module", params=tokenizer_shapes.SHAPES)
 def shape(request, tmp_path_factory):
-    folder = tokenizer_shapes.save(tokenizer_shapes.SHAPES[request.param](), tmp_path_factory.mktemp("shapes") / request.param)
+    folder = tokenizer_shapes.save(
+        tokenizer_shapes.SHAPES[request.param](), tmp_path_factory.mktemp("shapes") / request.param
+    )
     return load_tokenizer(folder)
 
 
@@ -171,7 +212,9 @@ def test_texts_and_pairs_are_those_of_transformers(shape, length):
     encoded = encoder.encode([*TEXTS, *pairs])
     options = {"truncation": True, "max_length": length, "split_special_tokens": True}
     expected = client(TEXTS, **options)["input_ids"]
-    expected += client(*map(list, zip(*pairs, strict=True)), **options)["input_ids"]  # alone, an empty second text is none
+    expected += client(*map(list, zip(*pairs, strict=True)), **options)[
+        "input_ids"
+    ]  # alone, an empty second text is none
     assert [row.tolist() for row in encoded.gather_rows(np.arange(len(expected)))] == expected
     whole = client(TEXTS, split_special_tokens=True)["input_ids"]
     assert encoder.encode(TEXTS).truncated_count == sum(len(ids) > length for ids in whole)
@@ -182,8 +225,14 @@ def test_the_default_is_the_template_and_an_eos_is_recorded_as_before(shape):
     special = choose_special_tokens(shape, protocol)
     template = read_template(shape)
     if template.count and template.after != (shape.eos_token_id,):
-        assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == ("template", None, None)
-    assert special.is_same(template if template.count else SpecialTokens("eod", after=(shape.eos_token_id,)))
+        assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == (
+            "template",
+            None,
+            None,
+        )
+    assert special.is_same(
+        template if template.count else SpecialTokens("eod", after=(shape.eos_token_id,))
+    )
     if special.after == (shape.eos_token_id,) and not special.before:
         assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == ("", False, True)
 

@@ -33,12 +33,26 @@ FAMILIES = ["sc", "tc", "qa", "ir"]
 
 
 def results(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("results.json"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(Path(folder).rglob("results.json"))
+    }
 
 
 def alone(model, dataset, output, *flags):
     """A run in this process, which has done other things before; those of the grid are forks."""
-    given = ("--model", model, "--dataset", dataset, "--output", output, "--precision", "fp32", *FEW, *flags)
+    given = (
+        "--model",
+        model,
+        "--dataset",
+        dataset,
+        "--output",
+        output,
+        "--precision",
+        "fp32",
+        *FEW,
+        *flags,
+    )
     run_main([str(flag) for flag in given])
 
 
@@ -47,7 +61,19 @@ def grid(model, data, tmp_path_factory):
     """The output of a grid of all families, two seeds, and a rate that no model stands beside a good one."""
     output = tmp_path_factory.mktemp("grid")
     sets = [data / name for name in (*FAMILIES, "other")]
-    flags = ["--model", model, "--datasets", *sets, "--train-on", data / "ir", "--output", output, "--precision", "fp32", *FEW]
+    flags = [
+        "--model",
+        model,
+        "--datasets",
+        *sets,
+        "--train-on",
+        data / "ir",
+        "--output",
+        output,
+        "--precision",
+        "fp32",
+        *FEW,
+    ]
     flags += ["--learning-rates", "1e-3", "1e30", "--seeds", 2, "--jobs", 2]
     command = [sys.executable, "-m", "megaenc", "finetune", "grid", *map(str, flags)]
     return output, runs.run(command, timeout=400, expect=1).stdout
@@ -66,26 +92,47 @@ def test_a_run_alone_gives_the_bytes_that_it_gives_in_a_grid(family, model, data
 
 def test_the_studys_file_trains_every_family_on_this_machine(model, data, tmp_path):
     paper = Path(__file__).parents[2] / "configs" / "finetune" / "paper.yaml"
-    argv = ["--model", model, "--config", paper, "--datasets", *(data / name for name in FAMILIES), "--train-on", data / "ir"]
+    argv = [
+        "--model",
+        model,
+        "--config",
+        paper,
+        "--datasets",
+        *(data / name for name in FAMILIES),
+        "--train-on",
+        data / "ir",
+    ]
     argv += ["--learning-rates", "1e-3", "--seeds", 1, "--max-steps", 2, "--output", tmp_path]
-    settings = flags.parse_with_config(GridConfig, [str(flag) for flag in argv], prog="grid", description="a grid")
+    settings = flags.parse_with_config(
+        GridConfig, [str(flag) for flag in argv], prog="grid", description="a grid"
+    )
     for job in plan_grid(settings, find_dataset).pending:
         assert train_and_evaluate(job)
     found = [json.loads(content) for content in results(tmp_path).values()]
-    assert len(found) == 4 and {result["protocol"]["precision"] for result in found} == {"paper-bf16"}
+    assert len(found) == 4 and {result["protocol"]["precision"] for result in found} == {
+        "paper-bf16"
+    }
 
 
 def test_what_a_grid_writes(grid):
     """Sets of the same pairs are evaluated after one training, and seeds matter."""
     assert "20 results from 16 trainings" in grid[1]
     one, seed, other = (
-        result_of(grid, f"IR/{run}") for run in ("ir/ir_lr1e-03_sd0", "ir/ir_lr1e-03_sd1", "other/ir_lr1e-03_sd0")
+        result_of(grid, f"IR/{run}")
+        for run in ("ir/ir_lr1e-03_sd0", "ir/ir_lr1e-03_sd1", "other/ir_lr1e-03_sd0")
     )
-    assert one["trained"] == other["trained"] != seed["trained"] and one["train_on"] == other["train_on"] == "ir"
+    assert (
+        one["trained"] == other["trained"] != seed["trained"]
+        and one["train_on"] == other["train_on"] == "ir"
+    )
     assert one["test"]["scores_i"] not in (other["test"]["scores_i"], seed["test"]["scores_i"])
     found = result_of(grid, "SC/sc/lr1e-03_sd0")
     assert re.fullmatch("[0-9a-f]{64}", found["trained"])
-    assert (found["steps"], found["protocol"]["max_length"], found["protocol"]["precision"]) == (6, 63, "fp32")
+    assert (found["steps"], found["protocol"]["max_length"], found["protocol"]["precision"]) == (
+        6,
+        63,
+        "fp32",
+    )
     assert [len(found[split]["scores_i"]) for split in ("validation", "test")] == [12, 12]
 
 
@@ -94,11 +141,17 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     assert len(results(output)) == 10 and "failed.json says why" in said
     failures = [read_json(path) for path in output.rglob("failed.json")]
     assert len(failures) == 10 and {failure["learning_rate"] for failure in failures} == {1e30}
-    assert all(re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"]) for failure in failures)
+    assert all(
+        re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"])
+        for failure in failures
+    )
     with pytest.raises(SystemExit) as stop:
         alone(model, data / "sc", output, "--learning-rate", "1e30")
     assert stop.value.code == 1
-    assert "failed before: the " in (found := capfd.readouterr().out) and "choose a smaller --learning-rate" in found
+    assert (
+        "failed before: the " in (found := capfd.readouterr().out)
+        and "choose a smaller --learning-rate" in found
+    )
 
 
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
@@ -113,7 +166,9 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
 
 def planned(model, dataset, output, **protocol):
     few = FinetuneConfig(max_steps=2, batch_size=8, precision="fp32", **protocol)
-    [job] = build_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DatasetConfig(), find_dataset)
+    [job] = build_jobs(
+        [str(model)], [str(dataset)], [1e-3], [0], str(output), few, DatasetConfig(), find_dataset
+    )
     return job
 
 
@@ -133,7 +188,10 @@ def test_what_is_wrong_with_a_test_split_costs_no_training(model, data, tmp_path
     with open(tmp_path / "sc" / "test.jsonl", "a") as file:
         file.write('{"text": "mill", "label": 7}\n')
     told: list[RunProgress] = []
-    with pytest.raises(InputError, match=r"test.jsonl:13: label 7: outside the label set, expected one of bad, good"):
+    with pytest.raises(
+        InputError,
+        match=r"test.jsonl:13: label 7: outside the label set, expected one of bad, good",
+    ):
         train_and_evaluate(planned(model, tmp_path / "sc", tmp_path / "out"), told.append)
     assert {at.stage for at in told} == {"loading"}
 
@@ -145,14 +203,19 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
     job = planned(tmp_path / "little", tmp_path / "sc", tmp_path / "out")
     with open(tmp_path / changed, "a") as file:
         file.write("\n")
-    with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; run the same"):
+    with pytest.raises(
+        InputError,
+        match=r"(sc|the tokenizer in .*little): has changed since the run was planned; run the same",
+    ):
         train_and_evaluate(job)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
 def read(model, tmp_path):
-    return SplitLoader(tmp_path, text_encoder(load_tokenizer(str(model)), 60), lambda progress: None)
+    return SplitLoader(
+        tmp_path, text_encoder(load_tokenizer(str(model)), 60), lambda progress: None
+    )
 
 
 def test_tokens_are_those_of_the_examples_that_are_scored(read, data):
@@ -160,25 +223,35 @@ def test_tokens_are_those_of_the_examples_that_are_scored(read, data):
     dataset = find_dataset(str(data / "tc"))
     task = TokenClassification(dataset, FinetuneConfig())
     before, examples = read.load_evaluation(task, "test")
-    task.dataset = dataclasses.replace(dataset, read_split=lambda split: dataset.read_split(split)[:5])
+    task.dataset = dataclasses.replace(
+        dataset, read_split=lambda split: dataset.read_split(split)[:5]
+    )
     tokens, five = read.load_evaluation(task, "test")
     assert (len(before), len(examples), len(tokens), len(five)) == (12, 12, 5, 5)
     assert np.array_equal(tokens.tokens, before.tokens[: tokens.starts[-1]])
 
 
-def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_documents(read, data, tmp_path):
+def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_documents(
+    read, data, tmp_path
+):
     dataset = find_dataset(str(data / "ir"))
     calls = []
-    counted = dataclasses.replace(dataset, read_split=lambda split: calls.append(split) or dataset.read_split(split))
+    counted = dataclasses.replace(
+        dataset, read_split=lambda split: calls.append(split) or dataset.read_split(split)
+    )
     task = RetrievalTask(counted, FinetuneConfig())
     first, second = (read.load_training(task) for _ in range(2))
-    assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
+    assert calls == ["train"] and np.array_equal(
+        first["documents"].tokens, second["documents"].tokens
+    )
     for split in ("validation", "test"):
         tokens, examples = read.load_evaluation(task, split)
         whole = task.encode(examples, read.encoder)
         assert list(tokens) == list(whole)
         assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
-    assert len(list(tmp_path.iterdir())) == 4  # training, the queries of either split, and documents
+    assert (
+        len(list(tmp_path.iterdir())) == 4
+    )  # training, the queries of either split, and documents
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
@@ -189,6 +262,8 @@ def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
     assert (np.concatenate(list(iterate_batches(4, 10, 4, 3))) != first).any()
 
 
-@pytest.mark.parametrize(("epochs", "most", "in_epoch", "steps"), [(1, 1000, 2105, 1000), (0.5, 9, 1, 1), (3, 0, 2, 6)])
+@pytest.mark.parametrize(
+    ("epochs", "most", "in_epoch", "steps"), [(1, 1000, 2105, 1000), (0.5, 9, 1, 1), (3, 0, 2, 6)]
+)
 def test_steps_are_the_epochs_or_a_maximum(epochs, most, in_epoch, steps):
     assert count_training_steps(epochs, most, in_epoch) == steps

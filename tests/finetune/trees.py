@@ -6,19 +6,26 @@ from pathlib import Path
 from megaenc.finetune.config import format_learning_rate
 
 
-def published(root: Path, model: str, place: str, rate: float, seed: int, validation, test, run: str = "") -> Path:
+def published(
+    root: Path, model: str, place: str, rate: float, seed: int, validation, test, run: str = ""
+) -> Path:
     """`place` is FAMILY/DATASET; `validation` and `test` are a score or a list of the examples' scores."""
     path = root / model / place / f"{run}lr{format_learning_rate(rate)}_sd{seed}" / "results.json"
     path.parent.mkdir(parents=True)
     splits = {}
     for name, scores in (("validation", validation), ("test", test)):
         listed = scores if isinstance(scores, list) else [0.0, 1.0, 0.6309297535714573]
-        splits[name] = {"score": sum(scores) / len(scores) if isinstance(scores, list) else scores, "scores_i": listed}
+        splits[name] = {
+            "score": sum(scores) / len(scores) if isinstance(scores, list) else scores,
+            "scores_i": listed,
+        }
     path.write_text(json.dumps(splits, indent=4))
     return path
 
 
-def cell(root: Path, model: str, place: str, by_rate: dict[float, list[float]], run: str = "") -> None:
+def cell(
+    root: Path, model: str, place: str, by_rate: dict[float, list[float]], run: str = ""
+) -> None:
     """Runs that score the same on validation and test, a rate's in the order of the seeds; None leaves a run out."""
     for rate, scores in by_rate.items():
         for seed, score in enumerate(scores):

@@ -38,18 +38,26 @@ def hostile(model, tmp_path):
 @pytest.mark.parametrize("case", hostile_folders.CASES)
 def test_from_hf_refuses_in_one_line_and_leaves_nothing(case, hostile, tmp_path, refusal):
     change, words = hostile_folders.CASES[case]
-    line = refusal(convert, ["from-hf", "--input", hostile(change), "--output", tmp_path / "out" / "core"])
+    line = refusal(
+        convert, ["from-hf", "--input", hostile(change), "--output", tmp_path / "out" / "core"]
+    )
     assert words in line and "/hf" in line and "Traceback" not in line
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["fine-tuning", "fill-mask"])
 @pytest.mark.parametrize("case", hostile_folders.SOME)
-def test_other_commands_refuse_in_one_line_and_leave_no_result(case, command, hostile, tmp_path, refusal):
+def test_other_commands_refuse_in_one_line_and_leave_no_result(
+    case, command, hostile, tmp_path, refusal
+):
     change, words = hostile_folders.SOME[case]
-    data = write_splits(tmp_path / "data", "jsonl", [{"text": f"a cat {n}", "label": n % 2} for n in range(4)])
+    data = write_splits(
+        tmp_path / "data", "jsonl", [{"text": f"a cat {n}", "label": n % 2} for n in range(4)]
+    )
     if command == "fill-mask":
-        line = refusal(fill_mask.main, ["--model", hostile(change), "--input", f"{data}/test.jsonl"])
+        line = refusal(
+            fill_mask.main, ["--model", hostile(change), "--input", f"{data}/test.jsonl"]
+        )
     else:
         flags = ["--dataset", data, "--output", tmp_path / "out", "--max-steps", "1"]
         line = refusal(run_main, ["--model", hostile(change), *flags])
@@ -60,17 +68,35 @@ def test_other_commands_refuse_in_one_line_and_leave_no_result(case, command, ho
 def test_settings_say_nothing_of_how_to_load(hostile):
     kernel = "org/kernel@main"
     inner = {"hidden_size": 8}
-    loading = {"attn_implementation": kernel, "_attn_implementation": kernel, "_attn_implementation_internal": kernel}
-    loading |= {"auto_map": {"AutoModel": "code.Model"}, "fusion_config": {"a": 1}, "transformers_weights": "adapter_model.bin"}
-    folder = hostile(hostile_folders.edit(**loading, text_config=inner | loading, layers_config=[inner | loading]))
+    loading = {
+        "attn_implementation": kernel,
+        "_attn_implementation": kernel,
+        "_attn_implementation_internal": kernel,
+    }
+    loading |= {
+        "auto_map": {"AutoModel": "code.Model"},
+        "fusion_config": {"a": 1},
+        "transformers_weights": "adapter_model.bin",
+    }
+    folder = hostile(
+        hostile_folders.edit(
+            **loading, text_config=inner | loading, layers_config=[inner | loading]
+        )
+    )
     config = HFCheckpoint(folder).config
     assert config["text_config"] == inner and config["layers_config"] == [inner]
     assert not config.keys() & loading.keys() and config["hidden_size"] == 64
 
 
 # Each names code of others, or a place for it, in a way of its own.
-_KERNEL = {name: "org/kernel@main" for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")}
-_CODE = {name: "code.Marked" for name in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer")}
+_KERNEL = {
+    name: "org/kernel@main"
+    for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+}
+_CODE = {
+    name: "code.Marked"
+    for name in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer")
+}
 SETTINGS = [
     *({name: value} for name, value in _KERNEL.items()),
     {"attn_implementation": {"": "org/kernel@main"}},
@@ -127,23 +153,40 @@ print("loaded")
 def test_no_code_or_network_is_reached_by_what_a_folder_names(model, tmp_path, monkeypatch):
     """With the packages that would download or run it installed, as far as transformers can tell."""
     monkeypatch.chdir(tmp_path)
-    for package, version, code in (("kernels", KERNELS_MIN_VERSION, KERNELS), ("peft", "99.0", TOUCH)):
-        folder, about = (Path("packages") / name for name in (package, f"{package}-{version}.dist-info"))
+    for package, version, code in (
+        ("kernels", KERNELS_MIN_VERSION, KERNELS),
+        ("peft", "99.0", TOUCH),
+    ):
+        folder, about = (
+            Path("packages") / name for name in (package, f"{package}-{version}.dist-info")
+        )
         folder.mkdir(parents=True)
         about.mkdir()
         (folder / "__init__.py").write_text(code)
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        )
     for number, settings in enumerate(SETTINGS):
         folder = shutil.copytree(model, Path("models") / f"{number}")
         hostile_folders.edit(**settings)(folder)
         (folder / "code.py").write_text(TOUCH)
         (folder / "config.9.0.json").write_text("{")
         (folder / "adapter_model.bin").write_bytes(b"c__builtin__\nopen\n(S'marker'\nS'w'\ntR.")
-        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/repository", "peft_type": "LORA"}')
+        (folder / "adapter_config.json").write_text(
+            '{"base_model_name_or_path": "org/repository", "peft_type": "LORA"}'
+        )
         (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
         tokenizer = read_json(folder / "tokenizer_config.json")
-        tokenizer |= {"auto_map": {"AutoTokenizer": ["code.Marked", "code.Marked"]}, "name_or_path": "org/repository"}
+        tokenizer |= {
+            "auto_map": {"AutoTokenizer": ["code.Marked", "code.Marked"]},
+            "name_or_path": "org/repository",
+        }
         write_file(folder / "tokenizer_config.json", tokenizer)
     online = {"HF_HUB_OFFLINE": "0"}
-    ended = runs.run([sys.executable, "-c", LOAD], packages=tmp_path / "packages", environment=online, cwd=tmp_path)
+    ended = runs.run(
+        [sys.executable, "-c", LOAD],
+        packages=tmp_path / "packages",
+        environment=online,
+        cwd=tmp_path,
+    )
     assert ended.stdout == "loaded\n"

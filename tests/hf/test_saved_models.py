@@ -12,12 +12,20 @@ from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
 
 FULL = "full_attention"
 LOCAL = "sliding_attention"
-BASES = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in ((FULL, 5000.0), (LOCAL, 300.0))}
+BASES = {
+    kind: {"rope_type": "default", "rope_theta": base}
+    for kind, base in ((FULL, 5000.0), (LOCAL, 300.0))
+}
 
 
 def build_config(model_type: str, **options):
     count = len(options.get("layer_types", "..")) or 2
-    shape = hf_models.SHAPE | {"num_hidden_layers": count, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    shape = hf_models.SHAPE | {
+        "num_hidden_layers": count,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return AutoConfig.for_model(**shape, model_type=model_type, **options)
 
 
@@ -25,11 +33,19 @@ def build_config(model_type: str, **options):
 @pytest.mark.parametrize(
     ("model_type", "options", "fields", "version"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}, {"rope_theta": 777.0}, "4.57"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+            {"rope_theta": 777.0},
+            "4.57",
+        ),
         (
             "llama",
             {"rope_parameters": hf_models.LLAMA3},
-            {"rope_theta": 2500.0, "rope_scaling": {k: v for k, v in hf_models.LLAMA3.items() if k != "rope_theta"}},
+            {
+                "rope_theta": 2500.0,
+                "rope_scaling": {k: v for k, v in hf_models.LLAMA3.items() if k != "rope_theta"},
+            },
             "4.57",
         ),
         ("qwen3", {"rope_parameters": hf_models.YARN}, {"rope_theta": 2500.0}, "4.57"),
@@ -37,25 +53,43 @@ def build_config(model_type: str, **options):
         (
             "modernbert",
             {"rope_parameters": BASES, "layer_types": [FULL, LOCAL, FULL, LOCAL]},
-            {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": 2},
+            {
+                "global_rope_theta": 5000.0,
+                "local_rope_theta": 300.0,
+                "global_attn_every_n_layers": 2,
+            },
             "4.57",
         ),
         (
             "modernbert",
             {"rope_parameters": BASES, "layer_types": [LOCAL, FULL, LOCAL, FULL]},
-            {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": None},
+            {
+                "global_rope_theta": 5000.0,
+                "local_rope_theta": 300.0,
+                "global_attn_every_n_layers": None,
+            },
             "5.3",
         ),
         (
             "modernbert-decoder",  # Ettin's
-            {"rope_parameters": {FULL: BASES[FULL], LOCAL: BASES[FULL]}, "layer_types": [LOCAL, FULL, LOCAL, LOCAL]},
+            {
+                "rope_parameters": {FULL: BASES[FULL], LOCAL: BASES[FULL]},
+                "layer_types": [LOCAL, FULL, LOCAL, LOCAL],
+            },
             {"global_rope_theta": 5000.0, "local_rope_theta": 5000.0},
             "4.57",
         ),
         (
             "gemma3_text",
-            {"rope_parameters": BASES | {FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}}},
-            {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {
+                "rope_parameters": BASES
+                | {FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}}
+            },
+            {
+                "rope_theta": 5000.0,
+                "rope_local_base_freq": 300.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
             "4.57",
         ),
         ("electra", {}, {"rope_theta": None}, ""),

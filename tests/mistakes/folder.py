@@ -55,7 +55,12 @@ WORDS = {
 
 # Fields of config.json that are refused before weights are read: those of the folders are another model's.
 _NEOBERT = {"model_type": "neobert", "hidden_act": "swiglu"}
-_GEMMA3 = {"model_type": "gemma3_text", "is_causal": None, "rope_parameters": None, "layer_types": None}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "is_causal": None,
+    "rope_parameters": None,
+    "layer_types": None,
+}
 _FIELDS = {
     "family": {"model_type": "t5"},
     "neobert-head": _NEOBERT | {"dim_head": 7},
@@ -93,7 +98,9 @@ def write_texts(folder: Path) -> None:
     (folder / "badresults/m/SC/d/lr1e-04_sd0/results.json").write_text("{")
     run_folders.write_run(folder / "rows")
     for name, change in _MANIFESTS.items():
-        values = {key: value for key, value in (manifests.BASE | change).items() if value is not None}
+        values = {
+            key: value for key, value in (manifests.BASE | change).items() if value is not None
+        }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
@@ -101,7 +108,9 @@ def damage(folder: Path) -> None:
     """Write damaged copies of what the commands of SETUP have made."""
     for name in ("cut", "bare", "sidecar", "changed"):
         for extension in (".bin", ".idx", ".json"):
-            shutil.copy(folder / f"c_text_document{extension}", folder / f"{name}_text_document{extension}")
+            shutil.copy(
+                folder / f"c_text_document{extension}", folder / f"{name}_text_document{extension}"
+            )
     for source, names in _COPIES.items():
         for name in names:
             shutil.copytree(folder / source, folder / f"{source}-{name}")
@@ -170,7 +179,8 @@ _TEXTS = {
     "word.yaml": "words\n",
     "latin.yaml": "save: café\n".encode("latin-1"),
     "python.yaml": "save: !!python/object/apply:os.system ['touch marker']\n",
-    "bomb.yaml": "a: &a [1]\n" + "".join(f"{b}: &{b} [{9 * f'*{a},'}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "bomb.yaml": "a: &a [1]\n"
+    + "".join(f"{b}: &{b} [{9 * f'*{a},'}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     "rates.yaml": "learning_rates: [fast]\n",
     "threshold.yaml": "max_steps: -1\n",
     **_labelled("set"),
@@ -183,13 +193,17 @@ _TEXTS = {
     **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
     **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
     **_labelled(
-        "set-scores", test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n'
+        "set-scores",
+        test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n',
     ),
     **_alike("set-tags", '{"tokens": ["a", "b"], "tags": ["O"]}\n'),
     **_alike("set-iob", '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n'),
     **_labelled("set-parquet", train=None),
     "set-parquet/train.parquet": b"PAR1 words PAR1",
-    **_alike("set-answer", '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n'),
+    **_alike(
+        "set-answer",
+        '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n',
+    ),
     "pairs.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": "four"}\n',
     "pairs-empty.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n',
     "pairs-same.jsonl": '{"query": "one", "document": "one"}\n',

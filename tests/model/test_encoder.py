@@ -13,9 +13,16 @@ from megaenc.backend import ParallelConfig
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
-TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+TINY = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
+)
 EDGES = [0, 5, 6, 20, 32]
-PREFIXES = [2, 0, 13, 4]  # of documents of 5, 1, 14 and 12 tokens: in the middle, none, all but one, in the middle
+PREFIXES = [
+    2,
+    0,
+    13,
+    4,
+]  # of documents of 5, 1, 14 and 12 tokens: in the middle, none, all but one, in the middle
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -36,7 +43,9 @@ def forward(encoder, tokens, attention, predict_at=None, labels=None):
 
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
-    return encoder(tokens[None], positions, packing(attention, prefixes), Predictions(predict_at, labels))
+    return encoder(
+        tokens[None], positions, packing(attention, prefixes), Predictions(predict_at, labels)
+    )
 
 
 def sees(attention, at, other):
@@ -55,12 +64,18 @@ def sees(attention, at, other):
 
 POST_NORMS = dict(apply_layernorm_1p=True, post_norms=True)
 GEMMA3 = POST_NORMS | dict(qk_layernorm=True, scale_embedding=True, activation="gelu_pytorch_tanh")
-GEMMA3 |= dict(untie_embeddings_and_output_weights=False, global_attn_every_n_layers=3, first_global_layer=3)
+GEMMA3 |= dict(
+    untie_embeddings_and_output_weights=False, global_attn_every_n_layers=3, first_global_layer=3
+)
 # Layers, their options, and how far the last layer's outputs reach.
 REACHES = {
     "everything": (2, {}, 32),
     "a local layer": (1, dict(window_size=4), 4),
-    "a local layer between global ones": (3, dict(window_size=4, global_attn_every_n_layers=2, local_rotary_base=500.0), 32),
+    "a local layer between global ones": (
+        3,
+        dict(window_size=4, global_attn_every_n_layers=2, local_rotary_base=500.0),
+        32,
+    ),
     "the first layer of gemma3": (1, GEMMA3 | dict(window_size=3), 3),
     "gemma3": (3, GEMMA3 | dict(window_size=3), 32),
 }
@@ -68,7 +83,9 @@ REACHES = {
 
 @pytest.mark.parametrize(("layers", "options", "reach"), REACHES.values(), ids=REACHES)
 @pytest.mark.parametrize("attention", Attention)
-def test_outputs_depend_on_what_mask_and_window_allow_and_on_nothing_else(attention, layers, options, reach):
+def test_outputs_depend_on_what_mask_and_window_allow_and_on_nothing_else(
+    attention, layers, options, reach
+):
     """If one token changes, those of its document move that see it, within the window if all layers have one."""
     encoder = build(shape=replace(TINY, num_layers=layers, **options)).eval()
     tokens = torch.arange(32) + 2
@@ -77,14 +94,26 @@ def test_outputs_depend_on_what_mask_and_window_allow_and_on_nothing_else(attent
         for changed in range(32):
             other = tokens.clone()
             other[changed] = 99
-            moved = (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
-            assert moved == [at for at in range(32) if sees(attention, at, changed) and abs(at - changed) <= reach]
+            moved = (
+                (forward(encoder, other, attention) != before)
+                .any(dim=1)
+                .nonzero()
+                .flatten()
+                .tolist()
+            )
+            assert moved == [
+                at
+                for at in range(32)
+                if sees(attention, at, changed) and abs(at - changed) <= reach
+            ]
 
 
 def test_norms_after_attention_and_mlp_record_nothing_without_gradients():
     encoder, recorded = build(shape=replace(TINY, **POST_NORMS)), []
     for layer in encoder.decoder.layers:
-        layer.mlp_bda.register_forward_hook(lambda module, inputs, output: recorded.append(output.requires_grad))
+        layer.mlp_bda.register_forward_hook(
+            lambda module, inputs, output: recorded.append(output.requires_grad)
+        )
     with torch.no_grad():
         forward(encoder, torch.arange(32), Attention.CAUSAL)
     assert recorded == [False, False]
@@ -108,14 +137,20 @@ def test_angles_of_yarn_are_those_of_transformers(head_dim, base, factor, contex
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = dict(rope_type="yarn", rope_theta=base, factor=factor, original_max_position_embeddings=context)
-    config = Qwen3Config(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=int(factor * context))
+    rope = dict(
+        rope_type="yarn", rope_theta=base, factor=factor, original_max_position_embeddings=context
+    )
+    config = Qwen3Config(
+        head_dim=head_dim, rope_parameters=rope, max_position_embeddings=int(factor * context)
+    )
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
     options = dict(yarn_rotary_scaling_factor=factor, yarn_original_max_position_embeddings=context)
     shape = replace(TINY, kv_channels=head_dim, rotary_base=base, **options)
     encoder = build(shape=shape, length=512)
     expected = torch.arange(512)[:, None] * frequencies
-    torch.testing.assert_close(encoder.angles[:, 0, 0], torch.cat([expected, expected], 1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        encoder.angles[:, 0, 0], torch.cat([expected, expected], 1), rtol=1e-6, atol=1e-6
+    )
     assert encoder.rotation_scale == pytest.approx(scale, rel=1e-6)
     assert (factor == 1) == (scale == 1)
 
@@ -131,14 +166,21 @@ def test_the_last_layer_leaves_out_what_predicts_nothing(attention, post_norms):
     complete.selects_rows = False
     predict_at, labels = torch.tensor([0, 3, 7, 8, 30, 31]), torch.arange(6)
     sizes = []
-    selecting.decoder.layers[-1].mlp.linear_fc2.register_forward_hook(lambda layer, inputs, output: sizes.append(len(inputs[0])))
+    selecting.decoder.layers[-1].mlp.linear_fc2.register_forward_hook(
+        lambda layer, inputs, output: sizes.append(len(inputs[0]))
+    )
     tokens = torch.arange(32) + 2
-    losses = [forward(encoder, tokens, attention, predict_at, labels)[0] for encoder in (selecting, complete)]
+    losses = [
+        forward(encoder, tokens, attention, predict_at, labels)[0]
+        for encoder in (selecting, complete)
+    ]
     assert sizes == [6]
     torch.testing.assert_close(*losses)
     for loss in losses:
         loss.backward()
-    for (name, here), there in zip(selecting.named_parameters(), complete.parameters(), strict=True):
+    for (name, here), there in zip(
+        selecting.named_parameters(), complete.parameters(), strict=True
+    ):
         torch.testing.assert_close(here.grad, there.grad, rtol=1e-5, atol=1e-6, msg=name)
     expected = forward(complete, tokens, attention)[predict_at]
     torch.testing.assert_close(forward(selecting, tokens, attention, predict_at), expected)
@@ -168,17 +210,28 @@ def test_padded_vocabulary_takes_no_part():
 
 def test_loss_of_no_target_is_zero_and_can_go_backward():
     encoder, nothing = build(), torch.tensor([], dtype=torch.long)
-    loss, correct = forward(encoder, torch.arange(32), Attention.BIDIRECTIONAL, predict_at=nothing, labels=nothing)
+    loss, correct = forward(
+        encoder, torch.arange(32), Attention.BIDIRECTIONAL, predict_at=nothing, labels=nothing
+    )
     loss.backward()
     assert (loss.item(), int(correct)) == (0.0, 0)
     assert all((p.grad == 0).all() for p in encoder.parameters())
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(normalization="LayerNorm", norm_bias=True, prediction_head=True, output_layer_bias=True)]
+    "options",
+    [
+        {},
+        dict(
+            normalization="LayerNorm", norm_bias=True, prediction_head=True, output_layer_bias=True
+        ),
+    ],
 )
 def test_initial_weights_follow_from_the_seed(options):
-    first, again, other = (dict(build(seed=seed, shape=replace(TINY, **options)).named_parameters()) for seed in (3, 3, 4))
+    first, again, other = (
+        dict(build(seed=seed, shape=replace(TINY, **options)).named_parameters())
+        for seed in (3, 3, 4)
+    )
     for name, parameter in first.items():
         assert torch.equal(parameter, again[name])
         if parameter.dim() == 1:
@@ -188,10 +241,20 @@ def test_initial_weights_follow_from_the_seed(options):
     assert (first["embedding.word_embeddings.weight"][100:] == 0).all()
 
 
-@pytest.mark.parametrize(("method", "cutoff", "cut"), [("normal", 2.0, 1), ("scaled", 2.0, 1), ("full_megatron", 3.0, 0.9866)])
+@pytest.mark.parametrize(
+    ("method", "cutoff", "cut"),
+    [("normal", 2.0, 1), ("scaled", 2.0, 1), ("full_megatron", 3.0, 0.9866)],
+)
 def test_initial_weights_are_scaled_by_depth_and_cut(method, cutoff, cut):
     """By every kind of weight of 22 layers; `cut`: standard deviation of a standard normal cut there, by its formula."""
-    shape = replace(TINY, num_layers=22, prediction_head=True, init_method=method, init_cutoff=cutoff, init_method_std=0.03)
+    shape = replace(
+        TINY,
+        num_layers=22,
+        prediction_head=True,
+        init_method=method,
+        init_cutoff=cutoff,
+        init_method_std=0.03,
+    )
     values_of = {}
     for name, weight in build(shape=shape, vocab_size=640).named_parameters():
         kind = name.split(".", 3)[-1] if name.startswith("decoder.layers.") else name
@@ -199,12 +262,18 @@ def test_initial_weights_are_scaled_by_depth_and_cut(method, cutoff, cut):
             values_of.setdefault(kind, []).append(weight.detach().numpy().ravel())
     expected = dict.fromkeys(values_of, 0.03)
     if method != "normal":
-        expected["self_attention.linear_proj.weight"] = expected["mlp.linear_fc2.weight"] = 0.03 / math.sqrt(44)
+        expected["self_attention.linear_proj.weight"] = expected["mlp.linear_fc2.weight"] = (
+            0.03 / math.sqrt(44)
+        )
     if method == "full_megatron":
         expected["output_layer.weight"] = 1 / math.sqrt(32)
     assert len(values_of) == 7
     for kind, weights in values_of.items():
         values = np.concatenate(weights)
-        assert values.std() == pytest.approx(cut * expected[kind], rel=4 / math.sqrt(2 * values.size)), kind
+        assert values.std() == pytest.approx(
+            cut * expected[kind], rel=4 / math.sqrt(2 * values.size)
+        ), kind
         assert abs(values.mean()) < 4 * expected[kind] / math.sqrt(values.size), kind
-        assert (abs(values).max() <= cutoff * expected[kind] * 1.0001) == (method == "full_megatron"), kind
+        assert (abs(values).max() <= cutoff * expected[kind] * 1.0001) == (
+            method == "full_megatron"
+        ), kind

@@ -13,10 +13,14 @@ from megaenc.backend import ParallelConfig
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
-SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
+)
 EDGES, PREFIXES = [0, 5, 6, 20, 32], [2, 0, 13, 4]
 VOCABULARY = 128  # what a rank's share is padded to
-IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b[1]}  # torch's counter leaves it out
+IN_PLACE = {
+    torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b[1]
+}  # torch's counter leaves it out
 
 
 def executed(attention, predict_at, shape=SHAPE, classes=0):
@@ -29,10 +33,16 @@ def executed(attention, predict_at, shape=SHAPE, classes=0):
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
     packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter,
+    ):
         labels = torch.zeros(len(predict_at), dtype=torch.long)
         loss, _ = encoder(
-            torch.arange(32)[None], positions, packing, Predictions(torch.tensor(predict_at), labels, classes=classes)
+            torch.arange(32)[None],
+            positions,
+            packing,
+            Predictions(torch.tensor(predict_at), labels, classes=classes),
         )
         loss.backward()
     return counter.get_total_flops(), packing.spans()
@@ -55,7 +65,17 @@ def test_flops_are_those_of_the_executed_products(attention, predict_at):
 @pytest.mark.usefixtures("one_process")
 def test_flops_of_a_model_with_a_head_and_windows_that_hide_nothing():
     """A window counts by the pairs of tokens within it (tests/model/test_config.py); kernels skip the others in part."""
-    local = dict(window_size=13, embedding_norm=True, prediction_head=True, output_layer_bias=True, activation="gelu")
+    local = dict(
+        window_size=13,
+        embedding_norm=True,
+        prediction_head=True,
+        output_layer_bias=True,
+        activation="gelu",
+    )
     shape = dataclasses.replace(SHAPE, **local)
     counted, spans = executed(Attention.BIDIRECTIONAL, [3, 7, 30], shape)
-    assert counted == shape.training_flops(VOCABULARY, 3, spans) > SHAPE.training_flops(VOCABULARY, 3, spans)
+    assert (
+        counted
+        == shape.training_flops(VOCABULARY, 3, spans)
+        > SHAPE.training_flops(VOCABULARY, 3, spans)
+    )

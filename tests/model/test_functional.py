@@ -64,14 +64,20 @@ def test_the_norm_of_numbers_and_of_sums_is_that_of_torch_with_its_gradients(dty
     """A sum is passed on, so that gradients reach it both directly and through the norm."""
     x, weight = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(DIM, dtype=dtype)
     residual, upstream = torch.randn_like(x), torch.randn(2, *x.shape, dtype=dtype)
-    torch.testing.assert_close(outcome(normed, (x, weight), upstream[0]), outcome(formula, (x, weight), upstream[0]))
+    torch.testing.assert_close(
+        outcome(normed, (x, weight), upstream[0]), outcome(formula, (x, weight), upstream[0])
+    )
     inputs = (x, weight, residual)
-    torch.testing.assert_close(outcome(of_sum, inputs, upstream), outcome(formula, inputs, upstream))
+    torch.testing.assert_close(
+        outcome(of_sum, inputs, upstream), outcome(formula, inputs, upstream)
+    )
 
 
 @pytest.mark.usefixtures("in_parts")
 def test_a_norm_of_bfloat16_is_rounded_once():
-    x, weight, upstream = (torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64)))
+    x, weight, upstream = (
+        torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64))
+    )
     found = outcome(normed, (x, weight), upstream)
     exact = outcome(normed, (x.double(), weight.double()), upstream.double())
     for here, there in zip(found, exact, strict=True):
@@ -84,7 +90,9 @@ def test_a_norm_keeps_its_input_and_a_number_a_row_and_swiglu_its_input():
 
     kept = []
     x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         normed(x, weight)
         GatedActivation(None, "silu")(x)
     assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM, 5 * DIM]
@@ -117,7 +125,9 @@ def test_dropout_drops_its_share_of_numbers_and_gradients(probability):
     x = torch.randn(2048, 1, 768, requires_grad=True)
     out = functional.dropout(x, keys, 3, probability)
     dropped = out == 0
-    assert dropped.double().mean() == pytest.approx(probability, abs=4 * (probability / x.numel()) ** 0.5)
+    assert dropped.double().mean() == pytest.approx(
+        probability, abs=4 * (probability / x.numel()) ** 0.5
+    )
     torch.testing.assert_close(out, x.masked_fill(dropped, 0) / (1 - probability))
     gradient = torch.randn_like(x)
     (found,) = torch.autograd.grad(out, x, gradient)

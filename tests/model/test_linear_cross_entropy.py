@@ -29,17 +29,26 @@ def loss_of(hidden, weight, labels, **others):
     from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 
     names = {field.name for field in dataclasses.fields(Predictions)}
-    predictions = Predictions(None, labels, **{name: value for name, value in others.items() if name in names})
+    predictions = Predictions(
+        None, labels, **{name: value for name, value in others.items() if name in names}
+    )
     options = {name: value for name, value in others.items() if name not in names}
     return linear_cross_entropy(
-        hidden, weight, predictions, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **options
+        hidden,
+        weight,
+        predictions,
+        VOCABULARY,
+        parallel_state.get_tensor_model_parallel_group(),
+        **options,
     )
 
 
 def soft_labels_of(labels, columns=5):
     """Ids and probabilities: the label first, then others of the whole vocabulary; of the first row one id stands twice."""
     generator = torch.Generator().manual_seed(1)
-    others = torch.rand(len(labels), VOCABULARY, generator=generator).argsort(dim=1)[:, : columns - 1]
+    others = torch.rand(len(labels), VOCABULARY, generator=generator).argsort(dim=1)[
+        :, : columns - 1
+    ]
     ids = torch.cat([labels[:, None], others], dim=1)
     ids[0, 1] = ids[0, 0]
     return ids, torch.rand(ids.shape, generator=generator).mul(5).softmax(dim=1)
@@ -50,8 +59,14 @@ def dense(ids, probabilities):
     return torch.zeros(len(ids), VOCABULARY).scatter_add_(1, ids, probabilities)
 
 
-@pytest.mark.parametrize("given", [(), ("weights",), ("bias_V",), ("soft_labels",), ("weights", "bias_V", "soft_labels")])
-@pytest.mark.parametrize(("at_once", "widened"), [(1, 3), (7, 3), (ROWS, ROWS)], ids=["a row", "seven rows", "everything"])
+@pytest.mark.parametrize(
+    "given", [(), ("weights",), ("bias_V",), ("soft_labels",), ("weights", "bias_V", "soft_labels")]
+)
+@pytest.mark.parametrize(
+    ("at_once", "widened"),
+    [(1, 3), (7, 3), (ROWS, ROWS)],
+    ids=["a row", "seven rows", "everything"],
+)
 def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, monkeypatch):
     """With its gradients and the number of right guesses; a kernel that reads one label is not used with soft labels."""
     from megaenc.model import linear_cross_entropy as loss_module
@@ -69,7 +84,9 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, mo
     options |= {"fused": FusedKernels(loss=True)} if "soft_labels" in given else {}
     loss, correct = loss_of(*here[:2], labels, **options)
     logits = there[0] @ there[1][:VOCABULARY].T + there[2][:VOCABULARY]
-    losses = F.cross_entropy(logits, dense(*soft_labels) if "soft_labels" in given else labels, reduction="none")
+    losses = F.cross_entropy(
+        logits, dense(*soft_labels) if "soft_labels" in given else labels, reduction="none"
+    )
     losses = losses * weights if "weights" in given else losses
     (loss * 0.5).backward()  # as the schedules scale it
     (losses.sum() * 0.5).backward()
@@ -96,7 +113,12 @@ def test_classes_have_the_first_rows(work, rows, buffered):
     here = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     there = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     buffer = torch.zeros(PADDED, HIDDEN) if buffered else None
-    options = {"bias_V": here[2], "classes": 3, "chunk_size": PADDED * rows, "fused": FusedKernels(loss=True)}
+    options = {
+        "bias_V": here[2],
+        "classes": 3,
+        "chunk_size": PADDED * rows,
+        "fused": FusedKernels(loss=True),
+    }
     loss, correct = loss_of(*here[:2], labels, main_grad_VH=buffer, **options)
     logits = there[0] @ there[1][:3].T + there[2][:3]
     expected = F.cross_entropy(logits, labels, reduction="sum")
@@ -170,9 +192,16 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         out = function(*arguments, **keywords or {})
         self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
-        given = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in arguments
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:  # no view
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in given
+            ):  # no view
                 self.numel = max(self.numel, tensor.numel())
         return out
 
@@ -188,14 +217,18 @@ def test_where_nobody_asks_for_gradients_none_are_made(work):
 
 def test_all_logits_never_exist(one_process):
     """A vocabulary of 128,256 and 1,024 predictions: half a GiB as float32."""
-    hidden, weight = torch.randn(1024, 4, requires_grad=True), torch.randn(128_256, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(1024, 4, requires_grad=True),
+        torch.randn(128_256, 4, requires_grad=True),
+    )
     with Operations() as operations:
         loss_of(hidden, weight, torch.randint(0, VOCABULARY, (1024,)))[0].backward()
     assert operations.numel <= 2**26
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "found"), [(10_000, 2 * 128_256, 3_456), (523, 2 * 128_256, 640), (0, 1, 1), (10, 2**31, 1)]
+    ("rows", "width", "found"),
+    [(10_000, 2 * 128_256, 3_456), (523, 2 * 128_256, 640), (0, 1, 1), (10, 2**31, 1)],
 )
 def test_parts_are_few_and_even(rows, width, found):
     """Of 10,000 rows, of which 4,096 fit into a GiB: three parts; whole tiles of 128, and one row if not even that fits."""

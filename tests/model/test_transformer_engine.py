@@ -12,7 +12,14 @@ from megaenc.backend import KernelConfig, ParallelConfig
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 
-TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2, qk_layernorm=True)
+TINY = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=80,
+    num_attention_heads=4,
+    num_query_groups=2,
+    qk_layernorm=True,
+)
 TINY = replace(TINY, apply_layernorm_1p=True, post_norms=True)  # all norms that a layer may have
 ENGINE = KernelConfig(transformer_impl="transformer_engine")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -70,7 +77,11 @@ def build(kernels, seed=3):
 
 def test_linear_layers_and_norms_are_its_own_and_attention_and_first_values_are_not(stand_ins):
     kinds = {name: type(module).__name__ for name, module in build(ENGINE).decoder.named_modules()}
-    layer = {name.removeprefix("layers.1."): kind for name, kind in kinds.items() if name.startswith("layers.1.")}
+    layer = {
+        name.removeprefix("layers.1."): kind
+        for name, kind in kinds.items()
+        if name.startswith("layers.1.")
+    }
     assert {name: layer[name] for name in layer if "linear" in name} == {
         "self_attention.linear_qkv": "TEColumnParallelLinear",
         "self_attention.linear_proj": "TERowParallelLinear",
@@ -88,11 +99,18 @@ def test_linear_layers_and_norms_are_its_own_and_attention_and_first_values_are_
 
 def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
     """On the disk nothing differs, and what one has saved the other loads."""
-    from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index, publish_chunks, write_chunks
+    from megaenc.training.checkpoint.chunk_files import (
+        ChunkReader,
+        parse_index,
+        publish_chunks,
+        write_chunks,
+    )
     from megaenc.training.checkpoint.state_tensors import list_module_state
 
     def chunks(encoder):
-        return [chunk for tensor in list_module_state(encoder).values() for chunk in tensor.chunks()]
+        return [
+            chunk for tensor in list_module_state(encoder).values() for chunk in tensor.chunks()
+        ]
 
     for number, (saves, loads) in enumerate([(ENGINE, KernelConfig()), (KernelConfig(), ENGINE)]):
         saved, loaded = build(saves, seed=5), build(loads, seed=6)
@@ -104,14 +122,24 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
         assert {each.key for each in stored} == {each.key for each in chunks(loaded)}
         ChunkReader(folder, stored).read(chunks(loaded))
         theirs = dict(saved.named_parameters())
-        assert all(torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters())
+        assert all(
+            torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters()
+        )
 
 
-def test_its_layers_add_to_gradient_buffers_without_apex_and_the_output_layer_waits_for_them(stand_ins):
+def test_its_layers_add_to_gradient_buffers_without_apex_and_the_output_layer_waits_for_them(
+    stand_ins,
+):
     encoder = build(ENGINE)
     assert encoder.config.gradient_accumulation_fusion
-    assert all(module.gradient_accumulation_fusion for name, module in encoder.decoder.named_modules() if ".linear_" in name)
-    assert not encoder.output_layer.gradient_accumulation_fusion  # it is megatron-core's own, and needs a buffer to add to
+    assert all(
+        module.gradient_accumulation_fusion
+        for name, module in encoder.decoder.named_modules()
+        if ".linear_" in name
+    )
+    assert (
+        not encoder.output_layer.gradient_accumulation_fusion
+    )  # it is megatron-core's own, and needs a buffer to add to
     assert not build(KernelConfig()).config.gradient_accumulation_fusion
 
 
@@ -122,8 +150,17 @@ def test_float8_is_left_to_it(stand_ins, fp8_format):
 
     asked = KernelConfig(transformer_impl="transformer_engine", fp8_format=fp8_format)
     config = build_transformer_config(TINY, ParallelConfig(), torch.float32, asked)
-    assert (config.transformer_impl, config.fp8, config.fp8_recipe) == ("transformer_engine", fp8_format, "tensorwise")
-    assert build_transformer_config(TINY, ParallelConfig(), torch.float32, KernelConfig(fp8_format="hybrid")).fp8 is None
+    assert (config.transformer_impl, config.fp8, config.fp8_recipe) == (
+        "transformer_engine",
+        fp8_format,
+        "tensorwise",
+    )
+    assert (
+        build_transformer_config(
+            TINY, ParallelConfig(), torch.float32, KernelConfig(fp8_format="hybrid")
+        ).fp8
+        is None
+    )
 
 
 def test_one_line_says_that_it_is_not_installed():
@@ -131,7 +168,8 @@ def test_one_line_says_that_it_is_not_installed():
     from megaenc.model.fp8.linear import check_linear_layers
 
     with pytest.raises(
-        InputError, match="--transformer-impl transformer_engine: transformer-engine is not installed; install it"
+        InputError,
+        match="--transformer-impl transformer_engine: transformer-engine is not installed; install it",
     ):
         check_linear_layers(ENGINE, detect_backend(), [], torch.float32)
 
@@ -143,13 +181,25 @@ def test_float8_needs_a_version_that_finds_scales_anew_and_a_machine_that_has_it
 
     from megaenc.model.transformer_engine import check_transformer_engine
 
-    answers = {"is_fp8_available": staticmethod(lambda: (False, "Device compute capability 8.9 or higher required"))}
+    answers = {
+        "is_fp8_available": staticmethod(
+            lambda: (False, "Device compute capability 8.9 or higher required")
+        )
+    }
     monkeypatch.setattr(extension, "HAVE_TE", True)
-    monkeypatch.setattr(extension, "FP8GlobalStateManager", type("Manager", (), answers), raising=False)
+    monkeypatch.setattr(
+        extension, "FP8GlobalStateManager", type("Manager", (), answers), raising=False
+    )
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.1.0"))
     check_transformer_engine(None)
-    with pytest.raises(InputError, match=r"--fp8-format hybrid: found transformer-engine 2\.1\.0, expected 2\.2\.0 or later"):
+    with pytest.raises(
+        InputError,
+        match=r"--fp8-format hybrid: found transformer-engine 2\.1\.0, expected 2\.2\.0 or later",
+    ):
         check_transformer_engine("hybrid")
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.4.0"))
-    with pytest.raises(InputError, match=r"no float8 on this machine \(Device compute capability 8.9 or higher required\)"):
+    with pytest.raises(
+        InputError,
+        match=r"no float8 on this machine \(Device compute capability 8.9 or higher required\)",
+    ):
         check_transformer_engine("hybrid")

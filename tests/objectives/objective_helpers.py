@@ -14,10 +14,20 @@ SPECIAL = (0, 1, 7)
 MASK = 1
 VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=MASK, special_ids=SPECIAL, fingerprint="f" * 64)
 # A word begins with every even id, and with every id after one above 40.
-CODES = np.array([(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2").tobytes()
+CODES = np.array(
+    [(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2"
+).tobytes()
 WORDS = dataclasses.replace(VOCABULARY, code_words=lambda: CODES)
 # Of the ids 10 to 19: prefixes and overlaps of each other. Two, with special tokens, are such as no search would find.
-PHRASES = [(10, 11), (10, 11, 12), (11, 12, 13, 14), (12, 13), (14, 15, 16, 17, 18), (15, 15), (16, 17)]
+PHRASES = [
+    (10, 11),
+    (10, 11, 12),
+    (11, 12, 13, 14),
+    (12, 13),
+    (14, 15, 16, 17, 18),
+    (15, 15),
+    (16, 17),
+]
 PHRASES += [(10, 11, 12, 13, 10), (7, 10), (12, 0, 7, 11)]
 
 
@@ -25,7 +35,12 @@ def random_pack(sample: int, length: int = 64) -> Pack:
     """Tokens of the whole vocabulary, three in fifty of them special, in documents of 1 to some tens of tokens."""
     rng = np.random.default_rng(sample)
     inner = np.flatnonzero(rng.random(length - 1) < rng.choice([0.0, 0.05, 0.4])) + 1
-    return Pack(sample, 0, rng.integers(0, VOCABULARY.size, size=length), np.array([0, *inner, length], dtype=np.int32))
+    return Pack(
+        sample,
+        0,
+        rng.integers(0, VOCABULARY.size, size=length),
+        np.array([0, *inner, length], dtype=np.int32),
+    )
 
 
 def places_in_document(pack: Pack) -> list[int]:
@@ -39,7 +54,9 @@ def places_in_document(pack: Pack) -> list[int]:
 
 def within(successes, trials, probability) -> bool:
     """Whether a count lies within 4.5 standard deviations of its mean (a chance of 7e-6 to fail, and the seed is fixed)."""
-    return abs(successes - trials * probability) < 4.5 * math.sqrt(trials * probability * (1 - probability))
+    return abs(successes - trials * probability) < 4.5 * math.sqrt(
+        trials * probability * (1 - probability)
+    )
 
 
 def write_phrases(path, phrases=PHRASES, fingerprint=VOCABULARY.fingerprint) -> str:

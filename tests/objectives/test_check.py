@@ -120,7 +120,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", sorted({*OBJECTIVES._own} - {"distill"}))  # which needs a teacher: test_distillation.py
+@pytest.mark.parametrize(
+    "name", sorted({*OBJECTIVES._own} - {"distill"})
+)  # which needs a teacher: test_distillation.py
 def test_own_objectives_pass(name, folder):
     _, results = run_checks(CheckConfig(name))
     assert [result.name for result in results if result.passed is False] == []
@@ -132,7 +134,10 @@ def test_own_objectives_pass(name, folder):
 def test_statistics_are_those_of_the_options():
     """Of BERT's masks in runs of mean 3, for which the last token of each document, EOS, is no candidate."""
     _, results = run_checks(CheckConfig("mlm(mask=0.15,random=0.1,keep=0.1,span=3)"))
-    rows = {result.name: [float(number) for number in re.findall(r"\d+\.\d+", result.text)] for result in results}
+    rows = {
+        result.name: [float(number) for number in re.findall(r"\d+\.\d+", result.text)]
+        for result in results
+    }
     assert rows["leaks"] == pytest.approx([10, 10], abs=1.5)
     _, low, high = rows["predictions"]
     packs = list(measure.make_packs(512, odd=False))
@@ -154,13 +159,19 @@ def test_weights_and_their_divisor_are_told(folder):
 
 
 def test_a_name_that_another_objective_has_is_refused(folder, refusal):
-    (folder / "same_name.py").write_text(HEAD.format(shift="", body=HIDDEN).replace('name = "made"', 'name = "clm"'))
-    assert "same_name:Made: is called `clm`, found another objective of this name" in refusal(main, ["same_name:Made"])
+    (folder / "same_name.py").write_text(
+        HEAD.format(shift="", body=HIDDEN).replace('name = "made"', 'name = "clm"')
+    )
+    assert "same_name:Made: is called `clm`, found another objective of this name" in refusal(
+        main, ["same_name:Made"]
+    )
 
 
 def test_labels_that_are_kept_too_often_are_refused(refusal):
     line = refusal(main, ["mlm(keep=1)"])
-    assert "labels change a visible input, 100.0 % at their own place; expected at most 60 %" in line
+    assert (
+        "labels change a visible input, 100.0 % at their own place; expected at most 60 %" in line
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,13 +189,18 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "leaks not tested: labels are classes" in output
     # Of 997 tokens one is drawn for its own place.
-    row = re.search(r"predicted tokens: 0\.0 % mask, ([\d.]+) % another token, [\d.]+ % unchanged; others: 0\.0 %", output)
+    row = re.search(
+        r"predicted tokens: 0\.0 % mask, ([\d.]+) % another token, [\d.]+ % unchanged; others: 0\.0 %",
+        output,
+    )
     assert float(row[1]) == pytest.approx(25, abs=0.2)
     for options, share in ((["share=0.5", "length=4"], 25), (["share=0.05"], 33)):
         main(["word_order:WordOrder", "--options", *options])
         output = " ".join(capsys.readouterr().out.split())
         # A shuffled token stays in place once in `length` times, and all are visible.
-        row = re.search(r"100\.0 % of [\d,]+ labels change a visible input, (.*) % at their own place", output)
+        row = re.search(
+            r"100\.0 % of [\d,]+ labels change a visible input, (.*) % at their own place", output
+        )
         assert float(row[1]) == pytest.approx(share, abs=2.5)
     (folder / "right.py").write_text(HEAD.format(shift="", body=HIDDEN))
     main(["right:Made", "--options", "share=0.25"])
@@ -214,7 +230,9 @@ class _FakeWorker:
         if change is not None:
             folder.mkdir(exist_ok=True)
             row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "accuracy": 0.5, "predicted_tokens": 7}
-            (folder / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'step': 2} | change)}\n")
+            (folder / "metrics.jsonl").write_text(
+                f"{json.dumps(row)}\n{json.dumps(row | {'step': 2} | change)}\n"
+            )
             future.set_result(None)
         return future
 
@@ -241,9 +259,20 @@ def _fail(name, output):
         (_in_four(grad_norm=1 - 2e-5), ["grad_norm 1 and 0.99998", ""]),
         (_in_four(predicted_tokens=13), ["predicted_tokens 7 and 13", ""]),
         (_in_four(loss=float("nan")), ["loss 5 and nan", ""]),
-        (lambda name, output: {"loss": 5.0 + (name == "four-stopped")}, ["", "other losses in 4 processes; expected no state"]),
-        (lambda name, output: None if name == "four" else {}, ["training in 4 processes failed: no answer in 0.1 s"]),
-        (_die, ["training in 1 process failed: worker process 7 was killed by SIGSEGV, .*; last output: Fatal Python error"]),
+        (
+            lambda name, output: {"loss": 5.0 + (name == "four-stopped")},
+            ["", "other losses in 4 processes; expected no state"],
+        ),
+        (
+            lambda name, output: None if name == "four" else {},
+            ["training in 4 processes failed: no answer in 0.1 s"],
+        ),
+        (
+            _die,
+            [
+                "training in 1 process failed: worker process 7 was killed by SIGSEGV, .*; last output: Fatal Python error"
+            ],
+        ),
         (_fail, ["training in 1 process failed: ValueError: no tokens"]),
     ],
 )
@@ -269,7 +298,12 @@ def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
     shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", folder)
     main(["replaced_tokens:ReplacedTokenDetection", "--options", "share=0.5", "--train"])
     output = " ".join(capfd.readouterr().out.split())
-    assert "layouts passed 6 steps in 1 process and in 4 (tensor 2 x pipeline 2)" in output and "resume passed" in output
+    assert (
+        "layouts passed 6 steps in 1 process and in 4 (tensor 2 x pipeline 2)" in output
+        and "resume passed" in output
+    )
     # In one process there is no rank to see.
-    (folder / "of_ranks.py").write_text(HEAD.format(shift="", body=f"at = at[int(os.environ.get('RANK', '0')) // 2 :]; {HIDDEN}"))
+    (folder / "of_ranks.py").write_text(
+        HEAD.format(shift="", body=f"at = at[int(os.environ.get('RANK', '0')) // 2 :]; {HIDDEN}")
+    )
     assert "layouts: " in refusal(main, ["of_ranks:Made", "--train"])

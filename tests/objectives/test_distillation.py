@@ -31,7 +31,11 @@ def load(folder):
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
     decoder = AutoConfig.from_pretrained(folder).architectures[0].endswith("ForCausalLM")
-    return (AutoModelForCausalLM if decoder else AutoModelForMaskedLM).from_pretrained(folder, dtype=torch.float32).eval()
+    return (
+        (AutoModelForCausalLM if decoder else AutoModelForMaskedLM)
+        .from_pretrained(folder, dtype=torch.float32)
+        .eval()
+    )
 
 
 def densify(soft_labels, size=VOCABULARY.size):
@@ -46,7 +50,11 @@ def plain_distributions(model, objective, pack, targets):
     """One document after the other, one prediction after the other."""
     rows = []
     for start, stop in zip(pack.edges[:-1], pack.edges[1:], strict=True):
-        logits = model(torch.from_numpy(targets.inputs[start:stop])[None]).logits[0, :, : VOCABULARY.size].double()
+        logits = (
+            model(torch.from_numpy(targets.inputs[start:stop])[None])
+            .logits[0, :, : VOCABULARY.size]
+            .double()
+        )
         for at in targets.predict_at[(targets.predict_at >= start) & (targets.predict_at < stop)]:
             logits[at - start, list(SPECIAL)] = -torch.inf
             best = logits[at - start].topk(min(objective.top_k, VOCABULARY.size - len(SPECIAL)))
@@ -65,13 +73,21 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_label_distributions_are_those_of_a_plain_forward(options, teacher):
-    objective, model, predictions = Distillation(VOCABULARY, teacher=str(teacher), **options), load(teacher), 0
-    shared = {name: value for name, value in options.items() if name in ("mask", "random", "keep", "span")}
+    objective, model, predictions = (
+        Distillation(VOCABULARY, teacher=str(teacher), **options),
+        load(teacher),
+        0,
+    )
+    shared = {
+        name: value for name, value in options.items() if name in ("mask", "random", "keep", "span")
+    }
     masking = MaskedLanguageModeling(VOCABULARY, **shared)
     for sample in range(20):
         pack, randomness = random_pack(sample), SampleRandomness(3, sample, 2)
         actual, expected = objective.targets(pack, randomness), masking.targets(pack, randomness)
-        assert all(map(np.array_equal, actual.parts[:-2], expected.parts[:-2])), "the inputs, places and labels of mlm"
+        assert all(map(np.array_equal, actual.parts[:-2], expected.parts[:-2])), (
+            "the inputs, places and labels of mlm"
+        )
         distributions = plain_distributions(model, objective, pack, actual)
         np.testing.assert_allclose(densify(actual.soft_labels), distributions, atol=1e-5)
         check_targets(objective, pack, seed=5)
@@ -79,11 +95,18 @@ def test_label_distributions_are_those_of_a_plain_forward(options, teacher):
     assert predictions > 100
 
 
-@pytest.mark.parametrize("name", ["modernbert", "neobert", "gemma3 read bidirectionally", "roberta"])
+@pytest.mark.parametrize(
+    "name", ["modernbert", "neobert", "gemma3 read bidirectionally", "roberta"]
+)
 def test_teachers_of_other_families(name, tmp_path):
     """RoBERTa's positions depend on padding, and its vocabulary is larger here than the tokenizer's."""
     if name == "roberta":
-        sizes = {"vocab_size": 64, "max_position_embeddings": 66, "pad_token_id": 1, "initializer_range": 0.5}
+        sizes = {
+            "vocab_size": 64,
+            "max_position_embeddings": 66,
+            "pad_token_id": 1,
+            "initializer_range": 0.5,
+        }
         save_model(tmp_path, name, auto=AutoModelForMaskedLM, **sizes)
     else:
         write_teacher(tmp_path, name)
@@ -117,22 +140,33 @@ def test_only_predicted_positions_get_logits(teacher, monkeypatch):
     with head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape)):
         targets = objective.targets(pack, SampleRandomness(0, 0, 0))
     assert sum(shape[0] for shape in shapes) == len(targets.labels) < len(pack.tokens)
-    assert load_teacher(str(teacher), VOCABULARY).model is load_teacher(str(teacher), VOCABULARY).model
+    assert (
+        load_teacher(str(teacher), VOCABULARY).model is load_teacher(str(teacher), VOCABULARY).model
+    )
 
 
 def test_options_change_over_a_phase_and_the_teacher_is_part_of_the_identity(teacher):
-    schedule = Schedule.build(f"distill(teacher={teacher},share=1->0,top_k=4->8):1.0", 5, VOCABULARY)
+    schedule = Schedule.build(
+        f"distill(teacher={teacher},share=1->0,top_k=4->8):1.0", 5, VOCABULARY
+    )
     assert [schedule.objective(step).share for step in (1, 3, 5)] == [1, 0.5, 0]
     assert [schedule.objective(step).top_k for step in (1, 3, 5)] == [4, 6, 8]
-    soft_labels = schedule.objective(5).targets(random_pack(0), SampleRandomness(0, 0, 0)).soft_labels
-    assert (soft_labels.probabilities[:, 0] == 1).all() and (soft_labels.probabilities[:, 1:] == 0).all()
+    soft_labels = (
+        schedule.objective(5).targets(random_pack(0), SampleRandomness(0, 0, 0)).soft_labels
+    )
+    assert (soft_labels.probabilities[:, 0] == 1).all() and (
+        soft_labels.probabilities[:, 1:] == 0
+    ).all()
     assert schedule.objective(1).files() == (teacher / "config.json", teacher / "model.safetensors")
     [text] = schedule.packages().values()
     assert "config.json (" in text and "model.safetensors (" in text
 
 
 def test_a_teacher_is_needed_at_a_path_that_a_schedule_can_hold():
-    with pytest.raises(InputError, match=r"option `teacher`: missing, expected the folder .*: distill\(teacher=DIR\)"):
+    with pytest.raises(
+        InputError,
+        match=r"option `teacher`: missing, expected the folder .*: distill\(teacher=DIR\)",
+    ):
         Distillation(VOCABULARY)
     for part in ("my folder", "a,b", "a(b)"):
         with pytest.raises(InputError, match=r"at character \d+ of .*here: "):
@@ -143,7 +177,9 @@ def change_config(folder, **values):
     """Change fields of config.json; None: drop one."""
     file = folder / "config.json"
     content = json.loads(file.read_text()) | values
-    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    file.write_text(
+        json.dumps({name: value for name, value in content.items() if value is not None})
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,14 +187,32 @@ def change_config(folder, **values):
     [
         (shutil.rmtree, "no such folder, expected one with config.json"),
         (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle, which could run any code"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "a pickle, which could run any code",
+        ),
         (lambda f: (f / "model.safetensors").write_bytes(b"12"), "not a complete safetensors file"),
-        (lambda f: change_config(f, model_type="vit"), "found a vit model; expected a masked language model"),
-        (lambda f: change_config(f, vocab_size=49), "a vocabulary of 49 ids, expected at least the 50 of the tokenizer"),
+        (
+            lambda f: change_config(f, model_type="vit"),
+            "found a vit model; expected a masked language model",
+        ),
+        (
+            lambda f: change_config(f, vocab_size=49),
+            "a vocabulary of 49 ids, expected at least the 50 of the tokenizer",
+        ),
         (lambda f: change_config(f, num_hidden_layers=3), "no weights `model.layers.2"),
-        (lambda f: change_config(f, architectures=["LlamaForCausalLM"], model_type="llama"), "reads causally"),
-        (lambda f: change_config(f, prediction_shift=1), "predicts tokens 1 further (`prediction_shift`)"),
-        (lambda f: change_config(f, max_position_embeddings=63), "reads up to 63 tokens, expected the 64 of a pack"),
+        (
+            lambda f: change_config(f, architectures=["LlamaForCausalLM"], model_type="llama"),
+            "reads causally",
+        ),
+        (
+            lambda f: change_config(f, prediction_shift=1),
+            "predicts tokens 1 further (`prediction_shift`)",
+        ),
+        (
+            lambda f: change_config(f, max_position_embeddings=63),
+            "reads up to 63 tokens, expected the 64 of a pack",
+        ),
     ],
 )
 def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, tmp_path):
@@ -167,7 +221,9 @@ def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, 
     with pytest.raises(InputError) as error:
         check_targets(Distillation(VOCABULARY, teacher=str(folder)), random_pack(0), seed=0)
     line = str(error.value)
-    assert complaint in line and "\n" not in line and "InputError" not in line and str(folder) in line
+    assert (
+        complaint in line and "\n" not in line and "InputError" not in line and str(folder) in line
+    )
     assert line.startswith(f"objective `distill(teacher={folder})`, pack 0: ")
 
 
@@ -175,10 +231,22 @@ def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, 
 def test_objective_check_passes(small_corpus, tmp_path, monkeypatch):
     """With a teacher that has a tokenizer, and a context shorter than the made-up packs but not than their documents."""
     monkeypatch.setattr(measure, "_PACKS", 16)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    write_teacher(tmp_path, vocab_size=1000, max_position_embeddings=512, num_key_value_heads=1, **shape)
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    write_teacher(
+        tmp_path, vocab_size=1000, max_position_embeddings=512, num_key_value_heads=1, **shape
+    )
     shutil.copytree(small_corpus.tokenizer, tmp_path, dirs_exist_ok=True)
-    _, results = check.run_checks(check.CheckConfig(f"distill(teacher={tmp_path},mask=0.1,top_k=4)"))
+    _, results = check.run_checks(
+        check.CheckConfig(f"distill(teacher={tmp_path},mask=0.1,top_k=4)")
+    )
     assert [result.name for result in results if result.passed is False] == []
     rows = {result.name: result.text for result in results}
-    assert rows["leaks"].startswith("0.0 %") and rows["determinism"] == "equal in another order and in another process"
+    assert (
+        rows["leaks"].startswith("0.0 %")
+        and rows["determinism"] == "equal in another order and in another process"
+    )

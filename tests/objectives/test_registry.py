@@ -62,7 +62,10 @@ def test_package_is_loaded_when_its_objective_is_asked_for(install):
     schedule = Schedule.build("clm:0.5,copying(every=3):0.5", 10, VOCABULARY)
     assert schedule.objective(6).every == 3
     assert schedule.canonical == "clm:5,copying(every=3):5"
-    with pytest.raises(InputError, match=r"at character 15 of .*option `every`: found 0, expected a whole number, 1 or more"):
+    with pytest.raises(
+        InputError,
+        match=r"at character 15 of .*option `every`: found 0, expected a whole number, 1 or more",
+    ):
         Schedule.build("copying(every=0)", 10, VOCABULARY)
 
 
@@ -70,7 +73,8 @@ def test_two_packages_offer_one_name(install):
     install("copy-objectives", "copying_module", COPYING, copying="copying_module:Copying")
     install("more-objectives", "more_module", COPYING, copying="more_module:Copying")
     with pytest.raises(
-        InputError, match=r"objective `copying`: offered by package `\S+` and by package `\S+`, expected one"
+        InputError,
+        match=r"objective `copying`: offered by package `\S+` and by package `\S+`, expected one",
     ) as caught:
         find("copying")
     assert "copy-objectives" in str(caught.value)
@@ -80,7 +84,8 @@ def test_two_packages_offer_one_name(install):
 def test_package_offers_a_built_in_name(install):
     install("copy-objectives", "copying_module", COPYING, mlm="copying_module:Copying")
     with pytest.raises(
-        InputError, match=r"objective `mlm`: package `copy-objectives` offers it, but megaenc.objectives.masking:.* has that name"
+        InputError,
+        match=r"objective `mlm`: package `copy-objectives` offers it, but megaenc.objectives.masking:.* has that name",
     ):
         find("mlm")
 
@@ -88,14 +93,34 @@ def test_package_offers_a_built_in_name(install):
 @pytest.mark.parametrize(
     ("source", "value", "complaint"),
     [
-        ("import no_such_module", "broken:Thing", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "import no_such_module",
+            "broken:Thing",
+            "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("", "broken:Thing", "cannot be loaded: AttributeError"),
-        ("Thing = 3", "broken:Thing", "offers broken:Thing, which is no subclass of megaenc.objectives.Objective"),
+        (
+            "Thing = 3",
+            "broken:Thing",
+            "offers broken:Thing, which is no subclass of megaenc.objectives.Objective",
+        ),
         (COPYING, "broken:Objective", "offers broken:Objective, which has no method `targets`"),
-        ("from megaenc.objectives import Masking", "broken:Masking", "offers broken:Masking, which has no method `eligible`"),
+        (
+            "from megaenc.objectives import Masking",
+            "broken:Masking",
+            "offers broken:Masking, which has no method `eligible`",
+        ),
         (COPYING, "broken:Copying", "offers broken:Copying, which is called `copying`"),
-        (COPYING.replace('"copying"', '"mix"'), "broken:Copying", "which is called `mix`, which is a mixture in a schedule"),
-        (COPYING.replace('name = "copying"', ""), "broken:Copying", "which lacks a `name` or an `attention`"),
+        (
+            COPYING.replace('"copying"', '"mix"'),
+            "broken:Copying",
+            "which is called `mix`, which is a mixture in a schedule",
+        ),
+        (
+            COPYING.replace('name = "copying"', ""),
+            "broken:Copying",
+            "which lacks a `name` or an `attention`",
+        ),
     ],
 )
 def test_broken_package_is_named(install, source, value, complaint):

@@ -61,17 +61,31 @@ def toy(monkeypatch):
 
 def test_numbers_of_any_objective_can_change_and_whole_ones_are_rounded(toy):
     schedule = build("toy(depth=1->4,rate=-1->1)", 7)
-    assert [schedule.objective(step).depth for step in range(1, 8)] == [1, 2, 2, 3, 3, 4, 4]  # 1, 1.5, 2, ...: half up
+    assert [schedule.objective(step).depth for step in range(1, 8)] == [
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]  # 1, 1.5, 2, ...: half up
     assert [schedule.objective(step).rate for step in (1, 4, 7)] == [-1, 0, 1]
     assert [type(schedule.objective(step).depth) for step in (1, 2)] == [int, int]
 
 
-@pytest.mark.parametrize("marked", ["toy(fast=false->[true])", "toy(word=a->[b])", "toy(fast=true->[true])"])
+@pytest.mark.parametrize(
+    "marked", ["toy(fast=false->[true])", "toy(word=a->[b])", "toy(fast=true->[true])"]
+)
 def test_what_is_no_number_cannot_change(toy, marked):
     text = marked.replace("[", "").replace("]", "")
-    with pytest.raises(InputError, match="is not a number and cannot change, expected one value") as caught:
+    with pytest.raises(
+        InputError, match="is not a number and cannot change, expected one value"
+    ) as caught:
         build(text, 10)
-    assert str(caught.value).startswith(f"--objective-schedule: at character {marked.index('[') + 1} of '{text}': toy: option `")
+    assert str(caught.value).startswith(
+        f"--objective-schedule: at character {marked.index('[') + 1} of '{text}': toy: option `"
+    )
     assert str(caught.value).endswith(f"(here: {marked})")
 
 
@@ -81,7 +95,9 @@ def test_a_mixture_draws_by_weight():
     drawn = [schedule.text_at(step) for step in range(1, steps + 1)]
     for text, share in (("clm", 0.3), ("mlm", 0.6), ("prefix_lm", 0.1)):
         assert within(drawn.count(text), steps, share)
-    pairs = list(zip(drawn[::2], drawn[1::2], strict=True))  # one step's draw says nothing about the next one's
+    pairs = list(
+        zip(drawn[::2], drawn[1::2], strict=True)
+    )  # one step's draw says nothing about the next one's
     assert within(pairs.count(("clm", "clm")), len(pairs), 0.09)
 
 
@@ -101,8 +117,14 @@ def test_what_is_said_of_a_step_is_what_it_trains():
     kinds = {"clm": "clm", "mlm(mask=0.4->0.2)": "mlm", "mntp": "mntp"}
     for step in range(1, 101):
         assert schedule.objective(step).name == kinds[schedule.text_at(step)]
-    masks = [schedule.objective(step).mask for step in range(1, 51) if schedule.objective(step).name == "mlm"]
-    assert masks == sorted(masks, reverse=True) and 0.2 <= masks[-1] < 0.22 and 0.38 < masks[0] <= 0.4
+    masks = [
+        schedule.objective(step).mask
+        for step in range(1, 51)
+        if schedule.objective(step).name == "mlm"
+    ]
+    assert (
+        masks == sorted(masks, reverse=True) and 0.2 <= masks[-1] < 0.22 and 0.38 < masks[0] <= 0.4
+    )
 
 
 def test_each_step_of_a_sum_trains_all_of_its_objectives():
@@ -114,13 +136,17 @@ def test_each_step_of_a_sum_trains_all_of_its_objectives():
     assert schedule.objectives(4) == ((1, schedule.objective(4)),)
     with pytest.raises(ValueError, match="step 1 trains sum"):
         schedule.objective(1)
-    assert schedule.phases[0].shares == (0.5, 0.5) and [phase.passes for phase in schedule.phases] == [2, 1]
+    assert schedule.phases[0].shares == (0.5, 0.5) and [
+        phase.passes for phase in schedule.phases
+    ] == [2, 1]
 
 
 def test_every_objective_that_can_be_trained_is_listed_once_with_options_at_their_end():
     schedule = build("3x(clm:10,mlm(mask=0.4->0.2):10),mix(mlm(mask=0.2):1,prefix_lm:1):40", 100)
     assert list(schedule.final_objectives()) == ["clm", "mlm(mask=0.2)", "prefix_lm"]
-    assert schedule.final_objectives()["mlm(mask=0.2)"] == MaskedLanguageModeling(VOCABULARY, mask=0.2)
+    assert schedule.final_objectives()["mlm(mask=0.2)"] == MaskedLanguageModeling(
+        VOCABULARY, mask=0.2
+    )
 
 
 def test_a_hundred_thousand_phases():

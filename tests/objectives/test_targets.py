@@ -7,12 +7,28 @@ import math
 
 import numpy as np
 import pytest
-from objective_helpers import MASK, PHRASES, SPECIAL, VOCABULARY, WORDS, places_in_document, random_pack, within, write_phrases
+from objective_helpers import (
+    MASK,
+    PHRASES,
+    SPECIAL,
+    VOCABULARY,
+    WORDS,
+    places_in_document,
+    random_pack,
+    within,
+    write_phrases,
+)
 
 from megaenc.counter_rng import SampleRandomness, uniforms
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, check_targets, find
+from megaenc.objectives import (
+    CausalLanguageModeling,
+    MaskedLanguageModeling,
+    Schedule,
+    check_targets,
+    find,
+)
 
 TEXT_TOKENS = [token for token in range(VOCABULARY.size) if token not in SPECIAL]
 LONGEST_FIRST = sorted(PHRASES, key=len, reverse=True)
@@ -34,7 +50,9 @@ def bounds(pack):
 def slow_clm(objective, pack, draw):
     """Of special tokens, only the end is predicted."""
     predicted = []
-    for at, (token, place) in enumerate(zip(pack.tokens.tolist(), places_in_document(pack), strict=True)):
+    for at, (token, place) in enumerate(
+        zip(pack.tokens.tolist(), places_in_document(pack), strict=True)
+    ):
         if place > 0 and (token not in SPECIAL or token == VOCABULARY.eos_id):
             predicted.append(at)
     return pack.tokens.tolist(), predicted, {}
@@ -47,7 +65,9 @@ def slow_prefix(objective, pack, draw):
         share = objective.low + (objective.high - objective.low) * ratio
         prefix = min(math.floor(share * (stop - start)), stop - start - 1)
         prefixes.append(prefix)
-        predicted += [at for at in range(start + max(prefix, 1), stop) if pack.tokens[at] not in SPECIAL]
+        predicted += [
+            at for at in range(start + max(prefix, 1), stop) if pack.tokens[at] not in SPECIAL
+        ]
     return pack.tokens.tolist(), predicted, {"prefixes": prefixes}
 
 
@@ -63,13 +83,20 @@ def slow_diffusion(objective, pack, draw):
                 inputs[at] = MASK
                 predicted.append(at)
                 weights.append(np.float32(1 / ratio))
-    return inputs, predicted, {"weights": weights, "count": sum(token not in SPECIAL for token in pack.tokens.tolist())}
+    return (
+        inputs,
+        predicted,
+        {"weights": weights, "count": sum(token not in SPECIAL for token in pack.tokens.tolist())},
+    )
 
 
 def is_eligible(objective, pack):
     """Whether each token may be hidden."""
     places = places_in_document(pack)
-    return [token not in SPECIAL and place >= objective.shift for token, place in zip(pack.tokens.tolist(), places, strict=True)]
+    return [
+        token not in SPECIAL and place >= objective.shift
+        for token, place in zip(pack.tokens.tolist(), places, strict=True)
+    ]
 
 
 def walk_spans(objective, pack, draws):
@@ -77,14 +104,20 @@ def walk_spans(objective, pack, draws):
     hidden = []
     was_hidden = False
     is_fresh = True
-    for at, (eligible, place) in enumerate(zip(is_eligible(objective, pack), places_in_document(pack), strict=True)):
+    for at, (eligible, place) in enumerate(
+        zip(is_eligible(objective, pack), places_in_document(pack), strict=True)
+    ):
         is_fresh = is_fresh or place == 0
         if not eligible:
             is_fresh = True
             continue
         chance = objective.mask
         if objective.span and not is_fresh:
-            chance = 1 - 1 / objective.span if was_hidden else objective.mask / (objective.span * (1 - objective.mask))
+            chance = (
+                1 - 1 / objective.span
+                if was_hidden
+                else objective.mask / (objective.span * (1 - objective.mask))
+            )
         was_hidden = draws[at] < chance
         is_fresh = False
         if was_hidden:
@@ -110,7 +143,9 @@ def walk_units(objective, pack, draws):
                 end += 1
         else:
             for phrase in LONGEST_FIRST:
-                if tuple(tokens[at : at + len(phrase)]) == phrase and all(map(is_joined, range(at + 1, at + len(phrase)))):
+                if tuple(tokens[at : at + len(phrase)]) == phrase and all(
+                    map(is_joined, range(at + 1, at + len(phrase)))
+                ):
                     end = at + len(phrase)
                     break
         if eligible[at] and draws[at] < objective.mask:
@@ -130,17 +165,25 @@ def walk_corruption(objective, pack, draw):
     visible_draws = draw("visible parts")
     hidden_draws = draw("hidden parts")
     chosen = []
-    for (start, stop), rounding, turn in zip(bounds(pack), draw("rounding"), draw("rotation"), strict=False):
+    for (start, stop), rounding, turn in zip(
+        bounds(pack), draw("rounding"), draw("rotation"), strict=False
+    ):
         text = [at for at in range(start, stop) if pack.tokens[at] not in SPECIAL]
         hidden = int(len(text) * objective.mask + rounding)
         visible = len(text) - hidden
         spans = max(1, min(max(1, round(hidden / objective.span)), hidden, visible))
         pattern = []
-        for shown, gone in zip(cut(visible, spans, visible_draws), cut(hidden, spans, hidden_draws), strict=True):
+        for shown, gone in zip(
+            cut(visible, spans, visible_draws), cut(hidden, spans, hidden_draws), strict=True
+        ):
             pattern += [False] * shown + [True] * gone
         visible_draws = visible_draws[visible:]
         hidden_draws = hidden_draws[hidden:]
-        chosen += [at for place, at in enumerate(text) if pattern[(place + int(turn * len(text))) % len(text)]]
+        chosen += [
+            at
+            for place, at in enumerate(text)
+            if pattern[(place + int(turn * len(text))) % len(text)]
+        ]
     return chosen
 
 
@@ -202,9 +245,13 @@ def dense_pack(sample, length=64):
     """A pack of phrases, parts of phrases and single tokens."""
     pack = random_pack(sample, length)
     rng = np.random.default_rng(sample)
-    phrases = [PHRASES[at][: rng.integers(1, 6)] for at in rng.integers(0, len(PHRASES), size=length)]
+    phrases = [
+        PHRASES[at][: rng.integers(1, 6)] for at in rng.integers(0, len(PHRASES), size=length)
+    ]
     tokens = np.array([*itertools.chain(*phrases)])[:length]
-    return dataclasses.replace(pack, tokens=np.where(rng.random(length) < 0.08, pack.tokens, tokens))
+    return dataclasses.replace(
+        pack, tokens=np.where(rng.random(length) < 0.08, pack.tokens, tokens)
+    )
 
 
 @pytest.mark.parametrize("text", OBJECTIVES)
@@ -223,8 +270,12 @@ def test_targets_are_those_of_a_slow_reference(text, tmp_path):
         assert (actual.predict_at + objective.shift).tolist() == predicted
         assert actual.labels.tolist() == pack.tokens[predicted].tolist()
         assert actual.inputs.dtype == actual.predict_at.dtype == actual.labels.dtype == np.int64
-        assert (actual.prefixes if actual.prefixes is None else actual.prefixes.tolist()) == rest.get("prefixes")
-        assert (actual.weights if actual.weights is None else actual.weights.tolist()) == rest.get("weights")
+        assert (
+            actual.prefixes if actual.prefixes is None else actual.prefixes.tolist()
+        ) == rest.get("prefixes")
+        assert (actual.weights if actual.weights is None else actual.weights.tolist()) == rest.get(
+            "weights"
+        )
         assert actual.count == rest.get("count")
         check_targets(objective, pack, seed=3)
         predictions += len(predicted)
@@ -294,7 +345,13 @@ def test_statistics_over_a_million_tokens(text, packs):
 
     place = np.arange(MILLION) % LENGTH
     after_special = np.roll(~is_eligible, 1)
-    for members in (place == 0, (place == 1) & ~after_special, (place > 1) & after_special, place == 30, place == 63):
+    for members in (
+        place == 0,
+        (place == 1) & ~after_special,
+        (place > 1) & after_special,
+        place == 30,
+        place == 63,
+    ):
         of_kind = members & is_eligible
         if of_kind.any():
             assert within(is_predicted[of_kind].sum(), of_kind.sum(), share)
@@ -317,7 +374,9 @@ def test_statistics_over_a_million_tokens(text, packs):
 def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
     """In one document of a million tokens without special ones, every run but a last one ends by itself."""
     pack = Pack(0, 0, np.full(MILLION, 20), np.array([0, MILLION], dtype=np.int32))
-    actual = MaskedLanguageModeling(VOCABULARY, mask=mask, span=span).targets(pack, SampleRandomness(1, 0, 0))
+    actual = MaskedLanguageModeling(VOCABULARY, mask=mask, span=span).targets(
+        pack, SampleRandomness(1, 0, 0)
+    )
     chosen = np.zeros(MILLION + 2, dtype=int)
     chosen[1 + actual.predict_at] = 1
     turns = np.diff(chosen)
@@ -325,18 +384,25 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
     assert len(lengths) == pytest.approx(MILLION * mask / span, rel=0.02)
     goes_on = 1 - 1 / span
     for length in range(1, 31):
-        assert within((lengths == length).sum(), len(lengths), (1 - goes_on) * goes_on ** (length - 1)), length
+        assert within(
+            (lengths == length).sum(), len(lengths), (1 - goes_on) * goes_on ** (length - 1)
+        ), length
 
 
 @pytest.mark.parametrize(
-    ("options", "digest"), [({}, "2e09c4eb87db8036"), ({"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c")]
+    ("options", "digest"),
+    [({}, "2e09c4eb87db8036"), ({"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c")],
 )
 def test_masks_without_spans_never_change(options, digest):
     """A run that goes on with another version of this package must see the masks it would have seen."""
     mask_hash = hashlib.sha256()
     for sample in range(8):
-        pack = Pack(sample, 0, np.arange(2048) * 31 % 50, np.array([0, 700, 701, 2048], dtype=np.int32))
-        actual = MaskedLanguageModeling(VOCABULARY, **options).targets(pack, SampleRandomness(5, sample, 0))
+        pack = Pack(
+            sample, 0, np.arange(2048) * 31 % 50, np.array([0, 700, 701, 2048], dtype=np.int32)
+        )
+        actual = MaskedLanguageModeling(VOCABULARY, **options).targets(
+            pack, SampleRandomness(5, sample, 0)
+        )
         for array in (actual.inputs, actual.predict_at, actual.labels):
             mask_hash.update(array.astype("<i8").tobytes())
     assert mask_hash.hexdigest().startswith(digest)
@@ -348,15 +414,39 @@ def test_masks_without_spans_never_change(options, digest):
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("mlm", {"mask": 0}, "option `mask`: found 0, expected a number, more than 0 and at most 1"),
+        (
+            "mlm",
+            {"mask": 0},
+            "option `mask`: found 0, expected a number, more than 0 and at most 1",
+        ),
         ("mlm", {"mask": float("nan")}, "option `mask`: found nan, expected"),
         ("mlm", {"mask": "0.3"}, "option `mask`: found 0.3, expected a number"),
         ("mlm", {"mask": True}, "option `mask`: found true, expected a number"),
-        ("mlm", {"random": 0.7, "keep": 0.4}, r"option `keep`: found random \+ keep = 1.1, expected at most 1"),
-        ("mlm", {"mask": 0.25, "span": 1}, "option `span`: found 1 with mask=0.25, expected 0 or from 1.334 up"),
-        ("mlm", {"mask": 1.0, "span": 3}, "option `span`: found 3 with mask=1, expected 0: every token is hidden"),
-        ("diffusion", {"low": 0.5, "high": 0.2}, r"option `low`: found 0\.5 with high=0\.2, expected at most as much"),
-        ("prefix_lm", {"low": 0.5, "high": 0.25}, r"option `low`: found 0.5, expected at most high=0.25"),
+        (
+            "mlm",
+            {"random": 0.7, "keep": 0.4},
+            r"option `keep`: found random \+ keep = 1.1, expected at most 1",
+        ),
+        (
+            "mlm",
+            {"mask": 0.25, "span": 1},
+            "option `span`: found 1 with mask=0.25, expected 0 or from 1.334 up",
+        ),
+        (
+            "mlm",
+            {"mask": 1.0, "span": 3},
+            "option `span`: found 3 with mask=1, expected 0: every token is hidden",
+        ),
+        (
+            "diffusion",
+            {"low": 0.5, "high": 0.2},
+            r"option `low`: found 0\.5 with high=0\.2, expected at most as much",
+        ),
+        (
+            "prefix_lm",
+            {"low": 0.5, "high": 0.25},
+            r"option `low`: found 0.5, expected at most high=0.25",
+        ),
     ],
 )
 def test_options_that_cannot_be(name, options, complaint):

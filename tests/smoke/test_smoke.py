@@ -21,7 +21,14 @@ WHOLE = 20
 def run_folder(small_corpus, tmp_path_factory):
     """A run of two processes, stopped half-way and gone on with by the same command."""
     folder = tmp_path_factory.mktemp("smoke") / "run"
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--save", str(folder), "--tensor-model-parallel-size", "2"]
+    flags = [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        "--save",
+        str(folder),
+        "--tensor-model-parallel-size",
+        "2",
+    ]
     for last in (HALF, WHOLE):
         runs.script(runs.PRETRAIN, [*flags, "--exit-interval", str(HALF)], processes=2, fresh=True)
         assert runs.metrics(folder)[-1]["step"] == last
@@ -56,9 +63,23 @@ def test_the_export_is_fine_tuned(exported, tmp_path):
     folder = tmp_path / "colours"
     folder.mkdir()
     for split, count in (("train", 64), ("valid", 16), ("test", 16)):
-        rows = [{"text": f"number {n} is {('red', 'green')[n % 2]}", "label": ("red", "green")[n % 2]} for n in range(count)]
+        rows = [
+            {"text": f"number {n} is {('red', 'green')[n % 2]}", "label": ("red", "green")[n % 2]}
+            for n in range(count)
+        ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--batch-size", "8", "--max-length", "32", "--learning-rate", "1e-3", "--output", str(tmp_path / "results")]
-    said = runs.run([*MEGAENC, "finetune", "run", "--model", str(exported), "--dataset", str(folder), *flags])
+    flags = [
+        "--batch-size",
+        "8",
+        "--max-length",
+        "32",
+        "--learning-rate",
+        "1e-3",
+        "--output",
+        str(tmp_path / "results"),
+    ]
+    said = runs.run(
+        [*MEGAENC, "finetune", "run", "--model", str(exported), "--dataset", str(folder), *flags]
+    )
     shown = runs.run([*MEGAENC, "finetune", "summary", str(tmp_path / "results")])
     assert "colours" in said.stdout + said.stderr and "colours" in shown.stdout

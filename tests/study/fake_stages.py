@@ -45,7 +45,9 @@ class FakeStage:
     def remaining_commands(self) -> list[list[str]]:
         """Return the shell command unless it is done."""
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
-        script = f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"
+        script = (
+            f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"
+        )
         return [] if self.is_done() else [["sh", "-c", script]]
 
     def is_done(self) -> bool:
@@ -74,12 +76,19 @@ def start_python(code: str, started: Path) -> subprocess.Popen:
 
     head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\n"
     head += "from fake_stages import SAVE_WHEN_TOLD, SUCCEED, FakeStage\n"
-    process = subprocess.Popen([sys.executable, "-c", head + code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + code],
+        env=runs.surroundings(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     wait_until(lambda: started.exists() and started.read_text().strip(), process)
     return process
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 90) -> None:
+def wait_until(
+    condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 90
+) -> None:
     """Wait for a condition while the process runs."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -23,12 +23,21 @@ WORLDS = {  # seeds, examples, sd of what a seed does in logits, sd of what a mo
 
 
 def differences(
-    random: np.random.Generator, count: int, examples: int, of_seed: float, liked: float, shared: float
+    random: np.random.Generator,
+    count: int,
+    examples: int,
+    of_seed: float,
+    liked: float,
+    shared: float,
 ) -> np.ndarray:
     """float[S, N]: of two models that are equally good, one less the other."""
     ease = 1.5 + 1.5 * random.standard_normal(examples)
     own, common = random.standard_normal((2, count, 1)), random.standard_normal((count, 1))
-    logits = ease + liked * random.standard_normal((2, 1, examples)) + of_seed * ((1 - shared**2) ** 0.5 * own + shared * common)
+    logits = (
+        ease
+        + liked * random.standard_normal((2, 1, examples))
+        + of_seed * ((1 - shared**2) ** 0.5 * own + shared * common)
+    )
     right = random.random(logits.shape) < 1 / (1 + np.exp(-logits))
     return right[0].astype(float) - right[1]
 

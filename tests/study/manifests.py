@@ -11,9 +11,21 @@ STUDY = Path(__file__).parents[2] / "configs" / "study"
 
 BASE = {
     "sizes": {
-        "toy": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
+        "toy": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 2,
+            "num_query_groups": 1,
+        }
     },
-    "pretrain": {"seq_length": 64, "global_batch_size": 8, "lr_warmup_iters": 10, "lr_wsd_decay_iters": 20, "bf16": False},
+    "pretrain": {
+        "seq_length": 64,
+        "global_batch_size": 8,
+        "lr_warmup_iters": 10,
+        "lr_wsd_decay_iters": 20,
+        "bf16": False,
+    },
     "corpus": {"demo": True, "vocab_size": 1024},
     "models": [
         {"size": "toy", "steps": 400, "clm_share": [0, 0.25, 1], "mask": 0.4},
@@ -26,7 +38,13 @@ BASE = {
 TOY = {"size": "toy", "steps": 400, "mask": 0.4}
 """Entry of one model."""
 
-EMBED = {"datasets": ["sci=ir/sci", "demo_ir"], "train": "qa/pairs.jsonl", "seeds": 2, "batch_size": 64, "query_prefix": "- "}
+EMBED = {
+    "datasets": ["sci=ir/sci", "demo_ir"],
+    "train": "qa/pairs.jsonl",
+    "seeds": 2,
+    "batch_size": 64,
+    "query_prefix": "- ",
+}
 """Section `embed` with two sets, pairs to train on, and a flag of evaluation and training."""
 
 

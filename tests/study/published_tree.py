@@ -19,7 +19,9 @@ from megaenc.study.results.published import published
 
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
-_PATTERN = np.array([4, -1, -1, -1, -1])  # of the seeds, whose standard deviation is the root of five
+_PATTERN = np.array(
+    [4, -1, -1, -1, -1]
+)  # of the seeds, whose standard deviation is the root of five
 
 
 def chosen_rate(model: str, dataset: str) -> float:
@@ -65,7 +67,9 @@ def seed_scores(key: ModelKey, family: TaskFamily) -> dict[str, np.ndarray]:
     """By data set float[5]: scores that print as the tables do, one seed above the others, in each set another."""
     cells = {dataset: published().find(key, dataset, family) for dataset in STUDY_DATASETS[family]}
     # Half of what the printed average lacks to be that of the printed means: both stay within their last digit.
-    lack = published().find(key, AVERAGE, family).mean - np.mean([cell.mean for cell in cells.values()])
+    lack = published().find(key, AVERAGE, family).mean - np.mean(
+        [cell.mean for cell in cells.values()]
+    )
     scores = {}
     for at, (dataset, cell) in enumerate(cells.items()):
         mean = cell.mean + (lack / 2 if cell.mean > 0.001 else 0)

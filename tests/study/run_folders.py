@@ -45,7 +45,13 @@ def write_run(
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "validation.jsonl", validations)
     schedule = ",".join(f"{objective}:{last}" for objective, last in phases)
-    identity = {"train_iters": train_iters, "objective_schedule": schedule, "lr": 5e-4, "seq_length": 125, "global_batch_size": 8}
+    identity = {
+        "train_iters": train_iters,
+        "objective_schedule": schedule,
+        "lr": 5e-4,
+        "seq_length": 125,
+        "global_batch_size": 8,
+    }
     facts = {"megaenc": "0.1.0", "parameters": 7_340_000, "identity": identity}
     if start is not None:
         facts["start"] = {**start, "at": begun or start["at"], **_progress(begun, phases)}
@@ -63,7 +69,11 @@ def _phase_of(step: int, phases: Sequence[tuple[str, int]]) -> int:
 
 def _progress(step: int, phases: Sequence[tuple[str, int]]) -> dict:
     causal = min(step, phases[0][1]) if phases[0][0] == CLM else 0
-    return {"tokens": 1000 * step, "predicted_tokens": 1000 * causal + 300 * (step - causal), "flops": 10**15 * step}
+    return {
+        "tokens": 1000 * step,
+        "predicted_tokens": 1000 * causal + 300 * (step - causal),
+        "flops": 10**15 * step,
+    }
 
 
 def _validation(step: int, phases: Sequence[tuple[str, int]], every: int) -> dict:

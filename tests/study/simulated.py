@@ -26,7 +26,12 @@ from megaenc.study.results.published import published
 from megaenc.study.stats.comparisons import ModelSelector
 from megaenc.study.stats.run_noise import estimate_run_noise
 
-SETS = {TaskFamily.SC: "sst2", TaskFamily.TC: "uner_en", TaskFamily.QA: "squad", TaskFamily.IR: "nq"}
+SETS = {
+    TaskFamily.SC: "sst2",
+    TaskFamily.TC: "uner_en",
+    TaskFamily.QA: "squad",
+    TaskFamily.IR: "nq",
+}
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
 
@@ -56,10 +61,18 @@ def study(
     do to MLM beyond what they do to CLM, and at each worse rate again.
     """
     random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
-    of_seed, shared, liked = random.choice([0.02, 0.1, 0.3]), random.choice([0.0, 0.8]), random.choice([0.3, 1.0])
+    of_seed, shared, liked = (
+        random.choice([0.02, 0.1, 0.3]),
+        random.choice([0.0, 0.8]),
+        random.choice([0.3, 1.0]),
+    )
     of_seed, liked = (0.02, 0.1) if quiet else (of_seed, liked)
     often = pretrained or {}
-    settings = [replace(one, seed=1 + at) for one in published().model_keys() for at in range(often.get(one.size, 1))]
+    settings = [
+        replace(one, seed=1 + at)
+        for one in published().model_keys()
+        for at in range(often.get(one.size, 1))
+    ]
     masked = np.array([one.mlm_steps > 0 for one in settings])
     scores = []
     for family, dataset in SETS.items():
@@ -72,14 +85,20 @@ def study(
         if family == TaskFamily.SC:
             found = (random.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float32)
         else:
-            found = (1 / (1 + np.exp(-logits - random.standard_normal(logits.shape)))).astype(np.float32)
+            found = (1 / (1 + np.exp(-logits - random.standard_normal(logits.shape)))).astype(
+                np.float32
+            )
         started: dict[tuple, float] = defaultdict(lambda: more.standard_normal())
         trunks = [(one.size, one.clm_steps > 0 or one.mask_ratio, one.seed) for one in settings]
         run = np.array([started[trunk] for trunk in trunks]) + more.standard_normal(len(settings))
         found += (runs * run / 2**0.5)[:, None, None].astype(np.float32)
-        found += uneven * (masked[:, None] * more.standard_normal((len(settings), seeds)))[:, :, None].astype(np.float32)
+        found += uneven * (masked[:, None] * more.standard_normal((len(settings), seeds)))[
+            :, :, None
+        ].astype(np.float32)
         means = found.astype(np.float64).mean(2)
-        rough = (0.003 + uneven * masked)[:, None, None] * more.standard_normal((len(settings), len(RATES), seeds))
+        rough = (0.003 + uneven * masked)[:, None, None] * more.standard_normal(
+            (len(settings), len(RATES), seeds)
+        )
         for at, setting in enumerate(settings):
             rates = {}
             for steps, rate in enumerate(RATES):
@@ -88,7 +107,9 @@ def study(
             made = compute_interval(means[at].tolist())
             examples_of = functools.partial(dict, dict(enumerate(found[at])))
             numbers = (made.mean, made.half, rates[RATES[0]], rates, examples_of)
-            scores.append(Score(format_model_name(setting), setting, str(family), dataset, *numbers))
+            scores.append(
+                Score(format_model_name(setting), setting, str(family), dataset, *numbers)
+            )
     return Evidence(scores)
 
 
@@ -103,30 +124,60 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
     noise, names = estimate_run_noise(ModelSelector(printed)), printed.model_names()
     true = {(score.model_key, score.family, score.dataset): score.mean for score in printed.scores}
     for place, size in itertools.product(noise.residuals, ("210M", "610M", "1B")):
-        curve = [key for key in names if key.size == size and key.decayed and not key.clm_steps + key.cpt_mlm_steps]
+        curve = [
+            key
+            for key in names
+            if key.size == size and key.decayed and not key.clm_steps + key.cpt_mlm_steps
+        ]
         curve = [key for key in curve if key.steps == 42_000]
         ratios, means = [key.mask_ratio for key in curve], [true[key, *place] for key in curve]
-        true |= {(key, *place): mean for key, mean in zip(curve, np.polyval(np.polyfit(ratios, means, 2), ratios), strict=True)}
+        true |= {
+            (key, *place): mean
+            for key, mean in zip(
+                curve, np.polyval(np.polyfit(ratios, means, 2), ratios), strict=True
+            )
+        }
     scores = []
     trunks: dict[tuple, np.ndarray] = defaultdict(lambda: random.standard_normal(len(TaskFamily)))
     for key, name in names.items():
         base = replace(key, clm_steps=0, mlm_steps=key.clm_steps + key.mlm_steps, mask_ratio=0.4)
         trunk = trunks[key.size, key.clm_steps > 0 or key.mask_ratio]
-        of_run = dict(zip(TaskFamily, (trunk + random.standard_normal(len(TaskFamily))) / 2**0.5, strict=True))
+        of_run = dict(
+            zip(TaskFamily, (trunk + random.standard_normal(len(TaskFamily))) / 2**0.5, strict=True)
+        )
         for family, datasets in STUDY_DATASETS.items():
             members = []
             for dataset in datasets:
                 place, score = (str(family), dataset), printed.find(key, dataset, family)
                 origin = true.get((base, *place), true[key, *place])
                 variance, finetuning = noise.variance({place: 1.0})
-                mean = origin + effect * (true[key, *place] - origin) + of_run[family] * (variance - finetuning) ** 0.5
+                mean = (
+                    origin
+                    + effect * (true[key, *place] - origin)
+                    + of_run[family] * (variance - finetuning) ** 0.5
+                )
                 sd = max(score.half_width, 0.00005) / 1.96 * SEEDS**0.5
                 by_seed = dict(enumerate((mean + sd * random.standard_normal(SEEDS)).tolist()))
                 made = compute_interval(list(by_seed.values()))
                 members.append(Score(name, key, *place, made.mean, made.half, by_seed))
-            by_seed = {seed: float(np.mean([one.seed_scores[seed] for one in members])) for seed in range(SEEDS)}
+            by_seed = {
+                seed: float(np.mean([one.seed_scores[seed] for one in members]))
+                for seed in range(SEEDS)
+            }
             made = compute_interval(list(by_seed.values()))
-            scores += [*members, Score(name, key, str(family), AVERAGE, made.mean, made.half, by_seed, members=tuple(members))]
+            scores += [
+                *members,
+                Score(
+                    name,
+                    key,
+                    str(family),
+                    AVERAGE,
+                    made.mean,
+                    made.half,
+                    by_seed,
+                    members=tuple(members),
+                ),
+            ]
     return Evidence(scores)
 
 
@@ -147,7 +198,11 @@ WORLDS = {
     "once": {"quiet": True, "runs": 0.01},
     "once, 1,500 examples": {"quiet": True, "examples": 1500, "runs": 0.01},
     "3 times": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 3, "1B": 3}},
-    "210M 3, 610M 2, 1B 1": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 2, "1B": 1}},
+    "210M 3, 610M 2, 1B 1": {
+        "quiet": True,
+        "runs": 0.01,
+        "pretrained": {"210M": 3, "610M": 2, "1B": 1},
+    },
     "210M 5, others 1": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 5}},
 }
 """How often models are pretrained in studies that have no difference to find, and what else is so there."""
@@ -163,8 +218,13 @@ OF_EQUALITY = {"1c", "4b", "5b"}
 
 def false_alarm(verdict: Verdict, another_run: bool = False) -> bool:
     """Whether a verdict on a study without differences is wrong, of its models or of `another_run`: only equality may be said."""
-    outcome, name = verdict.another_run if another_run else verdict.verdict, f"{verdict.claim}{verdict.part}"
-    return outcome not in ("not resolved", "no data") and not (outcome == "holds" and name in OF_EQUALITY)
+    outcome, name = (
+        verdict.another_run if another_run else verdict.verdict,
+        f"{verdict.claim}{verdict.part}",
+    )
+    return outcome not in ("not resolved", "no data") and not (
+        outcome == "holds" and name in OF_EQUALITY
+    )
 
 
 def main(studies: int) -> None:
@@ -175,7 +235,10 @@ def main(studies: int) -> None:
             found = verdicts(number, **world)
             for another_run in (False, True):
                 wrong[int(another_run)] += any(false_alarm(one, another_run) for one in found)
-        print(f"| {name} | {studies} | {wrong[0] / studies:.1%} | {wrong[1] / studies:.1%} |", flush=True)
+        print(
+            f"| {name} | {studies} | {wrong[0] / studies:.1%} | {wrong[1] / studies:.1%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -36,8 +36,17 @@ def mini(seeds, pretraining_seeds=(1,), examples=200, families=TWO):
         for setting, gains in zip(settings, (0, 0, 0.05), strict=True):
             for pretraining in pretraining_seeds:
                 ran = 0.01 * random.standard_normal() if len(pretraining_seeds) > 1 else 0
-                blocks = 0.6 + gains + ran + 0.004 * random.standard_normal((seeds, 1)) + 0.1 * random.random((1, examples))
-                by_seed, named = dict(enumerate(blocks)), dataclasses.replace(setting, seed=pretraining)
+                blocks = (
+                    0.6
+                    + gains
+                    + ran
+                    + 0.004 * random.standard_normal((seeds, 1))
+                    + 0.1 * random.random((1, examples))
+                )
+                by_seed, named = (
+                    dict(enumerate(blocks)),
+                    dataclasses.replace(setting, seed=pretraining),
+                )
                 means = {seed: float(block.mean()) for seed, block in by_seed.items()}
                 mean = float(blocks.mean())
                 numbers = (mean, 0.01, means, {1e-5: means}, lambda by_seed=by_seed: by_seed)
@@ -49,9 +58,14 @@ def sized(size, pretraining_seeds, gap=0.0, runs=0.02, random=2):
     """MLM and CLM of a size with five fine-tunings of each seed of the pretraining, whose runs differ by so much."""
     random, scores = np.random.default_rng(random), []
     for seed in pretraining_seeds:
-        for setting, above in ((ModelKey(size, mlm_steps=600, mask_ratio=0.4), gap), (ModelKey(size, clm_steps=600), 0.0)):
+        for setting, above in (
+            (ModelKey(size, mlm_steps=600, mask_ratio=0.4), gap),
+            (ModelKey(size, clm_steps=600), 0.0),
+        ):
             mean = 0.8 + above + runs * random.standard_normal()
             by_seed = {at: mean + 0.001 * random.standard_normal() for at in range(5)}
             named = dataclasses.replace(setting, seed=seed)
-            scores.append(Score(format_model_name(named), named, "SC", "sst2", mean, 0.001, by_seed))
+            scores.append(
+                Score(format_model_name(named), named, "SC", "sst2", mean, 0.001, by_seed)
+            )
     return scores

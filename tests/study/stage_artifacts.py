@@ -7,7 +7,10 @@ from pathlib import Path
 import manifests
 import pytest
 
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    compute_model_fingerprints,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.finetune.results import files as result_files
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.finetune_stage import FinetuneStage
@@ -52,17 +55,26 @@ def make_run(stage: PretrainStage, step: int, identity: dict | None = None) -> N
     start = RunInit()
     if stage.parent:
         at = stage.branch_step or parent["train_iters"]
-        start = RunInit(stage.start, str(stage.study / "runs" / stage.parent), at, identity_digest(parent))
+        start = RunInit(
+            stage.start, str(stage.study / "runs" / stage.parent), at, identity_digest(parent)
+        )
     identity = stage._identity() | start.identity | (identity or {})
     facts = {"format": RUN_FORMAT, "identity": identity, "start": asdict(start)}
     checkpoints = stage.folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     (stage.folder / "run.json").write_text(json.dumps(facts))
-    for saved_step in {step, *(saved_step for saved_step in stage.checkpoint_steps if saved_step <= step)}:
+    for saved_step in {
+        step,
+        *(saved_step for saved_step in stage.checkpoint_steps if saved_step <= step),
+    }:
         folder = checkpoints / f"iter_{saved_step:07d}"
         folder.mkdir()
         (folder / "weights").write_text("x")
-        state = {"identity": facts["identity"], "step": saved_step, "files": {"weights": {"bytes": 1, "sha256": "0"}}}
+        state = {
+            "identity": facts["identity"],
+            "step": saved_step,
+            "files": {"weights": {"bytes": 1, "sha256": "0"}},
+        }
         (folder / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
 
@@ -70,7 +82,11 @@ def make_run(stage: PretrainStage, step: int, identity: dict | None = None) -> N
 def make_export(stage: ExportStage, weights: str = "weights", **facts) -> None:
     """Write an export of the existing run."""
     stage.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"config.json": "{}", "model.safetensors": weights, "tokenizer.json": "{}"}.items():
+    for name, text in {
+        "config.json": "{}",
+        "model.safetensors": weights,
+        "tokenizer.json": "{}",
+    }.items():
         (stage.folder / name).write_text(text)
     certificate = {
         "run": stage.run,
@@ -88,11 +104,15 @@ def make_results(stage: FinetuneStage) -> None:
     for dataset in training.datasets:
         for rate in stage.flags["learning_rates"]:
             for seed in range(stage.flags["seeds"]):
-                folder = result_files.run_folder(stage.folder, training.family, dataset, training.train_on, rate, seed)
+                folder = result_files.run_folder(
+                    stage.folder, training.family, dataset, training.train_on, rate, seed
+                )
                 fingerprints = model | stage.data.fingerprints.get(dataset, {})
                 origin = {"protocol": asdict(stage.protocol), "fingerprints": fingerprints}
                 split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
-                result_files._write_json(folder / result_files.RESULTS, origin | {"validation": split, "test": split})
+                result_files._write_json(
+                    folder / result_files.RESULTS, origin | {"validation": split, "test": split}
+                )
 
 
 def assert_stale(stage: StageRunner, words: str) -> None:

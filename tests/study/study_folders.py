@@ -16,9 +16,26 @@ _METRICS = {"SC": ("accuracy",), "QA": ("exact_match", "f1")}
 
 
 _MODELS = (
-    *("mini-mlm40-300", "mini-clm-75-mlm40-300", "mini-clm-150-mlm40-300", "mini-clm-225-mlm40-300", "mini-clm-300"),
-    *("mini-mlm20-300", "mini-clm-75-mlm20-300", "mini-mlm40-150", "mini-clm-75-mlm40-150", "mini-clm-150"),
-    *("mini-clm-dec300-mlm40-330", "mini-clm-dec300-mlm40-450", "mini-mlm40-dec300-mlm40-330", "mini-mlm40-dec300-mlm40-450"),
+    *(
+        "mini-mlm40-300",
+        "mini-clm-75-mlm40-300",
+        "mini-clm-150-mlm40-300",
+        "mini-clm-225-mlm40-300",
+        "mini-clm-300",
+    ),
+    *(
+        "mini-mlm20-300",
+        "mini-clm-75-mlm20-300",
+        "mini-mlm40-150",
+        "mini-clm-75-mlm40-150",
+        "mini-clm-150",
+    ),
+    *(
+        "mini-clm-dec300-mlm40-330",
+        "mini-clm-dec300-mlm40-450",
+        "mini-mlm40-dec300-mlm40-330",
+        "mini-mlm40-dec300-mlm40-450",
+    ),
     *("mini-clm-300-50", "mini-clm-300-150", "mini-mlm40-300-50", "mini-mlm40-300-150"),
 )
 
@@ -43,17 +60,34 @@ def write_results(root: Path, models: Mapping[str, ModelKey]) -> Path:
                 for seed in range(SEEDS):
                     folder = root / name / family / dataset / f"lr{rate:.0e}_sd{seed}"
                     folder.mkdir(parents=True)
-                    mean = ability(setting) - 0.05 * number * (1 + (not setting.clm_steps)) + 0.01 * random.normal()
+                    mean = (
+                        ability(setting)
+                        - 0.05 * number * (1 + (not setting.clm_steps))
+                        + 0.01 * random.normal()
+                    )
                     right = 1 / (1 + np.exp(-(np.log(mean / (1 - mean)) + ease)))
-                    collapsed = "constant prediction 0" if number == 1 and seed == 0 and not setting.clm_steps else None
-                    (folder / "results.json").write_text(json.dumps(_result(family, right, collapsed)))
-                    (folder / "timing.json").write_text(json.dumps({"loading": 1.0, "training": 6.0, "evaluation": 2.0}))
+                    collapsed = (
+                        "constant prediction 0"
+                        if number == 1 and seed == 0 and not setting.clm_steps
+                        else None
+                    )
+                    (folder / "results.json").write_text(
+                        json.dumps(_result(family, right, collapsed))
+                    )
+                    (folder / "timing.json").write_text(
+                        json.dumps({"loading": 1.0, "training": 6.0, "evaluation": 2.0})
+                    )
     return root
 
 
 def _result(family: str, right: np.ndarray, collapsed: str | None) -> dict:
     metrics = dict.fromkeys(_METRICS[family], float(right.mean()))
-    split = {"score": float(right.mean()), "metrics": metrics, "collapsed": collapsed, "baseline": {"score": 0.5}}
+    split = {
+        "score": float(right.mean()),
+        "metrics": metrics,
+        "collapsed": collapsed,
+        "baseline": {"score": 0.5},
+    }
     return {name: {**split, "scores_i": right.tolist()} for name in ("validation", "test")}
 
 
@@ -72,13 +106,23 @@ def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
         masked = f"mlm(mask={one.mask_ratio})"
         before = one.clm_steps + one.mlm_steps
         if one.cpt_mlm_steps:
-            parent = format_model_name(replace(one, cpt_mlm_steps=0, mask_ratio=one.mask_ratio if one.mlm_steps else None))
+            parent = format_model_name(
+                replace(one, cpt_mlm_steps=0, mask_ratio=one.mask_ratio if one.mlm_steps else None)
+            )
             start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": before}
-            write_run(root / name, one.cpt_mlm_steps, phases=[(masked, one.cpt_mlm_steps)], start=start, every=5)
+            write_run(
+                root / name,
+                one.cpt_mlm_steps,
+                phases=[(masked, one.cpt_mlm_steps)],
+                start=start,
+                every=5,
+            )
         elif one.clm_steps and one.mlm_steps:
             start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300"}
             phases = [("clm", one.clm_steps), (masked, before)]
             write_run(root / name, before, phases=phases, begun=one.clm_steps, start=start, every=5)
         else:
-            write_run(root / name, before, phases=[("clm" if one.clm_steps else masked, before)], every=5)
+            write_run(
+                root / name, before, phases=[("clm" if one.clm_steps else masked, before)], every=5
+            )
     return root

@@ -17,7 +17,9 @@ DATASETS = ("sci", "demo_ir")
 
 
 def write_evaluation(
-    file: Path, values: Mapping[str, Mapping[str, np.ndarray]], origin: Mapping[str, dict] | None = None
+    file: Path,
+    values: Mapping[str, Mapping[str, np.ndarray]],
+    origin: Mapping[str, dict] | None = None,
 ) -> None:
     """Write an evaluation's JSON file: `values` are NDCG@10 float64[queries] by model and data set."""
     rows = []
@@ -25,9 +27,14 @@ def write_evaluation(
         for name, scores in by_set.items():
             count = len(scores)
             data = RetrievalSet(name, [""] * count, [""] * 50, [""] * 50, [{}] * count)
-            rows += build_rows(data, model, dict(zip(METRICS, (scores, np.minimum(1.0, 2 * scores)), strict=True)))
+            rows += build_rows(
+                data, model, dict(zip(METRICS, (scores, np.minimum(1.0, 2 * scores)), strict=True))
+            )
     names = {row.dataset for row in rows}
-    known = {"queries": {name: [f"q{at}" for at in range(QUERIES)] for name in names}, "data": dict.fromkeys(names, "digest")}
+    known = {
+        "queries": {name: [f"q{at}" for at in range(QUERIES)] for name in names},
+        "data": dict.fromkeys(names, "digest"),
+    }
     known |= {"settings": {}, "fingerprints": {}}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(format_evaluation(rows, {}, known | dict(origin or {})))
@@ -37,17 +44,27 @@ def write_study(root: Path, ability: Mapping[str, float], seeds: int = 3) -> Pat
     """Write `root`/embed of models by name: their mean scores, raised by 0.1 after training, and baselines."""
     random = np.random.default_rng(0)
     ease = {name: 0.1 * random.standard_normal(QUERIES) for name in DATASETS}
-    baselines = {model: {name: np.full(QUERIES, mean) for name in DATASETS} for model, mean in (("random", 0.02), ("BM25", 0.55))}
+    baselines = {
+        model: {name: np.full(QUERIES, mean) for name in DATASETS}
+        for model, mean in (("random", 0.02), ("BM25", 0.55))
+    }
 
     def draw(mean: float) -> dict[str, np.ndarray]:
         """Return the scores of each set, float64[queries] around `mean` with noise of a run and of each query."""
         run = 0.003 * random.standard_normal()
-        return {name: np.clip(mean + run + ease[name] + 0.01 * random.standard_normal(QUERIES), 0, 1) for name in DATASETS}
+        return {
+            name: np.clip(mean + run + ease[name] + 0.01 * random.standard_normal(QUERIES), 0, 1)
+            for name in DATASETS
+        }
 
     for model, mean in ability.items():
-        write_evaluation(root / "embed" / model / "pretrained.json", {**baselines, PRETRAINED: draw(mean)})
+        write_evaluation(
+            root / "embed" / model / "pretrained.json", {**baselines, PRETRAINED: draw(mean)}
+        )
         for seed in range(seeds):
-            write_evaluation(root / "embed" / model / f"seed-{seed}.json", {f"seed-{seed}": draw(mean + 0.1)})
+            write_evaluation(
+                root / "embed" / model / f"seed-{seed}.json", {f"seed-{seed}": draw(mean + 0.1)}
+            )
     return root
 
 
@@ -55,11 +72,24 @@ def make_training(stage: EmbedStage, seed: int, **config) -> None:
     """Write the folder of a contrastive training with `seed`, and other settings than the manifest's if `config` has any."""
     folder = stage.folder / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"config.json": "{}", "model.safetensors": f"trained {seed}", "tokenizer.json": "{}"}.items():
+    for name, text in {
+        "config.json": "{}",
+        "model.safetensors": f"trained {seed}",
+        "tokenizer.json": "{}",
+    }.items():
         (folder / name).write_text(text)
-    training = replace(stage.data.entry.training, seed=seed, pooling="mean", attention="bidirectional", precision="fp32")
+    training = replace(
+        stage.data.entry.training,
+        seed=seed,
+        pooling="mean",
+        attention="bidirectional",
+        precision="fp32",
+    )
     blank = {name: getattr(training, name) or "" for name in ("query_prefix", "document_prefix")}
-    details = {"config": asdict(training) | blank | config, "fingerprints": _fingerprints(stage.study / "hf" / stage.name)}
+    details = {
+        "config": asdict(training) | blank | config,
+        "fingerprints": _fingerprints(stage.study / "hf" / stage.name),
+    }
     (folder / "training.json").write_text(json.dumps(details))
 
 
@@ -70,7 +100,9 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
     settings = {"query_prefix": None, "document_prefix": None, "max_length": 0, "truncate_dim": 0}
     settings |= {"attention": "", "precision": ""}
     origin = {
-        "settings": {rule: ({"special_tokens": "", **settings, **stage._rules(name)})[rule] for rule in RULES},
+        "settings": {
+            rule: ({"special_tokens": "", **settings, **stage._rules(name)})[rule] for rule in RULES
+        },
         "fingerprints": {name: _fingerprints(stage.models[name])},
         "data": stage.data.fingerprints,
     }
@@ -79,7 +111,10 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
 
 def _fingerprints(folder: Path) -> dict[str, str]:
     """Return the fingerprints of a model's folder, without the stamp, so that they are compared."""
-    from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
+    from megaenc.finetune.model.fingerprint import (
+        compute_model_fingerprints,
+        compute_tokenizer_fingerprint,
+    )
 
     [weights] = compute_model_fingerprints([str(folder)], str(folder.parent))
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}

@@ -20,7 +20,10 @@ def numbers(folder) -> dict[str, dict[int, float]]:
 
 def tensorboard_shows(folder):
     """What TensorBoard itself reads: events, and the numbers by name and step."""
-    from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
+    from tensorboard.backend.event_processing.plugin_event_accumulator import (
+        TENSORS,
+        EventAccumulator,
+    )
     from tensorboard.util.tensor_util import make_ndarray
 
     events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
@@ -28,7 +31,10 @@ def tensorboard_shows(folder):
     logged = {}
     for tag in events.Tags()["tensors"]:
         if not tag.endswith("text_summary"):
-            steps = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+            steps = [
+                (event.step, float(make_ndarray(event.tensor_proto)))
+                for event in events.Tensors(tag)
+            ]
             assert len(dict(steps)) == len(steps), f"{tag}: a step stands there twice"
             logged[tag] = dict(steps)
     return events, logged
@@ -47,9 +53,18 @@ def wandb_records(folder):
             if record.WhichOneof("record_type") == "run":
                 run = record.run
             elif record.WhichOneof("record_type") == "history":
-                items = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-                rows.append({name: value for name, value in items.items() if not name.startswith("_")})
-        yield run.run_id, {item.key: json.loads(item.value_json) for item in run.config.update}, rows
+                items = {
+                    (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                rows.append(
+                    {name: value for name, value in items.items() if not name.startswith("_")}
+                )
+        yield (
+            run.run_id,
+            {item.key: json.loads(item.value_json) for item in run.config.update},
+            rows,
+        )
 
 
 def wandb_shows(rows):

@@ -48,6 +48,9 @@ def errors(result: subprocess.CompletedProcess) -> list[str]:
 def assert_only_step_4(folder: Path) -> None:
     """Its checkpoint is whole, and nothing is there of another."""
     checkpoints = CheckpointLoader(folder / "checkpoints")
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert checkpoints.tracked_step() == 4
     assert checkpoints.read_state(4)["step"] == 4

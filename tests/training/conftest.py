@@ -15,7 +15,10 @@ def saved_run(small_corpus, tmp_path_factory):
     """Twelve of twenty float32 steps, with checkpoints of steps 4, 8 and 12. Not to be changed."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     every = ["--save-interval", "4", "--exit-interval", "12"]
-    runs.script(runs.PRETRAIN, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), *every])
+    runs.script(
+        runs.PRETRAIN,
+        [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), *every],
+    )
     return folder
 
 
@@ -38,7 +41,9 @@ def small_disk(tmp_path):
     """A file system of 3.5 MB: room for one checkpoint of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3500k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3500k", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("file systems cannot be mounted here")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -47,7 +52,9 @@ def small_disk(tmp_path):
 @pytest.fixture(scope="session")
 def second_corpus(small_corpus, shared_folder) -> str:
     """Prefix of a corpus of 60 other documents with the same tokenizer."""
-    folder = shared_folder("second", lambda folder: make_corpus(folder / "b", small_corpus.tokenizer, 60, seed=1))
+    folder = shared_folder(
+        "second", lambda folder: make_corpus(folder / "b", small_corpus.tokenizer, 60, seed=1)
+    )
     return str(folder / "b_text_document")
 
 
@@ -62,16 +69,56 @@ def blend(small_corpus, second_corpus) -> list[str]:
 def three_phases(small_corpus, second_corpus) -> list[str]:
     """Flags in the shape of mmBERT: blends, masks 0.3, 0.15 and 0.05, packs of 128, then 512 tokens, other rotary base, decay."""
     first = str(small_corpus.prefix)
-    longer = {"seq_length": 512, "rotary_base": 40000, "micro_batch_size": 1, "global_batch_size": 4}
+    longer = {
+        "seq_length": 512,
+        "rotary_base": 40000,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+    }
     phases = [
-        {"objective": "mlm(mask=0.3)", "train_iters": 3, "data_path": [0.8, first, 0.2, second_corpus]},
-        {"objective": "mlm(mask=0.15)", "train_iters": 3, "data_path": [0.5, first, 0.5, second_corpus], **longer},
+        {
+            "objective": "mlm(mask=0.3)",
+            "train_iters": 3,
+            "data_path": [0.8, first, 0.2, second_corpus],
+        },
+        {
+            "objective": "mlm(mask=0.15)",
+            "train_iters": 3,
+            "data_path": [0.5, first, 0.5, second_corpus],
+            **longer,
+        },
         {"objective": "mlm(mask=0.05)", "train_iters": 3, "data_path": second_corpus, **longer},
     ]
     tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0"]
-    decay = ["--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "3", "--lr-wsd-decay-style", "minus_sqrt"]
-    sizes = ["--seq-length", "128", "--micro-batch-size", "2", "--global-batch-size", "8", "--eval-interval", "3"]
-    shape = [*runs.SHORT_RUN[:10], *sizes, "--eval-iters", "1", "--lr", "3e-3", "--clip-grad", "0.5", "--no-bf16"]
+    decay = [
+        "--lr-warmup-iters",
+        "2",
+        "--lr-wsd-decay-iters",
+        "3",
+        "--lr-wsd-decay-style",
+        "minus_sqrt",
+    ]
+    sizes = [
+        "--seq-length",
+        "128",
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--eval-interval",
+        "3",
+    ]
+    shape = [
+        *runs.SHORT_RUN[:10],
+        *sizes,
+        "--eval-iters",
+        "1",
+        "--lr",
+        "3e-3",
+        "--clip-grad",
+        "0.5",
+        "--no-bf16",
+    ]
     return ["--phases", *map(json.dumps, phases), *tokenizer, *shape, *decay]
 
 
@@ -81,7 +128,9 @@ def teacher(small_corpus, shared_folder):
     from convert import hf_models
 
     def make(folder):
-        hf_models.write(hf_models.build("eurobert", max_position_embeddings=64), folder, small_corpus.tokenizer)
+        hf_models.write(
+            hf_models.build("eurobert", max_position_embeddings=64), folder, small_corpus.tokenizer
+        )
 
     return shared_folder("teacher", make)
 
@@ -91,8 +140,26 @@ def distilled(small_corpus, teacher) -> list[str]:
     """Flags of six float32 steps with a teacher: a share that changes, then a sum with another objective."""
     distill = f"distill(teacher={teacher},mask=0.3,top_k=8"
     schedule = f"{distill},share=0.9->0.5):4,sum(clm:1,{distill},temperature=2):2):2"
-    length = ["--train-iters", "6", "--lr", "5e-4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
-    return [*small_corpus.flags, *runs.SHORT_RUN, *length, "--objective-schedule", schedule, "--no-bf16", "--eval-interval", "6"]
+    length = [
+        "--train-iters",
+        "6",
+        "--lr",
+        "5e-4",
+        "--lr-warmup-iters",
+        "1",
+        "--lr-wsd-decay-iters",
+        "1",
+    ]
+    return [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        *length,
+        "--objective-schedule",
+        schedule,
+        "--no-bf16",
+        "--eval-interval",
+        "6",
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +168,16 @@ def plugin(shared_folder):
 
     def make(folder):
         source = shutil.copytree(runs.ROOT / "examples" / "objective_plugin", folder / "source")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-index",
+        ]
         runs.run([*pip, "--no-build-isolation", "--target", str(folder / "packages"), str(source)])
 
     return shared_folder("plugin", make) / "packages"

@@ -20,7 +20,9 @@ def choose(requested, backend, masks=tuple(Attention)):
     from megaenc.model import ModelConfig
     from megaenc.training.attention_select import select_attention
 
-    return select_attention(requested, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
+    return select_attention(
+        requested, ModelConfig(), ParallelConfig(), torch.float32, masks, backend
+    )
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def machine(monkeypatch, one_process):
             tried.append((name, arguments))
             kind = kinds.get(name, "missing")
             why = {"right": "", "wrong": WRONG, "missing": "is not installed"}[kind]
-            return SelfTestResult(name, kind != "missing", 0.5 if kind == "wrong" else 0.0, 0.06, why)
+            return SelfTestResult(
+                name, kind != "missing", 0.5 if kind == "wrong" else 0.0, 0.06, why
+            )
 
         monkeypatch.setattr(attention_select, "check_backend", check)
         return tried
@@ -48,11 +52,21 @@ def machine(monkeypatch, one_process):
     ("kinds", "expected", "tried"),
     [
         ({"flash": "right", "varlen": "right", "sdpa": "right"}, "flash", ["flash"]),
-        ({"varlen": "wrong", "cudnn": "right", "sdpa": "right"}, "cudnn", ["flash", "varlen", "cudnn"]),
-        ({"flash": "wrong", "varlen": "wrong", "sdpa": "right"}, "sdpa", ["flash", "varlen", "cudnn", "onednn", "sdpa"]),
+        (
+            {"varlen": "wrong", "cudnn": "right", "sdpa": "right"},
+            "cudnn",
+            ["flash", "varlen", "cudnn"],
+        ),
+        (
+            {"flash": "wrong", "varlen": "wrong", "sdpa": "right"},
+            "sdpa",
+            ["flash", "varlen", "cudnn", "onednn", "sdpa"],
+        ),
     ],
 )
-def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected, tried, machine, one_process, capsys):
+def test_the_first_that_is_right_and_no_word_of_what_is_missing(
+    kinds, expected, tried, machine, one_process, capsys
+):
     checks = machine(**kinds)
     assert choose("auto", one_process) == expected
     assert [name for name, _ in checks] == tried
@@ -61,8 +75,12 @@ def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected,
     ]
 
 
-@pytest.mark.parametrize(("wrong", "tried"), [((), [4]), ((4,), [4, 3]), ((4, 3, 2), [4, 3, 2])], ids=str)
-def test_another_flash_attn_takes_the_place_of_one_that_fails(wrong, tried, one_process, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "tried"), [((), [4]), ((4,), [4, 3]), ((4, 3, 2), [4, 3, 2])], ids=str
+)
+def test_another_flash_attn_takes_the_place_of_one_that_fails(
+    wrong, tried, one_process, monkeypatch, capsys
+):
     """Which may be an import or a compilation: the next backend is tried when the last version has failed, too."""
     from megaenc.model.attention import backends
     from megaenc.model.kernels.selftest import SelfTestResult
@@ -99,8 +117,14 @@ def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ("cudnn", "--attention-backend cudnn: is not installed; expected a backend that works here, or auto"),
-        ("varlen", f"--attention-backend varlen: {WRONG}; expected a backend that works here, or auto"),
+        (
+            "cudnn",
+            "--attention-backend cudnn: is not installed; expected a backend that works here, or auto",
+        ),
+        (
+            "varlen",
+            f"--attention-backend varlen: {WRONG}; expected a backend that works here, or auto",
+        ),
         (
             "auto",
             f"--attention-backend auto: no attention backend works here: varlen is not used: {WRONG}; sdpa is not used: {WRONG}",
@@ -122,9 +146,19 @@ def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
 
     checks = machine(flash="right")
     layout = ParallelConfig(tensor_model_parallel_size=2)
-    select_attention("auto", get_preset("1b"), layout, torch.bfloat16, {Attention.PREFIX, Attention.CAUSAL}, one_process)
+    select_attention(
+        "auto",
+        get_preset("1b"),
+        layout,
+        torch.bfloat16,
+        {Attention.PREFIX, Attention.CAUSAL},
+        one_process,
+    )
     [(_, arguments)] = checks
-    assert arguments.items() >= {"heads": 9, "groups": 3, "head_dim": 96, "dtype": torch.bfloat16}.items()
+    assert (
+        arguments.items()
+        >= {"heads": 9, "groups": 3, "head_dim": 96, "dtype": torch.bfloat16}.items()
+    )
     assert arguments["masks"] == [Attention.CAUSAL, Attention.PREFIX]
     assert arguments["device"] == one_process.device
 
@@ -153,12 +187,19 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(short_run, tmp_path)
     """The run is then the same as any other."""
     flags = [*short_run, "--exit-interval", "2", "--eval-interval", "0"]
     flags += ["--tensor-model-parallel-size", "2", "--save"]
-    ended = runs.script(runs.WORKERS / "attention_by_rank.py", [*flags, str(tmp_path / "here")], processes=2)
+    ended = runs.script(
+        runs.WORKERS / "attention_by_rank.py", [*flags, str(tmp_path / "here")], processes=2
+    )
     [line] = [line for line in ended.stdout.splitlines() if line.startswith("attention by")]
-    assert line.startswith("attention by flash is not used: values off by ") and line.endswith(" on rank 1")
+    assert line.startswith("attention by flash is not used: values off by ") and line.endswith(
+        " on rank 1"
+    )
     assert "under causal attention with heads 16 wide" in line
     assert "; attention by varlen)" in ended.stdout
-    assert json.loads((tmp_path / "here" / "run.json").read_text())["kernels"]["attention_backend"] == "varlen"
+    assert (
+        json.loads((tmp_path / "here" / "run.json").read_text())["kernels"]["attention_backend"]
+        == "varlen"
+    )
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "there")], processes=2)
     assert runs.curve(tmp_path / "here") == runs.curve(tmp_path / "there")
 
@@ -168,7 +209,10 @@ def test_one_asked_for_that_is_wrong_on_one_rank_is_refused(short_run):
     flags = [*short_run, "--attention-backend", "flash"]
     ended = runs.script(runs.WORKERS / "attention_by_rank.py", flags, processes=2, expect=1)
     [line] = errors(ended)
-    assert line.startswith("error: --attention-backend flash: values off by ") and " on rank 1; expected a backend" in line
+    assert (
+        line.startswith("error: --attention-backend flash: values off by ")
+        and " on rank 1; expected a backend" in line
+    )
 
 
 def test_a_run_may_go_on_by_another(short_run, tmp_path):
@@ -178,7 +222,9 @@ def test_a_run_may_go_on_by_another(short_run, tmp_path):
     main(flags)
     kernels = json.loads((save / "run.json").read_text())["kernels"]
     assert kernels["attention_backend"] == "sdpa"
-    assert kernels["fused"] and not any(kernels["fused"].values())  # what was asked for, a processor has not
+    assert kernels["fused"] and not any(
+        kernels["fused"].values()
+    )  # what was asked for, a processor has not
     assert "attention_backend: auto" in (save / "config.yaml").read_text()
     main([*flags, "--attention-backend", "sdpa"])
     assert runs.metrics(save)[-1]["step"] == 2

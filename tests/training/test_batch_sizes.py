@@ -26,9 +26,13 @@ GROWING = [
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
 def test_each_pack_of_a_batch_is_read_once(micro, multiple):
     for batch, ranks in itertools.product((1, 2, 7, 8, 17, 19), (1, 2, 3, 8)):
-        samplers = [DataParallelSampler(batch, micro, rank, ranks, multiple) for rank in range(ranks)]
+        samplers = [
+            DataParallelSampler(batch, micro, rank, ranks, multiple) for rank in range(ranks)
+        ]
         rows = [sampler.samples(100) for sampler in samplers]
-        assert sorted(sample for rank in rows for row in rank for sample in row) == list(range(100, 100 + batch))
+        assert sorted(sample for rank in rows for row in rank for sample in row) == list(
+            range(100, 100 + batch)
+        )
         shares = [sum(map(len, rank)) for rank in rows]
         assert max(shares) - min(shares) <= 1 and max(shares) == samplers[0].largest_share
         for rank, share in zip(rows, shares, strict=True):
@@ -40,13 +44,20 @@ def test_each_pack_of_a_batch_is_read_once(micro, multiple):
 def test_a_batch_that_divides_is_dealt_in_turn():
     """As it always was: micro-batches go to the ranks in turn."""
     dealt = [DataParallelSampler(12, 2, rank, 3).samples(5) for rank in range(3)]
-    assert dealt == [[range(5, 7), range(11, 13)], [range(7, 9), range(13, 15)], [range(9, 11), range(15, 17)]]
+    assert dealt == [
+        [range(5, 7), range(11, 13)],
+        [range(7, 9), range(13, 15)],
+        [range(9, 11), range(15, 17)],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("batch", "ranks", "excess", "nearest"), [(1152, 64, 0, 0), (2001, 100, 0, 0), (1152, 504, 31, 1008), (3, 8, 167, 8)]
+    ("batch", "ranks", "excess", "nearest"),
+    [(1152, 64, 0, 0), (2001, 100, 0, 0), (1152, 504, 31, 1008), (3, 8, 167, 8)],
 )
-def test_the_start_names_the_nearest_batch_of_equal_shares(batch, ranks, excess, nearest, short_run, capsys, monkeypatch):
+def test_the_start_names_the_nearest_batch_of_equal_shares(
+    batch, ranks, excess, nearest, short_run, capsys, monkeypatch
+):
     """Only where the largest share is over 5 % above the mean."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     main([*short_run, "--global-batch-size", str(batch), "--dry-run"])
@@ -57,9 +68,15 @@ def test_the_start_names_the_nearest_batch_of_equal_shares(batch, ranks, excess,
 
 def test_a_micro_batch_of_the_command_replaces_those_of_phases(small_corpus, tmp_path):
     config = tmp_path / "config.yaml"
-    phases = "[{objective: clm, train_iters: 2, micro_batch_size: 4}, {objective: mlm, train_iters: 2}]"
+    phases = (
+        "[{objective: clm, train_iters: 2, micro_batch_size: 4}, {objective: mlm, train_iters: 2}]"
+    )
     config.write_text(f"micro_batch_size: 2\nphases: {phases}\n")
-    for flags, expected in (([], [4, 2]), (["--micro-batch-size", "1"], [1, 1]), (["--micro-batch-size", "auto"], ["auto"] * 2)):
+    for flags, expected in (
+        ([], [4, 2]),
+        (["--micro-batch-size", "1"], [1, 1]),
+        (["--micro-batch-size", "auto"], ["auto"] * 2),
+    ):
         settings = parse_config([*small_corpus.flags, "--config", str(config), *flags], "test")
         assert [phase.settings.micro_batch_size for phase in settings.phase_configs] == expected
 
@@ -79,7 +96,9 @@ def test_rows_in_eight_bits_by_transformer_engine_have_lengths_that_sixteen_divi
 
     kernels = SimpleNamespace(fp8_format="hybrid", transformer_impl="transformer_engine")
     layout = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=True)
-    engine = SimpleNamespace(layout=layout, plan=SimpleNamespace(settings=SimpleNamespace(kernels=kernels)))
+    engine = SimpleNamespace(
+        layout=layout, plan=SimpleNamespace(settings=SimpleNamespace(kernels=kernels))
+    )
     assert Engine._row_divisor.fget(engine) == 32
 
 
@@ -93,7 +112,10 @@ def test_sizes_are_those_of_megatron_core(rampup):
     rule, read = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *rampup), 0
     for step in range(1, 60):
         rule.update(read, consistency_check=False)
-        assert sizes.first_sample(step) == read and sizes.size(step) == rule.get_current_global_batch_size()
+        assert (
+            sizes.first_sample(step) == read
+            and sizes.size(step) == rule.get_current_global_batch_size()
+        )
         read += sizes.size(step)
 
 
@@ -115,8 +137,28 @@ def test_a_dry_run_counts_the_tokens_of_each_phase(small_corpus, capsys):
 
 
 def test_so_many_tokens_with_growing_batches(small_corpus):
-    flags = [*small_corpus.flags, *runs.SHORT_RUN[:12], "--micro-batch-size", "1", "--global-batch-size", "8"]
-    config = parse_config([*flags, "--rampup-batch-size", "2", "2", "30", "--seq-length", "64", "--train-tokens", "1300"], "test")
+    flags = [
+        *small_corpus.flags,
+        *runs.SHORT_RUN[:12],
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+    ]
+    config = parse_config(
+        [
+            *flags,
+            "--rampup-batch-size",
+            "2",
+            "2",
+            "30",
+            "--seq-length",
+            "64",
+            "--train-tokens",
+            "1300",
+        ],
+        "test",
+    )
     assert (config.total_iters, config.tokens_after(8)) == (8, 1408)
 
 
@@ -130,7 +172,11 @@ def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(short_run, tmp
     for more in (["--exit-interval", "4"], []):
         ended = runs.script(AUTO, [*auto, *more], processes=2)
         assert "--micro-batch-size auto: 5 packs at once, the most that fit" in ended.stdout
-    runs.script(runs.PRETRAIN, [*flags, "--micro-batch-size", "4", "--save", str(tmp_path / "four")], processes=2)
+    runs.script(
+        runs.PRETRAIN,
+        [*flags, "--micro-batch-size", "4", "--save", str(tmp_path / "four")],
+        processes=2,
+    )
     assert runs.curve(tmp_path / "auto") == runs.curve(tmp_path / "four")
     config = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
     assert config["micro_batch_size"] == "auto"
@@ -143,9 +189,20 @@ def test_each_phase_has_a_measured_micro_batch_of_its_own(small_corpus, tmp_path
         "{objective: clm, train_iters: 2, global_batch_size: 6, seq_length: 16}",
         "{objective: mlm, train_iters: 2, global_batch_size: 4, micro_batch_size: 2}",
     ]
-    flags = [*small_corpus.flags, "--no-bf16", "--seq-length", "32", "--eval-interval", "0", "--lr-warmup-iters", "1"]
+    flags = [
+        *small_corpus.flags,
+        "--no-bf16",
+        "--seq-length",
+        "32",
+        "--eval-interval",
+        "0",
+        "--lr-warmup-iters",
+        "1",
+    ]
     flags += ["--lr-wsd-decay-iters", "1", "--phases", *phases]
-    ended = runs.script(AUTO, [*flags, "--micro-batch-size", "auto", "--save", str(tmp_path / "run")])
+    ended = runs.script(
+        AUTO, [*flags, "--micro-batch-size", "auto", "--save", str(tmp_path / "run")]
+    )
     assert "--micro-batch-size auto: 9 and 6 and 2 packs at once" in ended.stdout
     assert [row["step"] for row in runs.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -153,8 +210,16 @@ def test_each_phase_has_a_measured_micro_batch_of_its_own(small_corpus, tmp_path
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
-        (main, [], "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none"),
-        (estimate_main, ["--gpu", "h100"], "--micro-batch-size: found auto, expected a number of packs"),
+        (
+            main,
+            [],
+            "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none",
+        ),
+        (
+            estimate_main,
+            ["--gpu", "h100"],
+            "--micro-batch-size: found auto, expected a number of packs",
+        ),
     ],
 )
 def test_where_nothing_can_be_measured(command, flags, message, refusal):
@@ -162,6 +227,10 @@ def test_where_nothing_can_be_measured(command, flags, message, refusal):
 
 
 def test_model_parallelism_is_refused():
-    settings = parse_config(["--micro-batch-size", "auto", "--tensor-model-parallel-size", "2"], "test")
-    with pytest.raises(InputError, match="measures a model on one device, found tensor or pipeline parallelism"):
+    settings = parse_config(
+        ["--micro-batch-size", "auto", "--tensor-model-parallel-size", "2"], "test"
+    )
+    with pytest.raises(
+        InputError, match="measures a model on one device, found tensor or pipeline parallelism"
+    ):
         settings.check(2)

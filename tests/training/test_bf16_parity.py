@@ -52,7 +52,9 @@ def test_layouts_lie_within_twice_the_spread_of_one_process(small_corpus, tmp_pa
     for name, (processes, more) in LAYOUTS.items():
         jobs.append(Job(tmp_path / name, [*flags, *more], processes))
     runs.in_turn(jobs, tmp_path)
-    losses = {job.save.name: np.array([row["loss"] for row in runs.metrics(job.save)]) for job in jobs}
+    losses = {
+        job.save.name: np.array([row["loss"] for row in runs.metrics(job.save)]) for job in jobs
+    }
     for size in (largest, root_mean_square):
         spread = max(size(losses[one] / losses[other] - 1) for one, other in combinations(ALONE, 2))
         assert 0 < spread < 1e-3, "the bound would say nothing"

@@ -10,8 +10,24 @@ import yaml
 from megaenc.training.command import main
 
 # 40 steps of CLM: warm-up to 4, constant, decay from 31 on. Checkpoints at 5, 10, ..., 40.
-PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "40", "--objective-schedule", "clm", "--lr-wsd-decay-iters", "10"]
-TWO_STAGES = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "20", "--objective-schedule", "clm:15,mlm:5"]
+PARENT = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--train-iters",
+    "40",
+    "--objective-schedule",
+    "clm",
+    "--lr-wsd-decay-iters",
+    "10",
+]
+TWO_STAGES = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--train-iters",
+    "20",
+    "--objective-schedule",
+    "clm:15,mlm:5",
+]
 TWO_STAGES += ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]  # other than the parent's
 
 
@@ -37,7 +53,9 @@ def branch_flags(small_corpus, parent, flags, folder, *more, at=15):
     return [*small_corpus.flags, *flags, *start, *map(str, more)]
 
 
-def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, two_stages, tmp_path, capsys):
+def test_a_branch_is_bitwise_the_run_from_the_beginning(
+    small_corpus, parent, two_stages, tmp_path, capsys
+):
     main(branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run"))
     assert f"as a branch of {parent} at step 15" in capsys.readouterr().out
     assert [row["step"] for row in runs.metrics(tmp_path / "run")] == [16, 17, 18, 19, 20]
@@ -50,7 +68,9 @@ def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, tw
     assert [first[name] for name in counted] == [runs.metrics(parent)[14][name] for name in counted]
 
 
-def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, parent, two_stages, tmp_path, capfd, refusal):
+def test_a_branch_goes_on_without_its_parent_and_can_be_branched(
+    small_corpus, parent, two_stages, tmp_path, capfd, refusal
+):
     away = shutil.copytree(parent, tmp_path / "away")
     main(branch_flags(small_corpus, away, TWO_STAGES, tmp_path / "run", "--exit-interval", 17))
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -72,7 +92,15 @@ def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, p
 
 def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, capsys):
     flags = ["--config", parent / "config.yaml", "--branch-from", parent, "--branch-at", 20]
-    flags += ["--train-iters", 25, "--lr-wsd-decay-iters", 5, "--save", tmp_path / "run", "--dry-run"]
+    flags += [
+        "--train-iters",
+        25,
+        "--lr-wsd-decay-iters",
+        5,
+        "--save",
+        tmp_path / "run",
+        "--dry-run",
+    ]
     main([str(flag) for flag in flags])
     output = capsys.readouterr().out
     assert f"makes steps 21 to 25, as a branch of {parent} at step 20\n" in output
@@ -82,25 +110,47 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--branch-at", "12"], "has no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40"),
-        (["--branch-at", "20"], "--branch-at 20: the new run ends at step 20, expected --train-iters beyond 20"),
+        (
+            ["--branch-at", "12"],
+            "has no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40",
+        ),
+        (
+            ["--branch-at", "20"],
+            "--branch-at 20: the new run ends at step 20, expected --train-iters beyond 20",
+        ),
         (["--objective-schedule", "clm:10,mlm:10"], "step 11 trains mlm here and clm in"),
-        (["--objective-schedule", "mix(clm:1,mlm:1)"], "expected an --objective-schedule equal to it up to step 15"),
-        (["--lr-warmup-iters", "0"], "expected its own up to step 15: --lr 0.003 --lr-warmup-iters 4 and a decay of at most 6"),
+        (
+            ["--objective-schedule", "mix(clm:1,mlm:1)"],
+            "expected an --objective-schedule equal to it up to step 15",
+        ),
+        (
+            ["--lr-warmup-iters", "0"],
+            "expected its own up to step 15: --lr 0.003 --lr-warmup-iters 4 and a decay of at most 6",
+        ),
         (["--lr-wsd-decay-iters", "7"], "the learning rate of step 15 is 0.003 in"),
         (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
         (["--skip-samples", "8"], "began at sample 0, expected the same for a branch"),
     ],
 )
-def test_what_does_not_agree_is_named_in_one_line(change, words, small_corpus, parent, tmp_path, refusal):
+def test_what_does_not_agree_is_named_in_one_line(
+    change, words, small_corpus, parent, tmp_path, refusal
+):
     line = refusal(main, branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", *change))
     assert words in line, line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_decayed_checkpoint_is_refused_with_those_that_serve(small_corpus, parent, tmp_path, refusal):
-    line = refusal(main, branch_flags(small_corpus, parent, PARENT, tmp_path / "run", "--train-iters", "60", at=40))
-    assert "falls after step 31), and a branch continues at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or" in line
+def test_a_decayed_checkpoint_is_refused_with_those_that_serve(
+    small_corpus, parent, tmp_path, refusal
+):
+    line = refusal(
+        main,
+        branch_flags(small_corpus, parent, PARENT, tmp_path / "run", "--train-iters", "60", at=40),
+    )
+    assert (
+        "falls after step 31), and a branch continues at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or"
+        in line
+    )
 
 
 def test_what_cannot_be_branched_is_one_line(small_corpus, parent, tmp_path, refusal):

@@ -20,7 +20,11 @@ from megaenc.training.lr_schedule import LearningRateConfig
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
     (tmp_path / "run.yaml").write_text("model: 610m\nnum-layers: 13\nlr: 5e-4\ntrain_iters: 7\n")
     settings = parse_config(["--config", str(tmp_path / "run.yaml"), "--train-iters", "9"], "test")
-    assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == ("610m", 13, 1152)
+    assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == (
+        "610m",
+        13,
+        1152,
+    )
     assert (settings.learning_rate.lr, settings.train_iters) == (5e-4, 9)
     assert parse_config(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
 
@@ -36,26 +40,49 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
     steps = "train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nlr_wsd_decay_style: cosine\n"
     base.write_text(f"{steps}branch_from: a\nbranch_at: 3\n")
     over = tmp_path / "over.yaml"
-    over.write_text("config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n")
+    over.write_text(
+        "config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n"
+    )
     words = ["--train-tokens", "2048", "--lr-warmup-fraction", "0.1", "--init-from", "b"]
     for argv in (["--config", str(over)], ["--config", str(base), *words]):
         settings = parse_config(argv, "test")
         assert (settings.train_iters, settings.train_tokens) == (None, 2048)
         rates = settings.learning_rate
-        assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (None, 0.1, 1000)
+        assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (
+            None,
+            0.1,
+            1000,
+        )
         assert settings.start == StartConfig(init_from="b")
     phase = "{objective: clm, train_iters: 9, lr_warmup_fraction: 0.2, lr_decay_style: cosine}"
     [phase] = parse_config(["--config", str(base), "--phases", phase], "test").phase_configs
     rates = phase.settings.learning_rate
-    assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (None, 0.2, None)
-    linear = parse_config(["--config", str(base), "--lr-decay-style", "linear"], "test").learning_rate
-    assert (linear.lr_wsd_decay_iters, linear.lr_wsd_decay_style) == (None, LearningRateConfig.lr_wsd_decay_style)
+    assert (rates.lr_warmup_iters, rates.lr_warmup_fraction, rates.lr_wsd_decay_iters) == (
+        None,
+        0.2,
+        None,
+    )
+    linear = parse_config(
+        ["--config", str(base), "--lr-decay-style", "linear"], "test"
+    ).learning_rate
+    assert (linear.lr_wsd_decay_iters, linear.lr_wsd_decay_style) == (
+        None,
+        LearningRateConfig.lr_wsd_decay_style,
+    )
 
 
 @pytest.mark.slow
 def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     """And its config.yaml, given to --config, is the same run again."""
-    flags = [*short_run, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
+    flags = [
+        *short_run,
+        "--train-iters",
+        "4",
+        "--lr-warmup-iters",
+        "1",
+        "--lr-wsd-decay-iters",
+        "1",
+    ]
     result = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")], fresh=True)
     assert result.stderr == "", "the console is quiet, also while all is imported"
     folder = tmp_path / "run"
@@ -69,7 +96,9 @@ def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     }  # fmt: skip
     assert (row["step"], row["objective"], row["phase"], row["tokens"]) == (4, "mlm", 1, 4 * 8 * 64)
 
-    again = runs.run([sys.executable, "-m", "megaenc", "pretrain", "--config", str(folder / "config.yaml")])
+    again = runs.run(
+        [sys.executable, "-m", "megaenc", "pretrain", "--config", str(folder / "config.yaml")]
+    )
     assert "is complete: step 4 of 4" in again.stdout
 
 
@@ -102,20 +131,38 @@ def test_what_one_rank_alone_finds_is_printed_too(short_run, tmp_path):
     flags = [*short_run, "--eval-interval", "0"]
     result = runs.script(worker, flags, processes=2, expect=1)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: rank 1: ") and "document 7 holds token id" in lines[0]
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("error: rank 1: ")
+        and "document 7 holds token id" in lines[0]
+    )
 
 
 @pytest.mark.multiprocess
 def test_workers_die_with_a_launcher_that_is_killed_at_the_start(short_run):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(runs.PRETRAIN)]
-    launcher = subprocess.Popen([*command, *short_run], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(runs.PRETRAIN),
+    ]
+    launcher = subprocess.Popen(
+        [*command, *short_run], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        workers = wait_for(lambda: psutil.Process(launcher.pid).children(), lambda children: len(children) == 2)
+        workers = wait_for(
+            lambda: psutil.Process(launcher.pid).children(), lambda children: len(children) == 2
+        )
         time.sleep(1)  # into their imports
     finally:
         launcher.kill()
         launcher.wait()
-    wait_for(lambda: [worker for worker in workers if is_alive(worker)], lambda running: not running)
+    wait_for(
+        lambda: [worker for worker in workers if is_alive(worker)], lambda running: not running
+    )
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -133,6 +180,8 @@ def wait_for(look, enough, seconds: float = 30):
 
 def test_numbers_that_are_none_are_null_in_the_metrics(short_run, tmp_path):
     flags = [*short_run, "--lr", "1e30", "--clip-grad", "0", "--eval-interval", "0"]
-    main([*flags, "--lr-warmup-iters", "0", "--exit-interval", "3", "--save", str(tmp_path / "run")])
+    main(
+        [*flags, "--lr-warmup-iters", "0", "--exit-interval", "3", "--save", str(tmp_path / "run")]
+    )
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert runs.metrics(tmp_path / "run")[-1]["grad_norm"] is None

@@ -30,7 +30,15 @@ PHASES = {
 
 def test_rows_name_what_each_step_trained(small_corpus, tmp_path, capsys):
     names = [name for phase in PHASES.values() for name in phase]
-    schedule = ["--train-iters", str(len(names)), "--objective-schedule", ",".join(PHASES), "--lr", "5e-4", "--no-bf16"]
+    schedule = [
+        "--train-iters",
+        str(len(names)),
+        "--objective-schedule",
+        ",".join(PHASES),
+        "--lr",
+        "5e-4",
+        "--no-bf16",
+    ]
     flags = [*runs.SHORT_RUN, *schedule, "--eval-interval", str(len(names))]
     main([*small_corpus.flags, *flags, "--save", str(tmp_path / "run")])
     assert ", ... (13 phases); 8 packs" in capsys.readouterr().out, "not all of a long list"
@@ -52,22 +60,42 @@ def test_two_steps_with_the_objective_of_another_package(short_run, plugin, tmp_
     runs.script(runs.PRETRAIN, flags, packages=plugin)
     first, second = runs.metrics(tmp_path / "run")
     assert first["objective"] == second["objective"] == "word_order(share=0.3->0.9)"
-    assert 0 < 2 * first["predicted_tokens"] < second["predicted_tokens"] - first["predicted_tokens"]
+    assert (
+        0 < 2 * first["predicted_tokens"] < second["predicted_tokens"] - first["predicted_tokens"]
+    )
 
     export = ["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
     line = refusal(convert, export)
-    assert "unknown objective `word_order`" in line and "install the package of the objective" in line
+    assert (
+        "unknown objective `word_order`" in line and "install the package of the objective" in line
+    )
     runs.script(runs.ROOT / "tools" / "convert_checkpoint.py", export, packages=plugin)
     assert "`word_order(share=0.9)`" in (tmp_path / "hf" / "README.md").read_text()
 
 
-def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(small_corpus, tmp_path, monkeypatch, refusal):
+def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(
+    small_corpus, tmp_path, monkeypatch, refusal
+):
     monkeypatch.syspath_prepend(runs.ROOT / "examples" / "objective_plugin")
     from replaced_tokens import ReplacedTokenDetection
 
     monkeypatch.setitem(OBJECTIVES._own, "replaced_tokens", ReplacedTokenDetection)
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
-    flags += ["--objective-schedule", "mlm:1,sum(mlm:1,replaced_tokens:1):1,replaced_tokens:2", "--save-interval", "1"]
+    flags = [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        "--train-iters",
+        "4",
+        "--lr-warmup-iters",
+        "1",
+        "--lr-wsd-decay-iters",
+        "1",
+    ]
+    flags += [
+        "--objective-schedule",
+        "mlm:1,sum(mlm:1,replaced_tokens:1):1,replaced_tokens:2",
+        "--save-interval",
+        "1",
+    ]
     main([*flags, "--no-bf16", "--eval-interval", "4", "--save", str(tmp_path / "run")])
     scores = runs.validations(tmp_path / "run")[-1]["objectives"]
     assert scores["replaced_tokens"]["loss"] < 1 < scores["mlm"]["loss"]
@@ -85,14 +113,22 @@ def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(smal
     assert "lm_head.weight" not in load_file(tmp_path / "hf/model.safetensors")
 
 
-def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(distilled, teacher, tmp_path, refusal):
+def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(
+    distilled, teacher, tmp_path, refusal
+):
     own = shutil.copytree(teacher, tmp_path / "teacher")
     flags = [flag.replace(str(teacher), str(own)) for flag in distilled]
     save = ["--save", str(tmp_path / "run")]
-    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "1", *save])  # this process would remember the teacher
+    runs.script(
+        runs.PRETRAIN, [*flags, "--exit-interval", "1", *save]
+    )  # this process would remember the teacher
 
     weights = load_file(own / "model.safetensors")
-    save_file({name: 2 * tensor for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: 2 * tensor for name, tensor in weights.items()},
+        own / "model.safetensors",
+        {"format": "pt"},
+    )
     line = refusal(main, [*flags, *save])
     assert "holds a different run: objective_packages is {'distill': 'config.json (" in line
 
@@ -109,7 +145,10 @@ def test_a_sum_with_weights_of_many_digits_trains_as_their_ratio(short_run, tmp_
     flags = [
         *short_run, "--exit-interval", "2", "--micro-batch-size", "8", "--eval-interval", "0",
     ]  # fmt: skip
-    for name, schedule in (("digits", "sum(clm:0.8388607,mlm:1.6777215)"), ("ratio", "sum(clm:1,mlm:2)")):
+    for name, schedule in (
+        ("digits", "sum(clm:0.8388607,mlm:1.6777215)"),
+        ("ratio", "sum(clm:1,mlm:2)"),
+    ):
         main([*flags, "--objective-schedule", schedule, "--save", str(tmp_path / name)])
     for quantity in ("loss", "grad_norm"):
         assert runs.largest_difference(quantity, tmp_path / "digits", tmp_path / "ratio") < 1e-5

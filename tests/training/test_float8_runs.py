@@ -6,7 +6,16 @@ from runs import Job
 
 from megaenc.training.command import main
 
-RUN = [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0", "--objective-schedule", "clm", "--train-iters", "10"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--eval-interval",
+    "0",
+    "--objective-schedule",
+    "clm",
+    "--train-iters",
+    "10",
+]
 RUN += ["--global-batch-size", "4"]
 BEGINNING = ["--exit-interval", "3"]  # processors without 8-bit products take seconds for a step
 HYBRID = ["--fp8-format", "hybrid"]

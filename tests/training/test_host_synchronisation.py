@@ -21,12 +21,32 @@ WAYS = {
     "bfloat16, all is recomputed": ["--bf16", "--recompute-granularity", "full"],
     "attention is recomputed": ["--no-bf16", "--recompute-granularity", "selective"],
     "float8": ["--no-bf16", "--fp8-format", "hybrid"],
-    "head norms, biases, tied": ["--no-bf16", "--qk-layernorm", "--add-qkv-bias", "--no-untie-embeddings-and-output-weights"],
+    "head norms, biases, tied": [
+        "--no-bf16",
+        "--qk-layernorm",
+        "--add-qkv-bias",
+        "--no-untie-embeddings-and-output-weights",
+    ],
 }
 aten = torch.ops.aten
 READ = {
-    *(aten._local_scalar_dense, aten.item, aten.equal, aten.is_nonzero, aten.nonzero, aten.nonzero_static, aten.masked_select),
-    *(aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.histc, aten.repeat_interleave),
+    *(
+        aten._local_scalar_dense,
+        aten.item,
+        aten.equal,
+        aten.is_nonzero,
+        aten.nonzero,
+        aten.nonzero_static,
+        aten.masked_select,
+    ),
+    *(
+        aten._unique2,
+        aten.unique_consecutive,
+        aten.unique_dim,
+        aten.bincount,
+        aten.histc,
+        aten.repeat_interleave,
+    ),
 }
 MADE = {aten.lift_fresh}
 
@@ -49,7 +69,9 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         packet = function.overloadpacket
-        waits = packet in READ | MADE or (packet in (aten.index, aten.index_put, aten.index_put_) and _by_truth(arguments[1]))
+        waits = packet in READ | MADE or (
+            packet in (aten.index, aten.index_put, aten.index_put_) and _by_truth(arguments[1])
+        )
         if waits and not _of_the_host():
             self.found.append(str(function))
         return function(*arguments, **(options or {}))
@@ -83,7 +105,12 @@ def _by_truth(indices):
 
 @pytest.mark.parametrize(
     "wait",
-    [lambda x: float(x[0]), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: torch.tensor([1.0])],
+    [
+        lambda x: float(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: torch.tensor([1.0]),
+    ],
 )
 def test_what_would_wait_is_seen(wait):
     with Waits() as waits:
@@ -112,13 +139,19 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (longest_q, longest_k) == (max(of_q), max(of_k))
-    queries, keys, values = (x.transpose(0, 1)[None].split(sizes, 2) for x, sizes in ((q, of_q), (k, of_k), (v, of_k)))
+    queries, keys, values = (
+        x.transpose(0, 1)[None].split(sizes, 2) for x, sizes in ((q, of_q), (k, of_k), (v, of_k))
+    )
     parts = []
     for one, others, theirs in zip(queries, keys, values, strict=True):
         rows, columns = one.size(2), others.size(2)
         full_mask = torch.ones(rows, columns, dtype=torch.bool)
         mask = full_mask.tril(columns - rows) if window_size == (-1, 0) else full_mask
-        parts.append(F.scaled_dot_product_attention(one, others, theirs, attn_mask=mask, scale=scale, enable_gqa=True))
+        parts.append(
+            F.scaled_dot_product_attention(
+                one, others, theirs, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+        )
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 
 
@@ -154,13 +187,19 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
         to = options.get("device")
-        if function.overloadpacket is aten._to_copy and to is not None and to.type != arguments[0].device.type:
+        if (
+            function.overloadpacket is aten._to_copy
+            and to is not None
+            and to.type != arguments[0].device.type
+        ):
             self.found.append((arguments[0].data_ptr(), options.get("non_blocking", False)))
         return function(*arguments, **options)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, short_run, monkeypatch):
+def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(
+    objective, short_run, monkeypatch
+):
     """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
     from megaenc.objectives import Schedule
 
@@ -173,8 +212,16 @@ def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, s
     with Copies() as copies:
         batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(torch.device("meta"))
     rows = batch.packing.prefix_rows
-    parts = [batch.tokens, batch.positions, batch.predictions.positions, batch.predictions.labels, batch.packing.cu_seqlens_q]
-    parts += [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []
+    parts = [
+        batch.tokens,
+        batch.positions,
+        batch.predictions.positions,
+        batch.predictions.labels,
+        batch.packing.cu_seqlens_q,
+    ]
+    parts += (
+        [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []
+    )
     assert {part.device.type for part in parts} == {"meta"}
     assert copies.found == [(tensor.data_ptr(), True) for tensor in pinned]
     assert len(copies.found) == len(parts)
@@ -194,5 +241,7 @@ def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_
             torch.cuda.set_sync_debug_mode("default")
 
     engine = engine_of(*short_run, "--bf16")
-    forward_and_backward(engine, objective, contextlib.nullcontext())  # kernels are chosen and compiled once
+    forward_and_backward(
+        engine, objective, contextlib.nullcontext()
+    )  # kernels are chosen and compiled once
     assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0

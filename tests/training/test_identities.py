@@ -29,13 +29,17 @@ def parent(small_corpus, tmp_path_factory):
     """The identity of the run `plain`, in a directory with all that the commands name."""
     folder = tmp_path_factory.mktemp("identities")
     for name, count in (("a", 200), ("b", 60)):
-        write_whole_corpus(folder / name, [[*range(5, 30 + number % 90), 0] for number in range(count)])
+        write_whole_corpus(
+            folder / name, [[*range(5, 30 + number % 90), 0] for number in range(count)]
+        )
         (folder / f"{name}.json").unlink()  # of another tokenizer
     (folder / "tokenizer").symlink_to(small_corpus.tokenizer)
     info = folder / "word_order-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: word-order\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[megaenc.objectives]\nword_order = word_order:WordOrder\n")
+    (info / "entry_points.txt").write_text(
+        "[megaenc.objectives]\nword_order = word_order:WordOrder\n"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)

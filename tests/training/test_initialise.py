@@ -17,16 +17,42 @@ from megaenc.training.command import main
 pytestmark = pytest.mark.multiprocess
 
 FOUR_LAYERS = [*runs.SHORT_RUN, "--no-bf16", "--num-layers", "4"]
-PARENT = [*FOUR_LAYERS, "--train-iters", "6", "--objective-schedule", "clm", "--lr-warmup-iters", "1"]
+PARENT = [
+    *FOUR_LAYERS,
+    "--train-iters",
+    "6",
+    "--objective-schedule",
+    "clm",
+    "--lr-warmup-iters",
+    "1",
+]
 # As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
-CONTINUED = [*FOUR_LAYERS, "--train-iters", "4", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
+CONTINUED = [
+    *FOUR_LAYERS,
+    "--train-iters",
+    "4",
+    "--objective-schedule",
+    "mlm",
+    "--lr-warmup-iters",
+    "0",
+]
 CONTINUED += ["--lr-wsd-decay-iters", "2", "--global-batch-size", "4", "--lr", "1e-3"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 SPLIT = ["--use-distributed-optimizer"]
 # By name: (processes, flags).
 WAYS = {
     "bfloat16": (1, ["--bf16"]),
-    "longer": (1, ["--seq-length", "128", "--yarn-rotary-scaling-factor", "2", "--yarn-original-max-position-embeddings", "64"]),
+    "longer": (
+        1,
+        [
+            "--seq-length",
+            "128",
+            "--yarn-rotary-scaling-factor",
+            "2",
+            "--yarn-original-max-position-embeddings",
+            "64",
+        ],
+    ),
     "DP2": (2, SPLIT),
     "interleaved": (2, [*SPLIT, *PP2, "--num-layers-per-virtual-pipeline-stage", "1", "--bf16"]),
 }
@@ -61,7 +87,9 @@ def test_it_is_a_new_run_given_those_weights(small_corpus, parent, tmp_path):
         jobs.append(Job(tmp_path / name, [*flags, "--init-from", str(parent)], processes))
         jobs.append(Job(tmp_path / f"{name}, by hand", flags, processes, weights=weights))
     printed = runs.in_turn(jobs, tmp_path).stdout
-    assert printed.count(f"from the weights of {parent} at step 6 with a new optimizer") == len(WAYS)
+    assert printed.count(f"from the weights of {parent} at step 6 with a new optimizer") == len(
+        WAYS
+    )
     for job, by_hand in zip(jobs[::2], jobs[1::2], strict=True):
         assert runs.curve(job.save) == runs.curve(by_hand.save)
         assert [row["learning_rate"] for row in runs.metrics(job.save)] == [1e-3] * 3 + [5e-4]
@@ -72,7 +100,11 @@ def test_it_is_a_new_run_given_those_weights(small_corpus, parent, tmp_path):
 def test_an_older_checkpoint_in_another_layout(continued, tmp_path):
     flags = [*continued, "--init-at", "4", "--save"]
     main([*flags, str(tmp_path / "one")])
-    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "two"), "--tensor-model-parallel-size", "2"], processes=2)
+    runs.script(
+        runs.PRETRAIN,
+        [*flags, str(tmp_path / "two"), "--tensor-model-parallel-size", "2"],
+        processes=2,
+    )
     runs.assert_same_curve(tmp_path / "two", tmp_path / "one")
     assert runs.validations(tmp_path / "one")[0]["step"] == 0
 
@@ -98,7 +130,11 @@ def test_skip_samples_is_where_the_data_begins(continued):
     assert [skipping.first_sample(step) for step in (1, 2)] == [40, 44]
     assert sum(row.packs for row in skipping.corpus_usage) == 4 * 4
     after = plan_of(*continued, "--skip-samples", "parent")
-    assert (after.first_sample(1), after.identity["skip_samples"], after.settings.start.skip_samples) == (48, 48, 48)
+    assert (
+        after.first_sample(1),
+        after.identity["skip_samples"],
+        after.settings.start.skip_samples,
+    ) == (48, 48, 48)
     assert plan_of(*continued, "--init-at", 4, "--skip-samples", "parent").first_sample(1) == 32
 
 
@@ -111,13 +147,17 @@ def test_rows_beyond_the_tokenizer_make_another_run(small_corpus):
     assert more.run_metadata["parameters"] - plain.run_metadata["parameters"] == 2 * 20 * 64
 
 
-def test_resumed_without_the_parent_it_is_bitwise_the_same(continued, parent, tmp_path, capfd, refusal):
+def test_resumed_without_the_parent_it_is_bitwise_the_same(
+    continued, parent, tmp_path, capfd, refusal
+):
     away = shutil.copytree(parent, tmp_path / "away")
     flags = [*continued, "--init-from", str(away), "--skip-samples", "parent"]
     save = ["--save", str(tmp_path / "run")]
     main([*flags, "--save", str(tmp_path / "whole")])
     main([*flags, *save, "--exit-interval", "2"])
-    assert "skip_samples is 48 there, 47 here" in refusal(main, [*flags, *save, "--skip-samples", "47"])
+    assert "skip_samples is 48 there, 47 here" in refusal(
+        main, [*flags, *save, "--skip-samples", "47"]
+    )
     shutil.rmtree(away)
     main([*flags, *save])  # as it was begun, `parent` and the newest checkpoint included
     assert "resuming after step 2" in capfd.readouterr().out
@@ -129,8 +169,25 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(continued, parent, tm
 
 def test_a_run_that_began_with_weights_can_be_branched(continued, parent, tmp_path):
     """By its own config.yaml, where --branch-from takes the place of --init-from; its data goes on where it was."""
-    main([*continued, "--skip-samples", "parent", "--save", str(tmp_path / "run"), "--save-interval", "2"])
-    start = ["--branch-from", str(tmp_path / "run"), "--branch-at", "2", "--save", str(tmp_path / "branch")]
+    main(
+        [
+            *continued,
+            "--skip-samples",
+            "parent",
+            "--save",
+            str(tmp_path / "run"),
+            "--save-interval",
+            "2",
+        ]
+    )
+    start = [
+        "--branch-from",
+        str(tmp_path / "run"),
+        "--branch-at",
+        "2",
+        "--save",
+        str(tmp_path / "branch"),
+    ]
     main(["--config", str(tmp_path / "run" / "config.yaml"), *start])
     assert runs.curve(tmp_path / "branch") == runs.curve(tmp_path / "run", after=2)
     third = plan_of(*continued, "--init-from", tmp_path / "branch", "--skip-samples", "parent")
@@ -142,7 +199,15 @@ def test_a_run_that_began_with_weights_can_be_branched(continued, parent, tmp_pa
 
 def test_weights_of_the_other_precision_will_do(continued, tmp_path):
     """And of another dropout and initialization."""
-    first = [*continued, "--exit-interval", "1", "--eval-interval", "1", "--attention-output-dropout", "0.1"]
+    first = [
+        *continued,
+        "--exit-interval",
+        "1",
+        "--eval-interval",
+        "1",
+        "--attention-output-dropout",
+        "0.1",
+    ]
     first += ["--init-method", "full_megatron", "--init-cutoff", "3"]
     main([*first, "--bf16", "--save", str(tmp_path / "half")])
     main([*first, "--init-from", str(tmp_path / "half"), "--save", str(tmp_path / "single")])
@@ -151,7 +216,9 @@ def test_weights_of_the_other_precision_will_do(continued, tmp_path):
     assert after["loss"] == pytest.approx(before["loss"], rel=1e-2)
 
 
-def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(continued, parent, tmp_path, refusal):
+def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
+    continued, parent, tmp_path, refusal
+):
     """A run that was stopped before it saved begins anew, so its parent must still be the one it was."""
     away = shutil.copytree(parent, tmp_path / "away")
     flags = [*continued, "--init-from", str(away), "--save", str(tmp_path / "run")]
@@ -166,7 +233,10 @@ def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; its samples are numbered differently"),
+        (
+            ["--skip-samples", "parent", "--seed", "2"],
+            "seed is 1 there, 2 here; its samples are numbered differently",
+        ),
         (["--skip-samples", "parent", "--seq-length", "32"], "seq_length is 64 there, 32 here"),
     ],
 )
@@ -203,18 +273,32 @@ SCALING = ["--use-rope-scaling", "--rope-scaling-factor", "32"]
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (SCALING, "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0, or the new value given with --rotar"),
+        (
+            SCALING,
+            "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0, or the new value given with --rotar",
+        ),
         (["--config", "preset.yaml", *SCALING], "rotary_base is 500.0 there, 10000.0 here"),
-        (BASE, "use_rope_scaling is True there, False here; expected --use-rope-scaling, or the new value given"),
-        ([*BASE, "--use-rope-scaling"], "rope_scaling_factor is 32.0 there, 8.0 here; expected --rope-scaling-factor 32.0"),
-        ([*BASE, *SCALING, "--kv-channels", "32"], "kv_channels is not given there, 32 here; its weights fit no other value"),
+        (
+            BASE,
+            "use_rope_scaling is True there, False here; expected --use-rope-scaling, or the new value given",
+        ),
+        (
+            [*BASE, "--use-rope-scaling"],
+            "rope_scaling_factor is 32.0 there, 8.0 here; expected --rope-scaling-factor 32.0",
+        ),
+        (
+            [*BASE, *SCALING, "--kv-channels", "32"],
+            "kv_channels is not given there, 32 here; its weights fit no other value",
+        ),
         ([*BASE, *SCALING], ""),
         (["--rotary_base=10000", "--no-use-rope-scaling", "--rope-scaling-factor", "8"], ""),
         (["--config", "base.yaml"], ""),
         (["--config", "parent/config.yaml", "--rotary-base", "9000"], ""),
     ],
 )
-def test_other_rotary_positions_must_be_given(given, words, continued, changed_parent, tmp_path, monkeypatch, refusal):
+def test_other_rotary_positions_must_be_given(
+    given, words, continued, changed_parent, tmp_path, monkeypatch, refusal
+):
     """On the command line or in a file; those of defaults and presets would change a model silently."""
     monkeypatch.chdir(tmp_path)
     run = changed_parent(rotary_base=500.0, use_rope_scaling=True, rope_scaling_factor=32.0)
@@ -232,8 +316,25 @@ def test_rotary_bases_of_phases(small_corpus, continued, parent, changed_parent,
     phase = {"rotary_base": 10000.0, "last_step": 4}
     run = changed_parent(phases=[phase, {"rotary_base": 500.0, "last_step": 6}], rotary_base=500.0)
     kept = [*continued, "--init-from", str(run), "--config", str(run / "config.yaml"), "--dry-run"]
-    assert "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0" in refusal(main, kept)
+    assert "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0" in refusal(
+        main, kept
+    )
     main([*kept, "--init-at", "4"])
     main([*kept, "--rotary-base", "10000"])
-    phases = ["--phases", "{objective: mlm, train_iters: 6, rotary_base: 10000}", "--no-bf16", "--dry-run"]
-    main([*small_corpus.flags, *runs.SHORT_RUN[:14], "--num-layers", "4", "--init-from", str(run), *phases])
+    phases = [
+        "--phases",
+        "{objective: mlm, train_iters: 6, rotary_base: 10000}",
+        "--no-bf16",
+        "--dry-run",
+    ]
+    main(
+        [
+            *small_corpus.flags,
+            *runs.SHORT_RUN[:14],
+            "--num-layers",
+            "4",
+            "--init-from",
+            str(run),
+            *phases,
+        ]
+    )

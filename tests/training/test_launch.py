@@ -16,9 +16,15 @@ from megaenc.training.command import main
 @pytest.mark.parametrize(
     ("environment", "complaint"),
     [
-        ({"RANK": "zero", "WORLD_SIZE": "1"}, "RANK: found 'zero' in the environment, expected a whole number; torchrun sets it"),
+        (
+            {"RANK": "zero", "WORLD_SIZE": "1"},
+            "RANK: found 'zero' in the environment, expected a whole number; torchrun sets it",
+        ),
         ({"RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT: missing in the environment"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: found 2 in the environment, expected less than WORLD_SIZE, 2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK: found 2 in the environment, expected less than WORLD_SIZE, 2",
+        ),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE: found 2 in the environment without RANK, expected both"),
     ],
 )
@@ -41,7 +47,9 @@ def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_on
     flags = [*short_run, "--exit-interval", "1"]
     ended = runs.script(runs.PRETRAIN, flags, environment=empty | {"SLURM_NTASKS": "8"})
     assert "SLURM_NTASKS is 8, but RANK is not set: this is a run of one process" in ended.stdout
-    ended = runs.script(runs.PRETRAIN, flags, environment=empty | {"RANK": "0", "WORLD_SIZE": "1"}, expect=2)
+    ended = runs.script(
+        runs.PRETRAIN, flags, environment=empty | {"RANK": "0", "WORLD_SIZE": "1"}, expect=2
+    )
     assert ended.stderr.startswith("error: MASTER_ADDR: missing")
     assert ended.stderr.count("\n") == 1
 
@@ -55,7 +63,10 @@ def test_the_limit_of_open_files_is_raised_or_named(soft, monkeypatch):
     machine.allow_open_files(8192, "4,096 ranks")
     assert limits[-1] == (100_000, 100_000)
     limits.append((100, 1000))
-    with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 1,000 open files, expected \d+,\d+ or more for 4,096"):
+    with pytest.raises(
+        InputError,
+        match=r"ulimit -Hn: found a limit of 1,000 open files, expected \d+,\d+ or more for 4,096",
+    ):
         machine.allow_open_files(8192, "4,096 ranks")
 
 
@@ -94,13 +105,20 @@ def test_a_folder_whose_name_is_not_utf_8_is_one_line(small_corpus, tmp_path, re
 
 
 @pytest.mark.parametrize("ranks", [8, 504])
-@pytest.mark.parametrize("config", sorted((runs.ROOT / "configs" / "layout").glob("*.yaml")), ids=lambda path: path.stem)
-def test_layouts_of_clusters_are_planned_on_a_login_node(config, ranks, small_corpus, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "config", sorted((runs.ROOT / "configs" / "layout").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_layouts_of_clusters_are_planned_on_a_login_node(
+    config, ranks, small_corpus, monkeypatch, capsys
+):
     """What only the machine of the run has is a line, not a refusal; what the ranks cannot be laid out as is refused."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     flags = ["--config", str(config), *small_corpus.flags, "--train-iters", "10000", "--dry-run"]
     main(flags)
-    assert "on this machine it would be refused: --overlap-grad-reduce: needs an accelerator" in capsys.readouterr().out
+    assert (
+        "on this machine it would be refused: --overlap-grad-reduce: needs an accelerator"
+        in capsys.readouterr().out
+    )
     gpu = config.stem.split("-")[0]
     main([*flags, "--gpu", gpu])
     said = capsys.readouterr().out
@@ -109,8 +127,21 @@ def test_layouts_of_clusters_are_planned_on_a_login_node(config, ranks, small_co
 
 
 def test_a_dry_run_says_what_its_device_lacks(small_corpus, capsys):
-    flags = [*small_corpus.flags, "--seq-length", "64", "--train-iters", "200", "--fp8-format", "hybrid", "--dry-run", "--gpu"]
+    flags = [
+        *small_corpus.flags,
+        "--seq-length",
+        "64",
+        "--train-iters",
+        "200",
+        "--fp8-format",
+        "hybrid",
+        "--dry-run",
+        "--gpu",
+    ]
     main([*flags, "mi250x"])
-    assert "on mi250x it would be refused: --fp8-format hybrid: mi250x has no float8" in capsys.readouterr().out
+    assert (
+        "on mi250x it would be refused: --fp8-format hybrid: mi250x has no float8"
+        in capsys.readouterr().out
+    )
     main([*flags, "H100-PCIe"])
     assert "refused" not in capsys.readouterr().out

@@ -10,12 +10,26 @@ import runs
 from workers.bad_packs import spoil
 
 from megaenc.counter_rng import uniforms
-from megaenc.training.callbacks.loss_spikes import MAX_RECENT_LOSSES, MIN_RECENT_LOSSES, RecentLosses, compute_deviations
+from megaenc.training.callbacks.loss_spikes import (
+    MAX_RECENT_LOSSES,
+    MIN_RECENT_LOSSES,
+    RecentLosses,
+    compute_deviations,
+)
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
 
 # Eight packs a step: step 40 reads packs 312 to 319.
-RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--train-iters",
+    "48",
+    "--objective-schedule",
+    "clm",
+    "--eval-interval",
+    "20",
+]
 SPIKE = {315: 30.0}
 
 
@@ -29,7 +43,9 @@ def noise(count: int) -> list[float]:
 def test_deviations_are_those_of_normal_noise_and_a_spike_does_not_hide_the_next():
     assert compute_deviations(3.6, noise(2000)) == pytest.approx(6, rel=0.1)
     assert compute_deviations(2.4, noise(2000)) == pytest.approx(-6, rel=0.1)
-    assert compute_deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(compute_deviations(3.6, noise(128)), rel=0.25)
+    assert compute_deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(
+        compute_deviations(3.6, noise(128)), rel=0.25
+    )
     assert compute_deviations(2.0, [2.0] * 50) == 0
     assert compute_deviations(2.0 + 1e-6, [2.0] * 50) < 1 < compute_deviations(2.1, [2.0] * 50)
 
@@ -59,7 +75,18 @@ def assert_same_run(run, reference):
 def without(small_corpus, tmp_path_factory):
     """The run from the beginning without what steps 38 to 40 of RUN read."""
     folder = tmp_path_factory.mktemp("without") / "run"
-    main([*small_corpus.flags, *RUN, "--skip-packs", "296-319", "--save", str(folder), "--save-interval", "5"])
+    main(
+        [
+            *small_corpus.flags,
+            *RUN,
+            "--skip-packs",
+            "296-319",
+            "--save",
+            str(folder),
+            "--save-interval",
+            "5",
+        ]
+    )
     return folder
 
 
@@ -78,7 +105,9 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
     folder, output = rewound
     assert_same_run(folder, without)
     [line] = [line for line in output.splitlines() if line.startswith("step 40: ")]
-    assert "is a spike, " in line and line.endswith(" deviations above the recent ones; rewind 1 of 1")
+    assert "is a spike, " in line and line.endswith(
+        " deviations above the recent ones; rewind 1 of 1"
+    )
     assert "resuming after step 35" in output and "; 24 packs left out: 296-319" in output
     facts = json.loads((folder / "run.json").read_text())
     assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
@@ -89,9 +118,20 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
 def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):
     """With the list written and nothing else done, beside checkpoints that have read what is left out now."""
     folder = tmp_path / "run"
-    flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save-interval", "3", "--skip-packs", "900"]
+    flags = [
+        json.dumps(SPIKE),
+        *small_corpus.flags,
+        *RUN,
+        *REWIND,
+        "--save-interval",
+        "3",
+        "--skip-packs",
+        "900",
+    ]
     monkeypatch.setenv("KILLED", "1")
-    runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL)
+    runs.script(
+        runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL
+    )
     checkpoints = CheckpointLoader(folder / "checkpoints")
     assert checkpoints.tracked_step() == 39 and runs.metrics(folder)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
@@ -101,7 +141,9 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     assert json.loads((folder / "run.json").read_text())["rewinds"] == ["296-319"]
 
 
-def test_a_branch_leaves_out_what_rewinds_did_and_needs_a_step_that_they_left(small_corpus, rewound, without, tmp_path, refusal):
+def test_a_branch_leaves_out_what_rewinds_did_and_needs_a_step_that_they_left(
+    small_corpus, rewound, without, tmp_path, refusal
+):
     parent = shutil.copytree(rewound[0], tmp_path / "parent")
     flags = [*small_corpus.flags, *RUN, "--branch-from", str(parent), "--branch-at", "35", "--save"]
     main([*flags, str(tmp_path / "run")])
@@ -122,28 +164,56 @@ def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, m
 @pytest.mark.multiprocess
 def test_two_processes_go_back_together(small_corpus, tmp_path):
     """Each with half of the optimizer's state."""
-    flags = [*small_corpus.flags, *RUN[:-2], "--use-distributed-optimizer", "--bf16", "--eval-interval", "0", "--save"]
+    flags = [
+        *small_corpus.flags,
+        *RUN[:-2],
+        "--use-distributed-optimizer",
+        "--bf16",
+        "--eval-interval",
+        "0",
+        "--save",
+    ]
     rewind = ["--max-rewinds", "1", "--rewind-skip-iters", "3", "--save-interval", "20"]
     arguments = [json.dumps(SPIKE), *flags, str(tmp_path / "run"), *rewind]
     runs.script(runs.WORKERS / "bad_packs.py", arguments, processes=2)
-    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "whole"), "--skip-packs", "296-319"], processes=2)
+    runs.script(
+        runs.PRETRAIN, [*flags, str(tmp_path / "whole"), "--skip-packs", "296-319"], processes=2
+    )
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 48)
 
 
-def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(small_corpus, tmp_path, monkeypatch, capsys):
+def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(
+    small_corpus, tmp_path, monkeypatch, capsys
+):
     """Step 40 reads other packs after the first rewind, and one of those is bad too; then a third."""
     spoil({315: 30.0, 339: 30.0, 345: 30.0}, monkeypatch.setattr)
-    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1", "--async-save"]
+    flags = [
+        *small_corpus.flags,
+        *RUN,
+        "--max-rewinds",
+        "2",
+        "--save-interval",
+        "13",
+        "--keep-last",
+        "1",
+        "--async-save",
+    ]
     main([*flags, "--save", str(tmp_path / "run")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " is a spike, " in line]
-    assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are used"]
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "rewind 1 of 2",
+        "rewind 2 of 2",
+        "all of --max-rewinds 2 are used",
+    ]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["rewinds"] == ["312-319", "320-343"] and facts["skip_packs"] == ["312-343"]
     assert [row["loss_spikes"] for row in runs.metrics(tmp_path / "run")][-1] == 1
 
 
-def test_spikes_are_counted_and_found_again_after_a_stop(small_corpus, tmp_path, monkeypatch, capsys):
+def test_spikes_are_counted_and_found_again_after_a_stop(
+    small_corpus, tmp_path, monkeypatch, capsys
+):
     spoil(SPIKE, monkeypatch.setattr)
     flags = [*small_corpus.flags, *RUN, "--log-interval", "3", "--save"]
     main([*flags, str(tmp_path / "whole")])
@@ -153,13 +223,18 @@ def test_spikes_are_counted_and_found_again_after_a_stop(small_corpus, tmp_path,
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     rows = {row["step"]: row for row in runs.metrics(tmp_path / "whole")}
     assert list(rows) == [*range(3, 40, 3), 40, 42, 45, 48]  # the spike has a row of its own
-    assert rows[40]["loss_deviations"] > 6 and [rows[step]["loss_spikes"] for step in (39, 40, 42, 48)] == [0, 1, 1, 1]
+    assert rows[40]["loss_deviations"] > 6 and [
+        rows[step]["loss_spikes"] for step in (39, 40, 42, 48)
+    ] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--max-rewinds", "1", "--save", "x", "--loss-spike-sigmas", "0"], "expected --loss-spike-sigmas above 0"),
+        (
+            ["--max-rewinds", "1", "--save", "x", "--loss-spike-sigmas", "0"],
+            "expected --loss-spike-sigmas above 0",
+        ),
         (["--rewind-skip-iters", "0"], "--rewind-skip-iters: found 0, expected 1 or more"),
     ],
 )

@@ -6,13 +6,21 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.training.lr_schedule import DECAY_STYLES, WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
+from megaenc.training.lr_schedule import (
+    DECAY_STYLES,
+    WSD,
+    LearningRateConfig,
+    LearningRateSchedule,
+    resolve_steps,
+)
 
 BUILT_IN = ("linear", "cosine", "minus_sqrt", "exponential")
 
 
 def test_parts_that_overlap_are_refused():
-    with pytest.raises(InputError, match="warm-up of 8 and decay of 5 steps do not fit in the 12 steps of the run"):
+    with pytest.raises(
+        InputError, match="warm-up of 8 and decay of 5 steps do not fit in the 12 steps of the run"
+    ):
         LearningRateSchedule(peak=1.0, warmup=8, decay=5, total=12)
 
 
@@ -63,14 +71,22 @@ def test_after_the_warm_up_rates_are_megatron_cores(flags):
 
 def test_default_rates():
     rate = schedule(100)
-    assert [rate(step) for step in (1, 2, 5, 6, 96, 97, 100)] == pytest.approx([4e-4, 8e-4, 2e-3, 2e-3, 2e-3, 1.6e-3, 4e-4])
-    assert rate.describe() == "to 0.002 over 5 steps, constant, down over the last 5 steps to 0.0004 in the last"
+    assert [rate(step) for step in (1, 2, 5, 6, 96, 97, 100)] == pytest.approx(
+        [4e-4, 8e-4, 2e-3, 2e-3, 2e-3, 1.6e-3, 4e-4]
+    )
+    assert (
+        rate.describe()
+        == "to 0.002 over 5 steps, constant, down over the last 5 steps to 0.0004 in the last"
+    )
 
 
 @pytest.mark.parametrize("style", BUILT_IN)
 def test_identity_holds_the_schedule(style):
     rate = schedule(100, lr_wsd_decay_style=style, min_lr=1e-4)
-    assert LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
+    assert (
+        LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity})
+        == rate
+    )
     with pytest.raises(ValueError, match="no learning rate"):
         LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
 
@@ -126,7 +142,10 @@ def test_a_package_offers_a_style_that_reads_a_flag_and_is_part_of_the_identity(
     assert rate(61) == pytest.approx(2e-3 * 0.5**2)
     assert rate.identity["lr_warmup_fraction"] == 0.2
     assert re.fullmatch(r"rates 1\.2 \([0-9a-f]{12}\)", rate.identity["lr_decay_package"])
-    assert LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
+    assert (
+        LearningRateSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity})
+        == rate
+    )
     assert schedule(100, lr_wsd_decay_style="polynomial", lr_warmup_fraction=0.2).decay == 5
 
 
@@ -134,13 +153,19 @@ def test_a_package_offers_a_style_that_reads_a_flag_and_is_part_of_the_identity(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"lr_decay_style": "cosin"}, "unknown decay style `cosin`, expected one of .*; did you mean `cosine`?"),
+        (
+            {"lr_decay_style": "cosin"},
+            "unknown decay style `cosin`, expected one of .*; did you mean `cosine`?",
+        ),
         ({"lr_wsd_decay_style": WSD}, "--lr-wsd-decay-style: unknown decay style `WSD`"),
         ({"lr_decay_style": "number"}, "package `rates` offers math:pi, which is no function"),
         ({"lr_wsd_decay_style": "constant"}, "which is called `constant`, which is no shape"),
         ({"lr_decay_style": "two_numbers"}, "`two_numbers` cannot be computed: TypeError"),
         ({"lr_decay_style": "endless"}, "decay style `endless` is inf after 0 of the decay"),
-        ({"lr_decay_style": "resolved"}, "reads `lr_warmup_iters`, which is no flag that a decay style can read"),
+        (
+            {"lr_decay_style": "resolved"},
+            "reads `lr_warmup_iters`, which is no flag that a decay style can read",
+        ),
         ({"lr_decay_style": "other"}, "package `rates` cannot be loaded: ModuleNotFoundError"),
     ],
 )

@@ -22,12 +22,23 @@ def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
 
     The bias is in a group of its own, without weight decay.
     """
-    parts = {2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),), 1: lambda *_: ()}
-    matrices, vectors = ([weight for weight in model.parameters() if weight.dim() == dim] for dim in (2, 1))
-    optimizer = optimizer_class([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **flags)
+    parts = {
+        2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),),
+        1: lambda *_: (),
+    }
+    matrices, vectors = (
+        [weight for weight in model.parameters() if weight.dim() == dim] for dim in (2, 1)
+    )
+    optimizer = optimizer_class(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **flags
+    )
     optimizer.shards = [
         optimizers.WeightShard(
-            weight.shape, weight, weight.numel(), group=2 - weight.dim(), parts=parts[weight.dim()](name, weight)
+            weight.shape,
+            weight,
+            weight.numel(),
+            group=2 - weight.dim(),
+            parts=parts[weight.dim()](name, weight),
         )
         for name, weight in model.named_parameters()
     ]
@@ -37,7 +48,9 @@ def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
 def small_model() -> torch.nn.ModuleDict:
     """Two layers, the first of 3 blocks with 4 rows each."""
     torch.manual_seed(1)
-    return torch.nn.ModuleDict({"attention": torch.nn.Linear(6, 12), "last": torch.nn.Linear(12, 5, bias=False)}).double()
+    return torch.nn.ModuleDict(
+        {"attention": torch.nn.Linear(6, 12), "last": torch.nn.Linear(12, 5, bias=False)}
+    ).double()
 
 
 def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
@@ -48,7 +61,9 @@ def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     for step in range(1, 11):
         divisor = 1000.0 + step if isinstance(update, torch.optim.Optimizer) else 1.0
-        x, target = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5))
+        x, target = (
+            torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5)
+        )
         out = model["last"](torch.tanh(model["attention"](x)))
         model.zero_grad()
         ((out - target).square().mean() * (100.0 if step > 5 else 1.0) * divisor).backward()
@@ -68,7 +83,10 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
     adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
     optimizer = build(optimizers, optimizers.StableAdamW, model, **adam)
     actual = train(model, optimizer)
-    moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in reference.parameters()}
+    moments = {
+        weight: (torch.zeros_like(weight), torch.zeros_like(weight))
+        for weight in reference.parameters()
+    }
     clipped = []
 
     def step_by_the_paper(t: int) -> None:
@@ -102,8 +120,12 @@ def test_orthogonalization_knows_no_size_and_rounds_in_bfloat16(optimizers):
     matrix = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
     result = optimizers.orthogonalize(matrix, 5)
     torch.testing.assert_close(result.double(), by_svd(matrix.double(), 5), rtol=0, atol=2e-4)
-    torch.testing.assert_close(optimizers.orthogonalize(1e-12 * matrix, 5), result, rtol=0, atol=2e-4)
-    torch.testing.assert_close(optimizers.orthogonalize(matrix.bfloat16(), 5), result.bfloat16(), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        optimizers.orthogonalize(1e-12 * matrix, 5), result, rtol=0, atol=2e-4
+    )
+    torch.testing.assert_close(
+        optimizers.orthogonalize(matrix.bfloat16(), 5), result.bfloat16(), rtol=0, atol=0.1
+    )
     assert not optimizers.orthogonalize(torch.zeros(5, 12), 5).any()
 
 
@@ -115,11 +137,18 @@ def test_muon_by_singular_values(optimizers):
     muon = build(optimizers, optimizers.Muon, model, **adam)
     muon.dtype = torch.float32
     actual = train(model, muon)
-    attention, bias, last = reference["attention"].weight, reference["attention"].bias, reference["last"].weight
+    attention, bias, last = (
+        reference["attention"].weight,
+        reference["attention"].bias,
+        reference["last"].weight,
+    )
     adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": 0.0})
     momenta = {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
     blocks = torch.arange(12).view(3, 4)
-    rows_of = {attention: [blocks[:, :2].flatten(), blocks[:, 2], blocks[:, 3]], last: [torch.arange(5)]}
+    rows_of = {
+        attention: [blocks[:, :2].flatten(), blocks[:, 2], blocks[:, 3]],
+        last: [torch.arange(5)],
+    }
 
     def step_by_hand(_: int) -> None:
         adamw.step()
@@ -141,7 +170,17 @@ def test_muon_by_singular_values(optimizers):
 def test_one_step_without_decay_of_norms_and_biases(name, short_run, engine_of):
     """Gradients of a first step are the same, so that the decay alone, lr * decay * weight, tells the runs apart."""
     model = ["--add-qkv-bias", "--qk-layernorm", "--normalization", "LayerNorm", "--norm-bias"]
-    flags = [*short_run, "--optimizer", name, *model, "--lr", "0.01", "--lr-warmup-iters", "0", "--weight-decay"]
+    flags = [
+        *short_run,
+        "--optimizer",
+        name,
+        *model,
+        "--lr",
+        "0.01",
+        "--lr-warmup-iters",
+        "0",
+        "--weight-decay",
+    ]
     weights = []
     for more in (["0"], ["5"], ["5", "--no-weight-decay-norm-bias"]):
         engine = engine_of(*flags, *more)
@@ -151,4 +190,6 @@ def test_one_step_without_decay_of_norms_and_biases(name, short_run, engine_of):
     for before, undecayed, decayed, matrices in zip(start, *weights, strict=True):
         expected = undecayed - 0.05 * before
         torch.testing.assert_close(decayed, expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(matrices, expected if before.dim() == 2 else undecayed, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            matrices, expected if before.dim() == 2 else undecayed, rtol=0, atol=1e-6
+        )

@@ -5,16 +5,38 @@ import runs
 
 from megaenc.training.command import main
 
-RUN = [*runs.SHORT_RUN, "--num-layers", "4", "--no-bf16", "--eval-interval", "0", "--exit-interval", "3"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--num-layers",
+    "4",
+    "--no-bf16",
+    "--eval-interval",
+    "0",
+    "--exit-interval",
+    "3",
+]
 # Every kind of attention, windows, and norms everywhere.
-RUN += ["--objective-schedule", "prefix_lm:1,clm:1,mlm:18", "--window-size", "3", "--global-attn-every-n-layers", "2"]
+RUN += [
+    "--objective-schedule",
+    "prefix_lm:1,clm:1,mlm:18",
+    "--window-size",
+    "3",
+    "--global-attn-every-n-layers",
+    "2",
+]
 RUN += ["--embedding-norm", "--apply-layernorm-1p", "--post-norms"]
 FULL = ["--recompute-granularity", "full"]
 SELECTIVE = ["--recompute-granularity", "selective"]
 WAYS = {
     "full": FULL,
     "full, in units of two layers": [*FULL, "--recompute-num-layers", "2"],
-    "full, three layers of four": [*FULL, "--recompute-method", "block", "--recompute-num-layers", "3"],
+    "full, three layers of four": [
+        *FULL,
+        "--recompute-method",
+        "block",
+        "--recompute-num-layers",
+        "3",
+    ],
     "selective": SELECTIVE,
     "activation": [*SELECTIVE, "--recompute-modules", "activation"],
     "MLP": [*SELECTIVE, "--recompute-modules", "mlp"],
@@ -50,7 +72,9 @@ def test_fewer_activations_are_kept(way, one_process):
     from megaenc.training.config import parse_config
 
     def kept(layout: ParallelConfig) -> int:
-        encoder = build_encoder(ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1).train()
+        encoder = build_encoder(
+            ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1
+        ).train()
         sizes = {}
 
         def pack(tensor):
@@ -58,8 +82,15 @@ def test_fewer_activations_are_kept(way, one_process):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            packing = PackedSequences.from_edges([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
-            logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, Predictions(torch.arange(4)))
+            packing = PackedSequences.from_edges(
+                [0, 256], Attention.BIDIRECTIONAL, one_process.device, None
+            )
+            logits = encoder(
+                torch.zeros(1, 256, dtype=torch.int64),
+                torch.arange(256),
+                packing,
+                Predictions(torch.arange(4)),
+            )
         del logits
         return sum(sizes.values()) - sum(parameter.nbytes for parameter in encoder.parameters())
 
@@ -69,9 +100,15 @@ def test_fewer_activations_are_kept(way, one_process):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--recompute-method", "block"], "--recompute-method: needs --recompute-granularity full, found none"),
+        (
+            ["--recompute-method", "block"],
+            "--recompute-method: needs --recompute-granularity full, found none",
+        ),
         (["--recompute-num-layers", "0"], "--recompute-num-layers: found 0, expected 1 or more"),
-        ([*FULL, "--recompute-method", "block", "--recompute-num-layers", "5"], "found 5, expected at most the 4 layers"),
+        (
+            [*FULL, "--recompute-method", "block", "--recompute-num-layers", "5"],
+            "found 5, expected at most the 4 layers",
+        ),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(flags, complaint, small_corpus, refusal):

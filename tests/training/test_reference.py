@@ -10,7 +10,16 @@ from transformers import EuroBertForMaskedLM
 from megaenc.convert.to_hf import to_hf
 from megaenc.training.command import main
 
-RUN = [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0", "--train-iters", "8", "--lr-warmup-iters", "2"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--eval-interval",
+    "0",
+    "--train-iters",
+    "8",
+    "--lr-warmup-iters",
+    "2",
+]
 RUN += ["--lr-wsd-decay-iters", "3"]
 RATES = [1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3, 3e-3, 2e-3, 1e-3]  # as the design states it
 DISTILLED = "distill(teacher={teacher},mask=0.3,top_k=8"
@@ -23,9 +32,16 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_equal_those_of_a_plain_loop(schedule, small_corpus, teacher, tmp_path):
-    flags = [*small_corpus.flags, *RUN, "--objective-schedule", schedule.replace("{teacher}", str(teacher))]
+    flags = [
+        *small_corpus.flags,
+        *RUN,
+        "--objective-schedule",
+        schedule.replace("{teacher}", str(teacher)),
+    ]
     main([*flags, "--save", str(tmp_path / "run")])
-    main([*flags, "--lr", "1e-30", "--exit-interval", "1", "--save", str(tmp_path / "start")])  # below any rounding
+    main(
+        [*flags, "--lr", "1e-30", "--exit-interval", "1", "--save", str(tmp_path / "start")]
+    )  # below any rounding
     to_hf(tmp_path / "start", tmp_path / "hf")
 
     model = EuroBertForMaskedLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
@@ -36,5 +52,7 @@ def test_losses_equal_those_of_a_plain_loop(schedule, small_corpus, teacher, tmp
     assert max(norms) > 0.5, "the clip never bit, so it was not tested"
     np.testing.assert_allclose([row["learning_rate"] for row in rows], RATES)
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
-    np.testing.assert_allclose(rows[0]["loss"], losses[0], rtol=1e-6)  # before rounding adds up over updates
+    np.testing.assert_allclose(
+        rows[0]["loss"], losses[0], rtol=1e-6
+    )  # before rounding adds up over updates
     np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)

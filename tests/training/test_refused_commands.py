@@ -45,7 +45,9 @@ def test_a_parent_whose_weights_are_damaged(refused, copy, tmp_path):
     flip_a_bit(sorted((copy / "checkpoints" / "iter_0000012").glob("*.distcp"))[0])
     save = tmp_path / "new" / "deeper" / "run"
     assert "its content changed" in refused("--init-from", copy, "--save", save)
-    assert "its content changed" in refused("--branch-from", copy, "--branch-at", "12", "--save", save)
+    assert "its content changed" in refused(
+        "--branch-from", copy, "--branch-at", "12", "--save", save
+    )
 
 
 def test_a_run_without_a_whole_checkpoint(refused, copy):
@@ -64,10 +66,17 @@ def test_rows_that_no_run_writes(refused, copy):
 
 def from_another(run: Path, folder: Path) -> list[list]:
     """The flags of a branch and of a start from weights."""
-    return [["--branch-from", run, "--branch-at", "8", "--save", folder / "b"], ["--init-from", run, "--save", folder / "i"]]
+    return [
+        ["--branch-from", run, "--branch-at", "8", "--save", folder / "b"],
+        ["--init-from", run, "--save", folder / "i"],
+    ]
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"null", 100_000 * b"[", b'{"identity": []}'], ids=["text", "null", "deep", "list"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff", b"null", 100_000 * b"[", b'{"identity": []}'],
+    ids=["text", "null", "deep", "list"],
+)
 def test_a_run_json_that_no_run_wrote(content, refused, copy, tmp_path):
     (copy / "run.json").write_bytes(content)
     for flags in (["--save", copy], *from_another(copy, tmp_path)):
@@ -133,7 +142,12 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(short_run, small_disk):
             complaints.add(str(error).partition(":")[0].rpartition("/")[2])
             assert sorted(small_disk.iterdir()) == [filler]
         else:
-            assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml", "run.json", "tokenizer"]
+            assert sorted(path.name for path in run.iterdir()) == [
+                ".lock",
+                "config.yaml",
+                "run.json",
+                "tokenizer",
+            ]
             break
     else:
         pytest.fail("there was never room enough")

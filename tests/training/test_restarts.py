@@ -21,12 +21,32 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 FAULTY = str(runs.WORKERS / "fault_at_step.py")
 ENDLESS = ["--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]
-LONGER = ["--train-iters", "40", "--lr", "1e-3", "--log-interval", "1", "--eval-interval", "20", "--save-interval", "10"]
+LONGER = [
+    "--train-iters",
+    "40",
+    "--lr",
+    "1e-3",
+    "--log-interval",
+    "1",
+    "--eval-interval",
+    "20",
+    "--save-interval",
+    "10",
+]
 
 
 def flags(small_corpus, folder, *more):
     """For the pretraining command: twenty float32 steps with a checkpoint each five."""
-    return [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--save-interval", "5", *more]
+    return [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        "--no-bf16",
+        "--save",
+        str(folder),
+        "--save-interval",
+        "5",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +59,13 @@ def undisturbed(small_corpus, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, undisturbed, tmp_path):
+def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
+    small_corpus, undisturbed, tmp_path
+):
     folder = tmp_path / "run"
-    result = runs.run([*STANDALONE, FAULTY, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)])
+    result = runs.run(
+        [*STANDALONE, FAULTY, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)]
+    )
     assert (tmp_path / "struck").exists()
     assert "from new weights" in result.stdout
     assert "resuming after step 10" in result.stdout
@@ -52,7 +76,11 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, u
 @pytest.mark.slow
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
     folder = tmp_path / "run"
-    command = [*STANDALONE, str(runs.PRETRAIN), *flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")]
+    command = [
+        *STANDALONE,
+        str(runs.PRETRAIN),
+        *flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01"),
+    ]
     result = runs.run(command, expect=1)
     assert result.stdout.count("stopped by --exit-duration-in-mins") == 1
     assert "going on after" not in result.stdout
@@ -64,7 +92,10 @@ def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus,
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_wrong_input_is_said_once_and_not_tried_again(small_corpus, tmp_path):
-    result = runs.run([*STANDALONE, str(runs.PRETRAIN), *flags(small_corpus, tmp_path / "run", "--lr", "-1")], expect=1)
+    result = runs.run(
+        [*STANDALONE, str(runs.PRETRAIN), *flags(small_corpus, tmp_path / "run", "--lr", "-1")],
+        expect=1,
+    )
     assert [line for line in result.stderr.splitlines() if line.startswith("error:")] == [
         "error: --lr: found -1.0, expected a number above 0"
     ]
@@ -96,10 +127,28 @@ class Nodes:
         # Seconds; a node is lost after 8, and others are waited for as long.
         conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=8"
         if store_outside:
-            self._start("store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), port])
+            self._start(
+                "store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), port]
+            )
             conf += ",is_host=0"
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-        self.launcher = [*TORCHRUN, "--nnodes", count, "--max-restarts", "2", *where, "--rdzv-conf", conf]
+        where = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--local-addr",
+            "127.0.0.1",
+        ]
+        self.launcher = [
+            *TORCHRUN,
+            "--nnodes",
+            count,
+            "--max-restarts",
+            "2",
+            *where,
+            "--rdzv-conf",
+            conf,
+        ]
 
     def _start(self, name, command):
         """What it says goes to a file of its name."""
@@ -112,7 +161,11 @@ class Nodes:
             return probe.connect_ex(self.address) == 0
 
     def start(self, name, fault=""):
-        script = [FAULTY, f"{fault}:{self.folder.with_name('struck')}"] if fault else [str(runs.PRETRAIN)]
+        script = (
+            [FAULTY, f"{fault}:{self.folder.with_name('struck')}"]
+            if fault
+            else [str(runs.PRETRAIN)]
+        )
         self._start(name, [*self.launcher, *script, *self.flags])
 
     def wait_for(self, condition, seconds=240):
@@ -191,7 +244,9 @@ def test_a_stop_of_one_node_is_no_join(small_corpus, tmp_path):
     with Nodes(folder, flags(small_corpus, folder, *ENDLESS), "1:2") as nodes:
         nodes.start("first")
         nodes.start("second")
-        nodes.wait_for(lambda: (folder / "metrics.jsonl").exists() and len(runs.metrics(folder)) > 3)
+        nodes.wait_for(
+            lambda: (folder / "metrics.jsonl").exists() and len(runs.metrics(folder)) > 3
+        )
         nodes.agents["second"].terminate()
         assert 0 not in [nodes.end("first"), nodes.end("second")]
         said = nodes.said()

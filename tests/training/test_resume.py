@@ -14,12 +14,27 @@ from megaenc.training.command import main
 def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(short_run, saved_run, tmp_path):
     """Steps that were logged and not saved, half a line, and files half-written beside."""
     folder = shutil.copytree(saved_run, tmp_path / "run")
-    for name, row in (("metrics", {"loss": 1.0}), ("validation", {"objectives": {}}), ("stragglers", {"ranks": []})):
+    for name, row in (
+        ("metrics", {"loss": 1.0}),
+        ("validation", {"objectives": {}}),
+        ("stragglers", {"ranks": []}),
+    ):
         with open(folder / f"{name}.jsonl", "a") as file:
             file.write(json.dumps({"step": 13} | row) + '\n{"step": 14, "lo')
     (folder / ".run.json.4711-0123abcd.tmp").write_text("{")
     (folder / ".tokenizer.4711-0123abcd.tmp").mkdir()
-    main([*short_run, "--save", str(folder), "--exit-interval", "13", "--log-straggler", "--straggler-interval", "2"])
+    main(
+        [
+            *short_run,
+            "--save",
+            str(folder),
+            "--exit-interval",
+            "13",
+            "--log-straggler",
+            "--straggler-interval",
+            "2",
+        ]
+    )
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 14))
     assert "grad_norm" in runs.metrics(folder)[12]
     assert [row["step"] for row in runs.validations(folder)] == [0, 10]
@@ -30,7 +45,10 @@ def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(short_run, saved_run, t
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["--train-iters", "21", "--objective-schedule", "clm:10,mlm:11"], "train_iters is 20 there, 21 here"),
+        (
+            ["--train-iters", "21", "--objective-schedule", "clm:10,mlm:11"],
+            "train_iters is 20 there, 21 here",
+        ),
         (["--objective-schedule", "clm:0.25,mlm:0.75"], "objective_schedule is clm:10"),
         (["--hidden-size", "32"], "hidden_size is 64 there, 32 here"),
         (["--lr", "1e-3"], "lr is 0.003 there, 0.001 here"),
@@ -46,7 +64,18 @@ def test_another_run_is_refused_by_field(change, named, short_run, saved_run, re
 def test_no_weights_are_drawn_that_are_loaded(short_run, saved_run, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder, "init_weights", None)
     flags = [*short_run, "--eval-interval", "0", "--exit-interval"]
-    main([*flags, "5", "--save", str(tmp_path / "branch"), "--branch-from", str(saved_run), "--branch-at", "4"])
+    main(
+        [
+            *flags,
+            "5",
+            "--save",
+            str(tmp_path / "branch"),
+            "--branch-from",
+            str(saved_run),
+            "--branch-at",
+            "4",
+        ]
+    )
     main([*flags, "1", "--save", str(tmp_path / "weights"), "--init-from", str(saved_run)])
     main([*flags, "13", "--save", str(shutil.copytree(saved_run, tmp_path / "run"))])
     with pytest.raises(TypeError):

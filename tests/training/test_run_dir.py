@@ -23,7 +23,9 @@ def opened(path) -> RunDir:
 def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
     """Rank 0 alone notices while training: an error that all ranks are taken to have would leave them waiting for it."""
     folder = opened(tmp_path)
-    (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    (tmp_path / METRICS_FILE).write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
+    )
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -35,16 +37,22 @@ def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
         folder.drop_rows_after(2)
     monkeypatch.undo()
     folder.drop_rows_after(2)
-    assert [json.loads(row)["step"] for row in (tmp_path / METRICS_FILE).read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(row)["step"] for row in (tmp_path / METRICS_FILE).read_text().splitlines()
+    ] == [1, 2]
 
 
-@pytest.mark.parametrize("odd", [b"\xff\xfe", b"[1]", b'{"step": true}', b"{}", b"[" * 100_000, b'{"step": 2', b"\0" * 9])
+@pytest.mark.parametrize(
+    "odd", [b"\xff\xfe", b"[1]", b'{"step": true}', b"{}", b"[" * 100_000, b'{"step": 2', b"\0" * 9]
+)
 def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd, tmp_path):
     folder = opened(tmp_path)
     file = tmp_path / METRICS_FILE
     within = b'{"step": 1}\n' + odd + b'\n{"step": 3}\n'
     file.write_bytes(within)
-    with pytest.raises(InputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`") as error:
+    with pytest.raises(
+        InputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`"
+    ) as error:
         folder.drop_rows_after(3)
     assert len(str(error.value)) < 500
     assert file.read_bytes() == within
@@ -94,7 +102,9 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
         RunLock(tmp_path / "a" / "b")
 
 
-def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(RunLock, "is_held", lambda *_: False)
     with pytest.raises(InputError, match=r"cannot be locked \(its inode number keeps changing"):
         RunDir(tmp_path / "new" / "run", None)

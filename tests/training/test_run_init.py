@@ -9,7 +9,10 @@ from megaenc.training.parent_run import first_differing_step
 
 
 def difference(one, other, last, seeds=(1, 1)):
-    schedules = [Schedule.build(text, steps, VOCABULARY, seed) for (text, steps), seed in zip((one, other), seeds, strict=True)]
+    schedules = [
+        Schedule.build(text, steps, VOCABULARY, seed)
+        for (text, steps), seed in zip((one, other), seeds, strict=True)
+    ]
     return first_differing_step(*schedules, last)
 
 
@@ -39,6 +42,11 @@ def test_other_draws_of_a_mixture_are_a_difference():
 
 
 def test_a_comparison_at_the_length_of_the_study_does_not_look_at_each_step_anew():
-    step, calls = counted(difference, ("2100x(clm:10,mlm:10)", 42_000), ("1000x(clm:10,mlm:10),mlm:2000", 22_000), 20_000)
+    step, calls = counted(
+        difference,
+        ("2100x(clm:10,mlm:10)", 42_000),
+        ("1000x(clm:10,mlm:10),mlm:2000", 22_000),
+        20_000,
+    )
     assert step is None
     assert calls < 20 * 20_000

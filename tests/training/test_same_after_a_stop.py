@@ -6,17 +6,44 @@ from runs import Job
 
 pytestmark = pytest.mark.multiprocess
 
-RUN = [*runs.SHORT_RUN, "--train-iters", "6", "--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "2", "--eval-interval", "2"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--train-iters",
+    "6",
+    "--lr-warmup-iters",
+    "2",
+    "--lr-wsd-decay-iters",
+    "2",
+    "--eval-interval",
+    "2",
+]
 RUN += ["--no-bf16"]
 SPLIT = [*RUN, "--bf16", "--use-distributed-optimizer"]
 STABLE = ["--optimizer", "stable_adamw", "--clip-grad", "0", "--adam-beta2", "0.99"]
-INTERLEAVED = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--num-layers", "4"]
+INTERLEAVED = [
+    "--pipeline-model-parallel-size",
+    "2",
+    "--num-layers-per-virtual-pipeline-stage",
+    "1",
+    "--num-layers",
+    "4",
+]
 SCHEDULE = "mlm(mask=0.4->0.15):3,mix(clm:0.3,mlm:0.7):3,2x(clm:1,mlm:1)"
 # By name: (flags, steps until each stop, times that it is started, processes).
 RUNS = {
-    "ramp, mixture, alternation": ([*RUN, "--train-iters", "10", "--objective-schedule", SCHEDULE], 2, 5, 1),
+    "ramp, mixture, alternation": (
+        [*RUN, "--train-iters", "10", "--objective-schedule", SCHEDULE],
+        2,
+        5,
+        1,
+    ),
     "dropout": ([*RUN, "--attention-output-dropout", "0.1"], 4, 2, 1),
-    "growing batches": ([*RUN, "--micro-batch-size", "1", "--rampup-batch-size", "2", "2", "12"], 4, 2, 1),
+    "growing batches": (
+        [*RUN, "--micro-batch-size", "1", "--rampup-batch-size", "2", "2", "12"],
+        4,
+        2,
+        1,
+    ),
     "adamw": (SPLIT, 4, 2, 2),
     "stable_adamw": ([*SPLIT, *STABLE], 4, 2, 2),
     "muon": ([*SPLIT, "--optimizer", "muon"], 4, 2, 2),
@@ -33,7 +60,9 @@ def check(flags, interval, legs, processes, folder) -> None:
     runs.in_turn([Job(folder / "whole", flags, processes), legs[0], goes_on, *legs[1:]], folder)
     assert runs.curve(folder / "run") == runs.curve(folder / "whole")
     assert runs.validations(folder / "run") == runs.validations(folder / "whole")
-    runs.assert_same_weights(folder / "run", folder / "whole", runs.metrics(folder / "whole")[-1]["step"])
+    runs.assert_same_weights(
+        folder / "run", folder / "whole", runs.metrics(folder / "whole")[-1]["step"]
+    )
     runs.assert_same_curve(folder / "other", folder / "whole", 5e-3 if "--bf16" in flags else 1e-5)
 
 
@@ -52,6 +81,11 @@ def test_interleaved_stages_of_torchruns_processes(small_corpus, tmp_path):
     """Each process has an order of its own for sets, which forks have not."""
     flags = [*small_corpus.flags, *SPLIT, *INTERLEAVED, "--save"]
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "whole")], processes=2)
-    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "run"), "--exit-interval", "4"], processes=2, fresh=True)
+    runs.script(
+        runs.PRETRAIN,
+        [*flags, str(tmp_path / "run"), "--exit-interval", "4"],
+        processes=2,
+        fresh=True,
+    )
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "run")], processes=2)
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")

@@ -23,7 +23,17 @@ SPLIT = ["--use-distributed-optimizer"]
 RECOMPUTED = ["--recompute-granularity", "full"]
 
 # Both phases, warm-up, decay and a clip that bites.
-RUN = [*runs.SHORT_RUN, "--train-iters", "6", "--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "2", "--eval-interval", "6"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--train-iters",
+    "6",
+    "--lr-warmup-iters",
+    "2",
+    "--lr-wsd-decay-iters",
+    "2",
+    "--eval-interval",
+    "6",
+]
 RUN += ["--no-bf16"]
 FOUR_LAYERS = [*RUN, "--num-layers", "4"]
 DROPOUT = [*RUN, "--attention-output-dropout", "0.1"]
@@ -34,9 +44,27 @@ TIED = [
     "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
 ]  # fmt: skip
 # Second moments that last make StableAdamW clip; and there are two groups of parameters.
-OPTIMIZER = [*RUN, "--clip-grad", "0", "--adam-beta2", "0.99", "--no-weight-decay-norm-bias", "--optimizer"]
+OPTIMIZER = [
+    *RUN,
+    "--clip-grad",
+    "0",
+    "--adam-beta2",
+    "0.99",
+    "--no-weight-decay-norm-bias",
+    "--optimizer",
+]
 # 3, 3, 10, then 17 packs of 63 tokens: neither a batch nor a row divides evenly.
-UNEQUAL = [*FOUR_LAYERS, "--global-batch-size", "17", "--rampup-batch-size", "3", "7", "12", "--seq-length", "63"]
+UNEQUAL = [
+    *FOUR_LAYERS,
+    "--global-batch-size",
+    "17",
+    "--rampup-batch-size",
+    "3",
+    "7",
+    "12",
+    "--seq-length",
+    "63",
+]
 UNEQUAL += ["--init-method", "full_megatron"]
 OBJECTIVES = "mlm(mask=0.4->0.15):3,mix(clm:0.3,mlm:0.7):3,2x(clm:1,mntp:1)"
 # Each in a run of its own.
@@ -113,8 +141,13 @@ def check(flags, layouts, folder, tolerance=1e-5) -> str:
     for name, (_, more) in layouts.items():
         runs.assert_same_curve(folder / name, folder / "one", tolerance)
         if not ALL_ROWS.intersection(more):
-            assert runs.metrics(folder / name)[-1]["flops"] == runs.metrics(folder / "one")[-1]["flops"], name
-        assert last_scores(folder / name) == pytest.approx(last_scores(folder / "one"), rel=tolerance), name
+            assert (
+                runs.metrics(folder / name)[-1]["flops"]
+                == runs.metrics(folder / "one")[-1]["flops"]
+            ), name
+        assert last_scores(folder / name) == pytest.approx(
+            last_scores(folder / "one"), rel=tolerance
+        ), name
     return printed
 
 
@@ -154,7 +187,9 @@ def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
     runs.in_turn(jobs, tmp_path)
     for one, parallel in zip(jobs[::2], jobs[1::2], strict=True):
         runs.assert_same_curve(parallel.save, one.save, tolerance=1e-6)
-        assert last_scores(parallel.save) == pytest.approx(last_scores(one.save), rel=1e-6), one.flags
+        assert last_scores(parallel.save) == pytest.approx(last_scores(one.save), rel=1e-6), (
+            one.flags
+        )
         rows = runs.metrics(one.save)
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, one.flags
 
@@ -168,7 +203,9 @@ def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
         (1, ["--overlap-param-gather"], "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_laid_out_is_refused(processes, flags, complaint, small_corpus, monkeypatch, refusal):
+def test_what_cannot_be_laid_out_is_refused(
+    processes, flags, complaint, small_corpus, monkeypatch, refusal
+):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     assert complaint in refusal(main, [*small_corpus.flags, *FOUR_LAYERS, *flags])
 
@@ -184,7 +221,11 @@ def test_phases(sets, three_phases, small_corpus, second_corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_teacher(distilled, tmp_path):
-    check(distilled, {"TP2": (2, TP2), "PP2": (2, PP2), "other rows": (1, ["--micro-batch-size", "8"])}, tmp_path)
+    check(
+        distilled,
+        {"TP2": (2, TP2), "PP2": (2, PP2), "other rows": (1, ["--micro-batch-size", "8"])},
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -198,7 +239,16 @@ def test_random_lengths_of_a_blend_with_a_corpus_in_blocks(small_corpus, tmp_pat
     writer.add_documents(tokens, lengths, np.ones(len(lengths), int))
     writer.finish()
     data = ["--data-path", "0.6", str(small_corpus.prefix), "0.4", str(tmp_path / "large")]
-    flags = [*small_corpus.flags, *RUN, *data, "--packing", "random-length", "--seq-length", "192", *PSEUDO]
+    flags = [
+        *small_corpus.flags,
+        *RUN,
+        *data,
+        "--packing",
+        "random-length",
+        "--seq-length",
+        "192",
+        *PSEUDO,
+    ]
     check(flags, {"SP": (2, SP), "PP2": (2, PP2), "DP2": (2, [])}, tmp_path)
     scores = runs.validations(tmp_path / "one")[-1]["objectives"]["pseudo_perplexity(passes=2)"]
     assert len(scores["by_position"]) == len(scores["by_corpus"]) == 2

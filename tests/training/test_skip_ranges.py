@@ -13,13 +13,25 @@ from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.skip_ranges import SkippedPacks
 
-RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--lr-wsd-decay-iters", "2", "--eval-interval", "0"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--no-bf16",
+    "--train-iters",
+    "12",
+    "--lr-wsd-decay-iters",
+    "2",
+    "--eval-interval",
+    "0",
+]
 
 
 def random_packs(number: int) -> SkippedPacks:
     """Up to six ranges of up to eight samples, among the first 60."""
     draws = uniforms(number, "skipped", 13)
-    ranges = [(int(60 * a), int(60 * a) + int(8 * b)) for a, b in zip(draws[1::2], draws[2::2], strict=True)]
+    ranges = [
+        (int(60 * a), int(60 * a) + int(8 * b))
+        for a, b in zip(draws[1::2], draws[2::2], strict=True)
+    ]
     return SkippedPacks.from_ranges(ranges[: int(7 * draws[0])])
 
 
@@ -36,11 +48,20 @@ def test_samples_are_those_that_are_not_left_out_in_order(number):
     for first in (0, 17, 40, 70):
         samples = read(packs, first)
         assert [packs.sample_at(first, position) for position in range(60)] == samples
-        assert [packs.end_sample(first, count) for count in range(61)] == [first, *(sample + 1 for sample in samples)]
+        assert [packs.end_sample(first, count) for count in range(61)] == [
+            first,
+            *(sample + 1 for sample in samples),
+        ]
         for count in range(60):
             same = samples[:count] == read(other, first)[:count]
-            assert packs.reads_same(other, first, count) == other.reads_same(packs, first, count) == same
-    assert packs.clip(10, 30).pack_count == 20 - len([sample for sample in read(packs, 10) if sample < 30])
+            assert (
+                packs.reads_same(other, first, count)
+                == other.reads_same(packs, first, count)
+                == same
+            )
+    assert packs.clip(10, 30).pack_count == 20 - len(
+        [sample for sample in read(packs, 10) if sample < 30]
+    )
     assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(packs.ranges))
     assert SkippedPacks.parse(packs.texts) == packs
 
@@ -63,12 +84,24 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
 def without(small_corpus, tmp_path_factory):
     """All 12 steps, told from the beginning to leave out pack 37 of step 5 and packs 80 to 83."""
     folder = tmp_path_factory.mktemp("without") / "run"
-    flags = [*small_corpus.flags, *RUN, "--skip-packs", "37", "80-83", "--save", str(folder), "--save-interval", "3"]
+    flags = [
+        *small_corpus.flags,
+        *RUN,
+        "--skip-packs",
+        "37",
+        "80-83",
+        "--save",
+        str(folder),
+        "--save-interval",
+        "3",
+    ]
     main(flags)
     return folder
 
 
-def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, without, tmp_path, monkeypatch, capfd, refusal):
+def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(
+    small_corpus, without, tmp_path, monkeypatch, capfd, refusal
+):
     """As if it had been left out from the beginning; without the flag a run leaves out what it did."""
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--save-interval", "3"]
@@ -81,7 +114,9 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     # What has been read cannot be chosen anew; what has not, can.
     line = refusal(main, [*flags, "--skip-packs", "36-37"])
     assert "skip_packs is 37 there, 36-37 here; expected the same --skip-packs" in line
-    assert "skip_packs is 37 there, not given here" in refusal(main, [*flags, "--skip-packs", "none"])
+    assert "skip_packs is 37 there, not given here" in refusal(
+        main, [*flags, "--skip-packs", "none"]
+    )
     main([*flags, "--skip-packs", "80-83", "37", "--exit-interval", "8"])
     output = capfd.readouterr().out
     assert "resuming after step 6" in output

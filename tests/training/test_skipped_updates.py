@@ -10,7 +10,17 @@ from workers.bad_packs import spoil
 from megaenc.training.command import main
 
 # Eight packs a step: step 5 reads packs 32 to 39, in micro-batches of two.
-RUN = [*runs.SHORT_RUN, "--train-iters", "8", "--lr-wsd-decay-iters", "2", "--eval-interval", "0", "--save-interval", "1"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--train-iters",
+    "8",
+    "--lr-wsd-decay-iters",
+    "2",
+    "--eval-interval",
+    "0",
+    "--save-interval",
+    "1",
+]
 
 
 def state_after(folder, step):
@@ -21,7 +31,9 @@ def state_after(folder, step):
 
 
 def assert_step_5_was_left_out(folder) -> None:
-    (before, *updates), (after, *more), (later, *most) = (state_after(folder, step) for step in (4, 5, 6))
+    (before, *updates), (after, *more), (later, *most) = (
+        state_after(folder, step) for step in (4, 5, 6)
+    )
     assert updates + more + most == [4, 4, 5]
     assert before == after
     assert all(later[name] != content for name, content in before.items())
@@ -38,12 +50,16 @@ def run_with(packs, flags, folder, processes, **how) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(("precision", "quantity"), [("--no-bf16", "loss"), ("--bf16", "gradient")])
-def test_nothing_changes_and_the_pack_is_named(precision, quantity, small_corpus, tmp_path, monkeypatch, capsys):
+def test_nothing_changes_and_the_pack_is_named(
+    precision, quantity, small_corpus, tmp_path, monkeypatch, capsys
+):
     spoil({37: quantity}, monkeypatch.setattr)
     main([*small_corpus.flags, *RUN, precision, "--save", str(tmp_path / "run")])
     assert_step_5_was_left_out(tmp_path / "run")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 5: ")]
-    assert line.startswith(f"step 5: {quantity} is NaN or infinite, from pack 37 of {small_corpus.prefix} on rank 0 (")
+    assert line.startswith(
+        f"step 5: {quantity} is NaN or infinite, from pack 37 of {small_corpus.prefix} on rank 0 ("
+    )
     assert line.endswith("); step skipped, 1 so far")
 
 
@@ -52,7 +68,15 @@ LAYOUTS = {
     # Pack 37 is the sixth of its step: the third micro-batch, which the first of two data-parallel ranks reads.
     "data": (["--use-distributed-optimizer", "--no-bf16"], "rank 0"),
     "interleaved": (
-        ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--bf16"],
+        [
+            "--num-layers",
+            "4",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+            "--bf16",
+        ],
         "ranks 0-1",
     ),
 }
@@ -72,11 +96,20 @@ def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, 
 @pytest.mark.multiprocess
 def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *RUN, "--no-bf16", "--max-skipped-updates", "1"]
-    result = run_with({37: "loss", 46: "loss", 47: "gradient"}, flags, tmp_path / "run", 2, expect=1)
+    result = run_with(
+        {37: "loss", 46: "loss", 47: "gradient"}, flags, tmp_path / "run", 2, expect=1
+    )
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert line.startswith(f"error: step 6: loss is NaN or infinite, from packs 46-47 of {small_corpus.prefix} on rank 1 (")
-    assert "step skipped, 2 so far, --max-skipped-updates allows 1; give the same command with --skip-packs 46-47" in line
-    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+    assert line.startswith(
+        f"error: step 6: loss is NaN or infinite, from packs 46-47 of {small_corpus.prefix} on rank 1 ("
+    )
+    assert (
+        "step skipped, 2 so far, --max-skipped-updates allows 1; give the same command with --skip-packs 46-47"
+        in line
+    )
+    assert (
+        tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text() == "5\n"
     assert [row["skipped_updates"] for row in runs.metrics(tmp_path / "run")] == [0, 0, 0, 0, 1, 2]
 
 
@@ -92,15 +125,22 @@ def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypat
         return diagnose(*arguments)
 
     monkeypatch.setattr(nonfinite, "diagnose_nonfinite_step", healed)
-    line = refusal(main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"])
-    assert "from none of its 8 packs when each is run separately, which points to the hardware; in the step itself" in line
+    line = refusal(
+        main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
+    )
+    assert (
+        "from none of its 8 packs when each is run separately, which points to the hardware; in the step itself"
+        in line
+    )
     assert "of rank 0 (" in line
     assert "allows 0; give the same command again, on other machines" in line
 
 
 def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monkeypatch, refusal):
     spoil(dict.fromkeys(range(32, 40), "loss"), monkeypatch.setattr)
-    line = refusal(main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"])
+    line = refusal(
+        main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
+    )
     assert "from each of its 8 packs: the weights have diverged" in line
     assert "lower --lr" in line
 
@@ -113,11 +153,17 @@ def test_a_gradient_alone_is_never_reduced(small_corpus, engine_of):
     are_reduced = []
     next(engine.chunks[0].parameters()).register_hook(
         lambda gradient: are_reduced.append(
-            [engine.config.finalize_model_grads_func, *(group.is_last_microbatch for group in groups)]
+            [
+                engine.config.finalize_model_grads_func,
+                *(group.is_last_microbatch for group in groups),
+            ]
         )
     )
     with engine.no_grad_reduction():
-        results = [engine.local_loss_and_grad_norm([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
+        results = [
+            engine.local_loss_and_grad_norm([sample], engine.plan.schedule.objective(1))
+            for sample in (0, 1, 0)
+        ]
     assert are_reduced == 3 * [[None, *(False for _ in groups)]]
     assert results[0] == results[2] != results[1]
     assert min(min(results)) > 0

@@ -34,7 +34,9 @@ def test_every_row_says_where_the_time_went(timed_run):
         assert row["data_seconds"] >= 4 * 0.02
         assert row["forward_backward_seconds"] > 0 and row["optimizer_seconds"] > 0
         assert 0.01 < row["memory_gib"] < 100
-    assert [row["step"] for row in timed_run if row["save_seconds"]] == [4, 7], "the first step after a save in the same process"
+    assert [row["step"] for row in timed_run if row["save_seconds"]] == [4, 7], (
+        "the first step after a save in the same process"
+    )
     assert [row["step"] for row in timed_run if row["evaluation_seconds"]] == [1, 4, 7]
 
 
@@ -73,7 +75,9 @@ def test_the_stopwatch_knows_sleeping_from_computing():
         for _ in watch.measure_items("data", sleepy()):
             sum(range(10_000))
     assert watch.wall["data"] >= 0.15 > 0.1 > watch.processor["data"]
-    assert watch.seconds()["forward_backward"] == watch.wall["forward_backward"] - watch.wall["data"]
+    assert (
+        watch.seconds()["forward_backward"] == watch.wall["forward_backward"] - watch.wall["data"]
+    )
     assert set(StepTimers().seconds().values()) == {0}
 
 
@@ -84,4 +88,8 @@ def test_memory_of_a_host_and_of_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
     usage = memory_usage(Backend("rocm", torch.device("cuda", 0), "nccl", True))
-    assert usage == {"memory_gib": 3, "memory_reserved_gib": 4, "host_memory_gib": pytest.approx(resident, rel=0.2)}
+    assert usage == {
+        "memory_gib": 3,
+        "memory_reserved_gib": 4,
+        "host_memory_gib": pytest.approx(resident, rel=0.2),
+    }

@@ -45,7 +45,9 @@ def test_a_command_on_a_folder_in_use_is_one_line(short_run, tmp_path, refusal):
     assert IN_USE in line
 
 
-def test_a_run_that_has_lost_its_lock_stops_before_it_writes(short_run, tmp_path, monkeypatch, refusal):
+def test_a_run_that_has_lost_its_lock_stops_before_it_writes(
+    short_run, tmp_path, monkeypatch, refusal
+):
     """Somebody removes `.lock` while it trains; saves renew it before, because purges of old files would remove it."""
     train_step = Engine.train_step
     lock = tmp_path / "run" / ".lock"

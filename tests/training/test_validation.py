@@ -35,7 +35,9 @@ FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
     ],
 )
 def test_clm_and_mlm_are_always_among_the_questions(schedule, texts):
-    assert list(validation_objectives(Schedule.build(schedule, 100, VOCABULARY), VOCABULARY)) == texts
+    assert (
+        list(validation_objectives(Schedule.build(schedule, 100, VOCABULARY), VOCABULARY)) == texts
+    )
 
 
 def test_without_a_mask_token_there_is_no_mlm():
@@ -44,7 +46,8 @@ def test_without_a_mask_token_there_is_no_mlm():
 
 
 @pytest.mark.parametrize(
-    ("change", "rows"), [([], 10), (["--objective-schedule", "600x(clm:1,mlm:1)"], 1), (["--log-interval", "7"], 7)]
+    ("change", "rows"),
+    [([], 10), (["--objective-schedule", "600x(clm:1,mlm:1)"], 1), (["--log-interval", "7"], 7)],
 )
 def test_rows_of_metrics_show_every_phase(change, rows, short_run):
     assert plan_of(*short_run, "--train-iters", "1200", *change).log_interval == rows
@@ -62,13 +65,28 @@ def test_runs_that_share_nothing_but_the_data_are_asked_the_same(short_run, tmp_
         actual = one["objectives"][objective]
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert actual["most_frequent"] == expected["most_frequent"]
-    assert one.keys() >= {"step", "tokens", "predicted_tokens", "flops"}  # what curves can be laid over each other by
+    assert one.keys() >= {
+        "step",
+        "tokens",
+        "predicted_tokens",
+        "flops",
+    }  # what curves can be laid over each other by
 
 
 @pytest.fixture
 def two_corpora(blend):
     """Flags of a run on two corpora in packs of two ranges of positions."""
-    return [*blend, *runs.SHORT_RUN, "--split", "60,40,0", "--no-bf16", "--seq-length", "192", "--eval-iters", "2"]
+    return [
+        *blend,
+        *runs.SHORT_RUN,
+        "--split",
+        "60,40,0",
+        "--no-bf16",
+        "--seq-length",
+        "192",
+        "--eval-iters",
+        "2",
+    ]
 
 
 def by_single_tokens(encoder, packs, samples, objective):
@@ -82,8 +100,12 @@ def by_single_tokens(encoder, packs, samples, objective):
             logits = encoder(batch.tokens, batch.positions, batch.packing, predictions)
         logits = logits[:, : objective.vocabulary.size]
         losses = F.cross_entropy(logits, batch.predictions.labels, reduction="none").tolist()
-        predict_at = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).predict_at
-        for loss, at, label in zip(losses, predict_at.tolist(), batch.predictions.labels, strict=True):
+        predict_at = objective.targets(
+            pack, SampleRandomness(0, pack.sample, pack.epoch)
+        ).predict_at
+        for loss, at, label in zip(
+            losses, predict_at.tolist(), batch.predictions.labels, strict=True
+        ):
             token = at + objective.shift
             assert pack.tokens[token] == label
             position = token - max(edge for edge in pack.edges.tolist() if edge <= token)
@@ -96,7 +118,9 @@ def by_single_tokens(encoder, packs, samples, objective):
     return sums
 
 
-def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(two_corpora, engine_of, monkeypatch):
+def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(
+    two_corpora, engine_of, monkeypatch
+):
     monkeypatch.setattr(micro_batches, "FIRST_RANGE", 16)
     engine = engine_of(*two_corpora, "--objective-schedule", "mntp")
     validator = Validator(engine.plan)
@@ -108,8 +132,12 @@ def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(two_corpor
         sums = by_single_tokens(encoder, part.packs, part.samples, objective)
         expected = {group: loss / count for group, (loss, count) in sums.items()}
         assert result[text]["loss"] == pytest.approx(expected.pop("all"), rel=1e-6)
-        assert result[text]["by_position"] | result[text]["by_corpus"] == pytest.approx(expected, rel=1e-6)
-        assert list(result[text]["by_corpus"]) == [corpus.prefix for corpus in engine.plan.data.corpora]
+        assert result[text]["by_position"] | result[text]["by_corpus"] == pytest.approx(
+            expected, rel=1e-6
+        )
+        assert list(result[text]["by_corpus"]) == [
+            corpus.prefix for corpus in engine.plan.data.corpora
+        ]
         assert list(result[text]["by_position"]) == ["0-15", "16-31", "32-63", "64-127", "128-255"]
 
 
@@ -128,7 +156,9 @@ def test_thousands_of_corpora_take_no_memory_for_each_token(two_corpora):
     own = TokenGroups.from_packs(plan.data.held_out)
     groups = TokenGroups(own.starts, (*map(str, range(2000)), *own.corpora))
     objective = plan.validation_objectives["clm"]
-    batch = build_micro_batch(plan.data.held_out, [0, 1, 2], objective, 0, torch.device("cpu"), groups)
+    batch = build_micro_batch(
+        plan.data.held_out, [0, 1, 2], objective, 0, torch.device("cpu"), groups
+    )
     assert batch.in_range.numel() <= 3 * 192 * len(own.starts)
     assert len(batch.corpus_spans) == 3
 
@@ -140,7 +170,9 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
     for pack in map(packs.__getitem__, range(samples)):
         for start, end in itertools.pairwise(pack.edges.tolist()):
             document = torch.from_numpy(pack.tokens[start:end])
-            packing = PackedSequences.from_edges([0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu"))
+            packing = PackedSequences.from_edges(
+                [0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu")
+            )
             for at, token in enumerate(document.tolist()):
                 if token in vocabulary.special_ids or at < shift:
                     continue
@@ -148,14 +180,25 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
                 hidden = document.clone()
                 hidden[at] = vocabulary.mask_id
                 with torch.no_grad():
-                    logits = encoder(hidden[None], torch.arange(len(document)), packing, Predictions(torch.tensor([at - shift])))
+                    logits = encoder(
+                        hidden[None],
+                        torch.arange(len(document)),
+                        packing,
+                        Predictions(torch.tensor([at - shift])),
+                    )
                 total -= logits[0, : vocabulary.size].log_softmax(-1)[token].item()
     return total / len(tokens), tokens
 
 
 def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run, engine_of):
     flags = [*short_run, "--seq-length", "40", "--global-batch-size", "4"]
-    flags += ["--objective-schedule", "mntp", "--init-method-std", "0.4", "--eval-pseudo-perplexity-passes"]
+    flags += [
+        "--objective-schedule",
+        "mntp",
+        "--init-method-std",
+        "0.4",
+        "--eval-pseudo-perplexity-passes",
+    ]
     engine = engine_of(*flags, "40")
     validator = Validator(engine.plan)
     passes = []
@@ -170,7 +213,9 @@ def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run
         assert result[name]["loss"] == pytest.approx(loss, rel=1e-5)
         assert result[name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert result[name]["most_frequent"] == max(Counter(tokens).values()) / len(tokens)
-    half_hidden = Validator(plan_of(*flags, "2"))(engine)["objectives"]["pseudo_perplexity(passes=2)"]["loss"]
+    half_hidden = Validator(plan_of(*flags, "2"))(engine)["objectives"][
+        "pseudo_perplexity(passes=2)"
+    ]["loss"]
     assert half_hidden != pytest.approx(result[names[0]]["loss"], rel=1e-3)
 
 

@@ -18,6 +18,14 @@ def plan_of(*flags) -> Plan:
 def make_corpus(prefix: Path, tokenizer: Path, documents: int, seed: int = 0) -> str:
     """The prefix of a new corpus of made-up documents, each with its end."""
     text = runs.write_text(prefix.with_suffix(".jsonl"), documents=documents, seed=seed)
-    flags = ["--input", str(text), "--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--append-eod"]
+    flags = [
+        "--input",
+        str(text),
+        "--output-prefix",
+        str(prefix),
+        "--tokenizer",
+        str(tokenizer),
+        "--append-eod",
+    ]
     preprocess.main(flags)
     return f"{prefix}_text_document"

@@ -51,10 +51,15 @@ def test_an_objective_that_a_run_lacks_is_named(runs, refusal, tmp_path):
     rewrite(runs[1], lambda row: row["objectives"].update(mntp=row["objectives"].pop("clm")))
     picture, shown = plot.draw_comparison(curves(runs), "step")
     assert len(picture.axes) == 1
-    assert shown.endswith("under mlm(mask=0.3); left out, as some runs lack it: clm (short), mntp (long)")
+    assert shown.endswith(
+        "under mlm(mask=0.3); left out, as some runs lack it: clm (short), mntp (long)"
+    )
     rewrite(runs[1], lambda row: row["objectives"].pop("mlm(mask=0.3)"))
     line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
-    assert "no objective that all runs were validated under: long has clm, mlm(mask=0.3); short has mntp" in line
+    assert (
+        "no objective that all runs were validated under: long has clm, mlm(mask=0.3); short has mntp"
+        in line
+    )
     (runs[1] / "validation.jsonl").unlink()
     line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
     assert f"{runs[1]}: contains no validation" in line
@@ -77,14 +82,19 @@ def test_five_objectives_are_two_rows_without_an_empty_frame(runs):
 def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path, refusal):
     assert list(plot.name_runs(["runs/a", "runs/b/"])) == ["a", "b"]
     assert list(plot.name_runs(["x/run", "y/run", "y/other"])) == ["x/run", "y/run", "y/other"]
-    assert "b/../a: given twice" in refusal(plot.main, ["a", "b/../a", "--output", tmp_path / "runs.png"])
+    assert "b/../a: given twice" in refusal(
+        plot.main, ["a", "b/../a", "--output", tmp_path / "runs.png"]
+    )
 
 
 def test_the_command_writes_names_with_dollar_signs_as_they_are(tmp_path, capsys):
     """And not as a formula, which `$_$` is not one of."""
     runs = [write_run(tmp_path / name) for name in ("$a_1$", "$_$")]
     plot.main([*map(str, runs), "--output", str(tmp_path / "runs.svg"), "--against", "flops"])
-    assert capsys.readouterr().out == f"{tmp_path / 'runs.svg'}: the held-out losses of 2 runs under clm, mlm(mask=0.3)\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path / 'runs.svg'}: the held-out losses of 2 runs under clm, mlm(mask=0.3)\n"
+    )
     picture, _ = plot.draw_comparison(curves(runs), "step")
     texts = picture.axes[0].get_legend().get_texts()
     assert [text.get_text().split()[0] for text in texts] == ["$a_1$", "$_$"]
@@ -108,7 +118,10 @@ def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
 
 def test_pseudo_perplexities_of_any_shift_share_a_panel(runs):
     def add(run, name, loss):
-        rewrite(run, lambda row: row["objectives"].update({name: row["objectives"]["clm"] | {"loss": loss}}))
+        rewrite(
+            run,
+            lambda row: row["objectives"].update({name: row["objectives"]["clm"] | {"loss": loss}}),
+        )
 
     add(runs[0], "web/pseudo_perplexity(passes=8)", 4.0)
     add(runs[1], "web/pseudo_perplexity(passes=8)", 7.0)

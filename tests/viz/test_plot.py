@@ -25,7 +25,10 @@ def spans(panel):
 def test_phases_are_shaded_and_labelled_where_they_are(run):
     loss, rate = draw(run)
     assert spans(loss) == spans(rate) == [(0, 10), (10, 40)]
-    assert {text.get_text(): text.get_position()[0] for text in loss.texts} == {"clm": 5, "mlm(mask=0.3)": 25}
+    assert {text.get_text(): text.get_position()[0] for text in loss.texts} == {
+        "clm": 5,
+        "mlm(mask=0.3)": 25,
+    }
     assert loss.texts[0].get_color() == loss.get_lines()[0].get_color() != loss.texts[1].get_color()
     assert to_rgb(loss.patches[0].get_facecolor()) == to_rgb(loss.texts[0].get_color())
 
@@ -36,8 +39,12 @@ def test_lines_are_the_losses_and_validations(run):
     np.testing.assert_allclose(raw_clm.get_ydata(), 9 - 0.1 * np.arange(1, 11))
     np.testing.assert_array_equal(raw_mlm.get_xdata(), np.arange(11, 41))
     for smooth, raw in ((smooth_clm, raw_clm), (smooth_mlm, raw_mlm)):
-        np.testing.assert_allclose(smooth.get_ydata()[:-1], raw.get_ydata()[:-1])  # a straight line stays where it is
-        np.testing.assert_allclose(smooth.get_ydata()[-1], np.mean(raw.get_ydata()[-2:]))  # the last step looks back alone
+        np.testing.assert_allclose(
+            smooth.get_ydata()[:-1], raw.get_ydata()[:-1]
+        )  # a straight line stays where it is
+        np.testing.assert_allclose(
+            smooth.get_ydata()[-1], np.mean(raw.get_ydata()[-2:])
+        )  # the last step looks back alone
     held_out = labelled(loss)["held out, mlm(mask=0.3)"]
     np.testing.assert_array_equal(held_out.get_xdata(), [0, 10, 20, 30, 40])
     np.testing.assert_allclose(held_out.get_ydata(), 9 - 0.09 * np.arange(0, 41, 10))
@@ -54,7 +61,9 @@ def test_lines_are_the_losses_and_validations(run):
 def test_a_run_against_what_it_cost(run, against, label, ends):
     loss, rate = draw(run, against=against)
     assert spans(loss) == [(0, ends[0]), ends]
-    np.testing.assert_allclose(loss.get_lines()[2].get_xdata(), np.linspace(ends[0], ends[1], 31)[1:])
+    np.testing.assert_allclose(
+        loss.get_lines()[2].get_xdata(), np.linspace(ends[0], ends[1], 31)[1:]
+    )
     held_out = labelled(loss)["held out, clm"].get_xdata()
     np.testing.assert_allclose(held_out, [0, ends[0], *np.linspace(ends[0], ends[1], 4)[1:]])
     assert rate.get_xlabel() == label and rate.get_xlim() == (0, ends[1])
@@ -66,8 +75,14 @@ def test_losses_by_position_have_a_panel_of_their_own(run):
     loss, _, positions = draw(run)
     [line] = positions.get_lines()
     np.testing.assert_array_equal(line.get_ydata(), [5.0, 4.5, np.nan])
-    assert [label.get_text() for label in positions.get_xticklabels()] == ["0-127", "128-255", "256-511"]
-    assert line.get_color() == loss.get_lines()[0].get_color() and "step 40" in positions.get_xlabel()
+    assert [label.get_text() for label in positions.get_xticklabels()] == [
+        "0-127",
+        "128-255",
+        "256-511",
+    ]
+    assert (
+        line.get_color() == loss.get_lines()[0].get_color() and "step 40" in positions.get_xlabel()
+    )
 
 
 def test_a_blend_has_a_panel_of_the_changes_by_corpus(run):
@@ -123,14 +138,21 @@ def test_a_step_without_a_target_leaves_no_point():
 
 
 def stretches(rows, **options):
-    return [(phase.objective, phase.start, phase.end, phase.share) for phase in plot.split_phases(rows, **options)]
+    return [
+        (phase.objective, phase.start, phase.end, phase.share)
+        for phase in plot.split_phases(rows, **options)
+    ]
 
 
 def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
     rows = rows_of(["mntp"] * 1000 + ["clm", "mlm", "mlm", "mlm"] * 1000, 1)
     for row in rows[:1000]:
         row["phase"] = -1
-    assert stretches(rows) == [("mntp", 0, 1000, 1), ("clm", 1000, 5000, 0.25), ("mlm", 1000, 5000, 0.75)]
+    assert stretches(rows) == [
+        ("mntp", 0, 1000, 1),
+        ("clm", 1000, 5000, 0.25),
+        ("mlm", 1000, 5000, 0.75),
+    ]
     assert [set(phase.smoothed) for phase in plot.split_phases(rows)[1:]] == [{2.0}, {3.0}]
     shades = plot.draw_run(rows, [], "many phases").axes[0].patches
     assert [(shade.get_x(), shade.get_y(), shade.get_height()) for shade in shades] == [
@@ -141,11 +163,19 @@ def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
 
 
 def test_a_mixture_and_long_phases_before_short_ones_have_a_curve_for_each_objective():
-    assert stretches(rows_of(["clm", "mlm"] * 50, 100)) == [("clm", 0, 100, 0.5), ("mlm", 0, 100, 0.5)]
+    assert stretches(rows_of(["clm", "mlm"] * 50, 100)) == [
+        ("clm", 0, 100, 0.5),
+        ("mlm", 0, 100, 0.5),
+    ]
     rows = rows_of(["clm"] * 50 + ["mlm"] * 50 + ["clm", "mlm"] * 50, 1)
     for row in rows[:100]:
         row["phase"] = (row["step"] - 1) // 50
-    assert stretches(rows) == [("clm", 0, 50, 1), ("mlm", 50, 100, 1), ("clm", 100, 200, 0.5), ("mlm", 100, 200, 0.5)]
+    assert stretches(rows) == [
+        ("clm", 0, 50, 1),
+        ("mlm", 50, 100, 1),
+        ("clm", 100, 200, 0.5),
+        ("mlm", 100, 200, 0.5),
+    ]
 
 
 def test_the_picture_of_a_branch_begins_where_it_left_its_parent():
@@ -157,7 +187,9 @@ def test_the_picture_of_a_branch_begins_where_it_left_its_parent():
     assert plot.draw_run(rows, [], "run", start_progress=begun).axes[0].get_xlim() == (60, 100)
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")]
+)
 def test_the_command_writes_a_picture(run, tmp_path, capsys, suffix, magic):
     (run / "validation.jsonl").unlink()
     output = tmp_path / f"pictures/loss{suffix}"
@@ -168,7 +200,9 @@ def test_the_command_writes_a_picture(run, tmp_path, capsys, suffix, magic):
     assert captured.out.count("\n") == 1 and not captured.err
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "metrics.jsonl: no such file"), ("", "contains no step yet")])
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "metrics.jsonl: no such file"), ("", "contains no step yet")]
+)
 def test_what_no_run_wrote_is_one_line(tmp_path, refusal, text, words):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
@@ -185,5 +219,7 @@ def test_a_label_that_does_not_fit_is_in_the_legend():
 
 def test_a_phase_of_one_row_is_a_point():
     lines = plot.draw_run(rows_of(["clm", "mlm"], 1), [], "run").axes[0].lines
-    [first, *_] = [line for line in lines if len(line.get_xdata()) == 1 and line.get_alpha() is None]
+    [first, *_] = [
+        line for line in lines if len(line.get_xdata()) == 1 and line.get_alpha() is None
+    ]
     assert first.get_marker() == "."

@@ -50,7 +50,14 @@ def run(tmp_path):
     """A run that is a branch."""
     folder = write_run(tmp_path / "runs" / "run")
     facts = json.loads((folder / FACTS).read_text())
-    start = {"kind": "branch", "run": "a", "at": 1, "tokens": 5, "predicted_tokens": 5, "flops": 1.0}
+    start = {
+        "kind": "branch",
+        "run": "a",
+        "at": 1,
+        "tokens": 5,
+        "predicted_tokens": 5,
+        "flops": 1.0,
+    }
     (folder / FACTS).write_text(json.dumps(facts | {"start": start}))
     return folder
 

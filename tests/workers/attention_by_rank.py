@@ -19,9 +19,13 @@ if __name__ == "__main__":
     def compute_attention(name, q, k, v, packing, scale=None, window=None):
         """Compute every backend as `sdpa`, `flash` without masks on the last rank."""
         if name == "flash" and get_rank() == get_world_size() - 1:
-            packing = type(packing).from_edges(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
+            packing = type(packing).from_edges(
+                packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device
+            )
         return real_attention("sdpa", q, k, v, packing, scale, window=window)
 
     layer.compute_attention = selftest.compute_attention = compute_attention
-    selftest.missing_requirement = lambda name, *others: "" if name in ("flash", "varlen") else real_requirement(name, *others)
+    selftest.missing_requirement = lambda name, *others: (
+        "" if name in ("flash", "varlen") else real_requirement(name, *others)
+    )
     main(sys.argv[1:])

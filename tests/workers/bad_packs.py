@@ -26,12 +26,16 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
-        batch.predictions.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
+        batch.predictions.labels.spoiled = next(
+            (packs[sample] for sample in samples if sample in packs), 1
+        )
         return batch
 
     def spoiled(hidden_NH, weight_VH, predictions, *others, **options):
         labels = predictions.labels
-        how = labels.spoiled if torch.is_grad_enabled() else 1  # held-out packs have the same numbers
+        how = (
+            labels.spoiled if torch.is_grad_enabled() else 1
+        )  # held-out packs have the same numbers
         if how == "gradient":
             hidden_NH.register_hook(lambda gradient: gradient * float("inf"))
         elif how != 1:

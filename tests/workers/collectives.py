@@ -40,6 +40,10 @@ class Recorder(TorchDispatchMode):
             kind, number = KINDS[name]
             tensors = [leaf for leaf in tree_leaves(args[number]) if isinstance(leaf, torch.Tensor)]
             objects = [each for each in args if isinstance(each, torch.ScriptObject)]
-            [group] = [dist.ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type())]
+            [group] = [
+                dist.ProcessGroup.unbox(each)
+                for each in objects
+                if "ProcessGroup" in str(each._type())
+            ]
             self.record(kind, group, sum(tensor.nbytes for tensor in tensors))
         return func(*args, **(kwargs or {}))

@@ -60,7 +60,11 @@ def listing(folder: Path) -> dict[str, tuple]:
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
-            found[str(path.relative_to(folder))] = (status.st_mode, status.st_size, status.st_mtime_ns)
+            found[str(path.relative_to(folder))] = (
+                status.st_mode,
+                status.st_size,
+                status.st_mtime_ns,
+            )
         else:
             found[str(path.relative_to(folder))] = (status.st_mode,)
     return found
@@ -137,12 +141,19 @@ def main() -> None:
     jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[2]
     folder = Path(jobs["folder"])
     prepare()
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: it would be missing in a fork"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a thread was started: it would be missing in a fork"
+    )
     with open(results, "w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as spare:
         pristine, before = Path(spare) / "pristine", {}
         for number, words in enumerate(jobs["commands"]):
             if number == jobs["keep"]:
-                shutil.copytree(folder, pristine, symlinks=True, ignore=lambda path, names: [n for n in names if n == "fifo"])
+                shutil.copytree(
+                    folder,
+                    pristine,
+                    symlinks=True,
+                    ignore=lambda path, names: [n for n in names if n == "fifo"],
+                )
                 before = listing(folder)
             start = time.monotonic()
             code, err = run(words, folder, jobs["seconds"])
@@ -150,12 +161,19 @@ def main() -> None:
             changes = []
             if number >= jobs["keep"]:
                 after = listing(folder)
-                touched = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+                touched = sorted(
+                    name
+                    for name in before.keys() | after.keys()
+                    if before.get(name) != after.get(name)
+                )
                 changes = [name for name in touched if not same(folder / name, pristine / name)]
                 if touched:
                     undo(touched, folder, pristine)
                     before = listing(folder)
-            stream.write(json.dumps({"code": code, "stderr": err, "changes": changes, "seconds": seconds}) + "\n")
+            stream.write(
+                json.dumps({"code": code, "stderr": err, "changes": changes, "seconds": seconds})
+                + "\n"
+            )
             stream.flush()
 
 

@@ -9,7 +9,10 @@ from megaenc.model.fp8.tensor import max_value_bits
 
 MACHINES = {
     GPUTarget("cuda", 90, 32): {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2},
-    GPUTarget("hip", "gfx942", 64): {"fp8e4b8": torch.float8_e4m3fnuz, "fp8e5b16": torch.float8_e5m2fnuz},
+    GPUTarget("hip", "gfx942", 64): {
+        "fp8e4b8": torch.float8_e4m3fnuz,
+        "fp8e5b16": torch.float8_e5m2fnuz,
+    },
     GPUTarget("hip", "gfx950", 64): {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2},
 }
 
@@ -21,9 +24,26 @@ def becomes_a_program(kernel, target, signature, **constants):
 
 
 for machine, types in MACHINES.items():
-    becomes_a_program(kernels._amax_kernel, machine, {"x": "*bf16", "top": "*i32", "numbers": "i64"}, BLOCK=kernels._BLOCK)
+    becomes_a_program(
+        kernels._amax_kernel,
+        machine,
+        {"x": "*bf16", "top": "*i32", "numbers": "i64"},
+        BLOCK=kernels._BLOCK,
+    )
     for name, dtype in types.items():
-        signature = {"x": "*bf16", "top": "*i32", "out": f"*{name}", "inverse": "*fp32", "numbers": "i64"}
-        becomes_a_program(kernels._quantize_kernel, machine, signature, MAX_BITS=max_value_bits(dtype), BLOCK=kernels._BLOCK)
+        signature = {
+            "x": "*bf16",
+            "top": "*i32",
+            "out": f"*{name}",
+            "inverse": "*fp32",
+            "numbers": "i64",
+        }
+        becomes_a_program(
+            kernels._quantize_kernel,
+            machine,
+            signature,
+            MAX_BITS=max_value_bits(dtype),
+            BLOCK=kernels._BLOCK,
+        )
     signature = {"x": "*u8", "out": "*u8", "rows": "i32", "columns": "i32", "width": "i32"}
     becomes_a_program(kernels._transpose_kernel, machine, signature, TILE=kernels._TILE)

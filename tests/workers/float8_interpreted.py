@@ -26,11 +26,15 @@ for forward, gradient in TYPES:
             assert torch.equal(mine[1], theirs[1])
             for rows in (1, 64, 100):
                 turned = own.transpose(theirs[0][:rows])
-                assert torch.equal(turned.view(torch.uint8), plain.transpose(theirs[0][:rows]).view(torch.uint8))
+                assert torch.equal(
+                    turned.view(torch.uint8), plain.transpose(theirs[0][:rows]).view(torch.uint8)
+                )
     for wrong in (float("nan"), float("inf"), -float("inf")):
         x = torch.randn(40, 48)
         x[3, 4] = wrong
         assert own.amax(x) == plain.amax(x)
         assert own.quantize(x, own.amax(x), forward)[1].isnan()
     for x in (torch.zeros(16, 16), torch.full((16, 16), 1e-38), torch.full((16, 16), 3e38)):
-        assert own.quantize(x, own.amax(x), forward)[1] == plain.quantize(x, plain.amax(x), forward)[1]
+        assert (
+            own.quantize(x, own.amax(x), forward)[1] == plain.quantize(x, plain.amax(x), forward)[1]
+        )

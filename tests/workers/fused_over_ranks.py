@@ -18,20 +18,32 @@ def main() -> None:
     from megaenc.objectives import Attention
 
     draw = np.random.default_rng(0)
-    tokens, labels = (torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11))  # the second rank has 22 ids of 150
+    tokens, labels = (
+        torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11)
+    )  # the second rank has 22 ids of 150
 
     def outcome(kernels: KernelConfig, **options: str | bool) -> tuple[bool, list[torch.Tensor]]:
         shape = ModelConfig(2, 48, 80, 4, 2, **options)
         encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
-        packing = PackedSequences.from_edges([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
-        loss, correct = encoder(tokens[None], torch.arange(32), packing, Predictions(torch.arange(0, 32, 3), labels))
+        packing = PackedSequences.from_edges(
+            [0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu")
+        )
+        loss, correct = encoder(
+            tokens[None], torch.arange(32), packing, Predictions(torch.arange(0, 32, 3), labels)
+        )
         loss.backward()
-        return encoder.fused.loss, [loss.detach(), correct, *(weight.grad for weight in encoder.parameters())]
+        return encoder.fused.loss, [
+            loss.detach(),
+            correct,
+            *(weight.grad for weight in encoder.parameters()),
+        ]
 
     modernbert = {"normalization": "LayerNorm", "activation": "gelu"}
     # Without norms of heads, the projection is split and rotated in one pass.
     for options in ({}, {"qk_layernorm": True}, modernbert):
-        (fused, here), (plain, there) = (outcome(KernelConfig(fused_kernels=wanted), **options) for wanted in (True, False))
+        (fused, here), (plain, there) = (
+            outcome(KernelConfig(fused_kernels=wanted), **options) for wanted in (True, False)
+        )
         assert fused and not plain
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
         assert all(gradient.abs().max() > 0 for gradient in here[2:])

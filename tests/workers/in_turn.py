@@ -48,13 +48,18 @@ def run_all(jobs: list[dict]) -> None:
     """`jobs`: the fields of each `runs.Job`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     launcher = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "localhost"}  # each run has a store of its own
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "localhost",
+    }  # each run has a store of its own
     stores = []  # kept open: torch remembers the port of a closed one, and fails if the system hands it out again
     for number, job in enumerate(jobs):
         if rank == 0:
             if job["copy_of"]:
                 shutil.copytree(job["copy_of"], job["save"])
-            stores.append(TCPStore("localhost", 0, is_master=True, multi_tenant=True, wait_for_workers=False))
+            stores.append(
+                TCPStore("localhost", 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            )
             launcher.set(f"port {number}", str(stores[-1].port))
         if rank < job["processes"]:
             os.environ["MASTER_PORT"] = launcher.get(f"port {number}").decode()

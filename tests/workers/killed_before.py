@@ -29,7 +29,11 @@ PARTICULARS = re.compile(r"\.[0-9a-f]{32}|\.\d+-[0-9a-f]{8}|(?<=iter_)\d+")
 
 def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
     """What Python is about to do, where it changes what is in `folder`."""
-    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    writes = (
+        event == "open"
+        and isinstance(arguments[2], int)
+        and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    )
     if not writes and event not in CHANGES:
         return None
     path = arguments[0]

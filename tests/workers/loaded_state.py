@@ -25,7 +25,9 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
 
     plan = build_plan(parse_config(flags, "loaded_state.py"))
     layout = plan.settings.layout
-    device = backend.init_distributed(layout, plan.settings.seed, layout.chunks_per_stage(plan.settings.shape.num_layers))
+    device = backend.init_distributed(
+        layout, plan.settings.seed, layout.chunks_per_stage(plan.settings.shape.num_layers)
+    )
     from megaenc.training.checkpoint import chunk_files
     from megaenc.training.checkpoint.loader import CheckpointLoader
     from megaenc.training.checkpoint.state_tensors import list_engine_state
@@ -39,7 +41,10 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
 
     chunk_files._read_into = count_and_read
     for folder in folders:
-        engine, checkpoints = Engine(plan, device, init_weights=False), CheckpointLoader(Path(folder) / "checkpoints")
+        engine, checkpoints = (
+            Engine(plan, device, init_weights=False),
+            CheckpointLoader(Path(folder) / "checkpoints"),
+        )
         for tensor in list_engine_state(engine):
             tensor.values.fill_(float("nan"))
         counts.clear()
@@ -54,7 +59,10 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
             name = tensor.prefix + tensor.shards[0].key
             assert torch.equal(tensor.values, expected), f"{folder}: {name} on rank {get_rank()}"
             compared += expected.numel()
-        print(f"{Path(folder).name}: rank {get_rank()} holds {compared} elements as saved, has read {read} bytes", flush=True)
+        print(
+            f"{Path(folder).name}: rank {get_rank()} holds {compared} elements as saved, has read {read} bytes",
+            flush=True,
+        )
     backend.destroy_distributed()
 
 

@@ -19,7 +19,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     share = 64 // get_world_size()
-    hidden, weight = torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(64, HIDDEN, requires_grad=True)
+    hidden, weight = (
+        torch.randn(ROWS, HIDDEN, requires_grad=True),
+        torch.randn(64, HIDDEN, requires_grad=True),
+    )
     logits = hidden @ weight[:VOCABULARY].T
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = logits[:10].argmax(1)
@@ -31,14 +34,22 @@ def main() -> None:
     mine = slice(group.rank() * share, (group.rank() + 1) * share)
     columns = min(max(VOCABULARY - mine.start, 0), share)
     # 20 classes are on one rank of two, and on two ranks of four.
-    for target, soft_labels, classes in ((labels, None, 0), (distributions, (ids, probabilities), 0), (labels % 20, None, 20)):
+    for target, soft_labels, classes in (
+        (labels, None, 0),
+        (distributions, (ids, probabilities), 0),
+        (labels % 20, None, 20),
+    ):
         scores = logits[:, : classes or VOCABULARY]
         expected = F.cross_entropy(scores, target, reduction="sum")
         to_hidden, to_weight = torch.autograd.grad(expected, (hidden, weight), retain_graph=True)
         part = weight.detach()[mine].clone().requires_grad_()
         here = hidden.detach().clone().requires_grad_()
-        predictions = Predictions(None, labels % classes if classes else labels, soft_labels=soft_labels, classes=classes)
-        loss, correct = linear_cross_entropy(here, part, predictions, columns, group, chunk_size=7 * share)
+        predictions = Predictions(
+            None, labels % classes if classes else labels, soft_labels=soft_labels, classes=classes
+        )
+        loss, correct = linear_cross_entropy(
+            here, part, predictions, columns, group, chunk_size=7 * share
+        )
         loss.backward()
         assert int(correct) == int((scores.argmax(1) == predictions.labels).sum()) > 0
         assert abs(loss - expected) < 1e-6 * expected

@@ -29,7 +29,16 @@ from megaenc.backend import prepare_megatron
 from megaenc.console import silence_libraries
 from megaenc.dist_env import get_rank, get_world_size
 
-FILE_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
+FILE_EVENTS = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.symlink",
+}
 
 
 class Ledger:
@@ -114,7 +123,10 @@ def chunks_of(engine, rank: int) -> list:
             buffer.data_parallel_group = SimpleNamespace(rank=lambda: rank, size=group.size)
             for buckets in DistributedOptimizer._build_gbuf_range_map(buffer).values():
                 for bucket in buckets:
-                    ranges |= {id(weight): places["param"] for weight, places in bucket["param_map"].items()}
+                    ranges |= {
+                        id(weight): places["param"]
+                        for weight, places in bucket["param_map"].items()
+                    }
             buffer.data_parallel_group = group
     weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
     tensors = list_engine_state(engine)
@@ -127,7 +139,9 @@ def chunks_of(engine, rank: int) -> list:
         own = range(at.start, at.end)
         for prefix, dtype in dtypes.items():
             zeros = torch.zeros(len(own), dtype=dtype)
-            found += dataclasses.replace(tensor, prefix=prefix, values=zeros, start=at.start, own=own).chunks()
+            found += dataclasses.replace(
+                tensor, prefix=prefix, values=zeros, start=at.start, own=own
+            ).chunks()
     return found
 
 
@@ -178,7 +192,9 @@ def pretend_to_have_groups(ledger: Ledger, sent: Path) -> None:
     store = LedgerStore(ledger)
 
     def init_process_group(backend, timeout=timedelta(minutes=10)):
-        dist.init_process_group("fake", store=store, rank=get_rank(), world_size=get_world_size(), timeout=timeout)
+        dist.init_process_group(
+            "fake", store=store, rank=get_rank(), world_size=get_world_size(), timeout=timeout
+        )
 
     initialize.init_process_group = init_process_group
     collectives._get_default_store = watchdog._get_default_store = lambda: store
@@ -203,7 +219,9 @@ def pretend_to_have_groups(ledger: Ledger, sent: Path) -> None:
             file.write_bytes(pickle.dumps(object_list))
         elif src != get_rank():
             object_list[:] = pickle.loads(file.read_bytes())
-        broadcast(list(object_list), src=get_rank(), group=group)  # counts; a fake one changes nothing
+        broadcast(
+            list(object_list), src=get_rank(), group=group
+        )  # counts; a fake one changes nothing
 
     dist.broadcast_object_list = broadcast_as_rank_0
 

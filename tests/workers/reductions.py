@@ -12,14 +12,21 @@ def main() -> None:
     init_distributed(ParallelConfig(), 0)
     from torch.distributed import ReduceOp
 
-    from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks, reduce_over_ranks
+    from megaenc.backend.reductions import (
+        broadcast_object,
+        gather_lowest,
+        is_same_on_all_ranks,
+        reduce_over_ranks,
+    )
     from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 
     rank = get_rank()
     assert reduce_over_ranks([rank, 1], ReduceOp.SUM) == [6, 4]
     assert reduce_over_ranks([rank / 2], ReduceOp.MAX, torch.float64) == [1.5]
     assert is_same_on_all_ranks(b"as all")
-    assert not is_same_on_all_ranks(b"on the last rank others" if rank == 3 else b"on all others this")
+    assert not is_same_on_all_ranks(
+        b"on the last rank others" if rank == 3 else b"on all others this"
+    )
     assert broadcast_object({"from": rank}, 2) == {"from": 2}
 
     assert gather_lowest(None) == ({}, 0)
@@ -29,7 +36,11 @@ def main() -> None:
 
     assert call_on_all(lambda: rank) == rank
     assert broadcast_call(lambda: rank) == 0
-    for call, ranks, message in ((call_on_all, (2, 3), "on 2"), (call_on_all, (3,), "on 3"), (broadcast_call, (0,), "on 0")):
+    for call, ranks, message in (
+        (call_on_all, (2, 3), "on 2"),
+        (call_on_all, (3,), "on 3"),
+        (broadcast_call, (0,), "on 0"),
+    ):
 
         def fail(ranks=ranks):
             if rank in ranks:

@@ -39,7 +39,9 @@ FIXED = {
 
 def find_other_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all."""
-    if model.hidden_size % model.num_attention_heads:  # transformers refuses it, whatever the width of a head
+    if (
+        model.hidden_size % model.num_attention_heads
+    ):  # transformers refuses it, whatever the width of a head
         return "heads whose number does not divide the hidden size"
     return find_other_activation(model)
 
@@ -48,13 +50,22 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name) is not None:
-            raise InputError(f"{file}: field `{name}`: found {shorten_repr(getattr(config, name))}, expected none")
+            raise InputError(
+                f"{file}: field `{name}`: found {shorten_repr(getattr(config, name))}, expected none"
+            )
     if config.attention_bias:
         raise InputError(f"{file}: field `attention_bias`: found true, expected false")
     if not getattr(config, "is_causal", True):  # transformers' windows would be one token wider
-        raise InputError(f"{file}: field `is_causal`: found false, expected `use_bidirectional_attention` true instead")
+        raise InputError(
+            f"{file}: field `is_causal`: found false, expected `use_bidirectional_attention` true instead"
+        )
     check_activation(config.hidden_activation, file)
-    for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range", "query_pre_attn_scalar"):
+    for name in (
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "initializer_range",
+        "query_pre_attn_scalar",
+    ):
         check_positive(getattr(config, name), name, file)
     ropes = dict(config.rope_parameters)
     factor = None
@@ -65,27 +76,39 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     head_dim = config.head_dim
     scalar = config.query_pre_attn_scalar
     return {
-        "kv_channels": None if head_dim * config.num_attention_heads == config.hidden_size else head_dim,
+        "kv_channels": None
+        if head_dim * config.num_attention_heads == config.hidden_size
+        else head_dim,
         "query_pre_attn_scalar": None if scalar == head_dim else scalar,
         "rotary_seq_len_interpolation_factor": factor if FULL in config.layer_types else None,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         # transformers counts the token itself.
         **read_layer_types(
-            config.layer_types, bases, lambda: read_tokens(config.sliding_window, "`sliding_window`", file) - 1, file
+            config.layer_types,
+            bases,
+            lambda: read_tokens(config.sliding_window, "`sliding_window`", file) - 1,
+            file,
         ),
     }
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
     """Return the other fields of a Gemma 3 config.json for `model`; the inverse of `read_fields`."""
-    window = model.window_size or model.hidden_size  # unused without local layers, but transformers requires it
+    window = (
+        model.window_size or model.hidden_size
+    )  # unused without local layers, but transformers requires it
     is_bidirectional = attention == Attention.BIDIRECTIONAL
     fields = layer_type_fields(model)
     if model.rotary_seq_len_interpolation_factor is not None:
-        fields["rope_parameters"][FULL] |= {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+        fields["rope_parameters"][FULL] |= {
+            "rope_type": "linear",
+            "factor": model.rotary_seq_len_interpolation_factor,
+        }
     return fields | {
         "head_dim": model.head_dim,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
         "use_bidirectional_attention": is_bidirectional,
-        "sliding_window": 2 * window if is_bidirectional else window + 1,  # transformers halves the one of both sides
+        "sliding_window": 2 * window
+        if is_bidirectional
+        else window + 1,  # transformers halves the one of both sides
     }

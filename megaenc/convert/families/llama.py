@@ -23,9 +23,18 @@ FIELDS = {
 }
 """Fields of config.json with another name in ModelConfig."""
 # megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # Options of YaRN whose only supported value is transformers' default.
-_YARN = {"beta_fast": (None, 32), "beta_slow": (None, 1), "mscale_all_dim": (None, 0), "truncate": (True,)}
+_YARN = {
+    "beta_fast": (None, 32),
+    "beta_slow": (None, 1),
+    "mscale_all_dim": (None, 0),
+    "truncate": (True,),
+}
 OPTIONS = (
     "kv_channels",
     "untie_embeddings_and_output_weights",
@@ -62,13 +71,17 @@ def _check_supported_layers(config: Any, file: str) -> None:
     if getattr(config, "mlp_bias", False):
         raise InputError(f"{file}: field `mlp_bias`: found true, expected false")
     if config.hidden_act != "silu":
-        raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu")
+        raise InputError(
+            f"{file}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu"
+        )
     window = getattr(config, "sliding_window", None)
     context = config.max_position_embeddings
     for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
     kinds = getattr(config, "layer_types", None) or ()
-    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers have the window
+    windowed = (
+        "sliding_attention" in kinds or not kinds
+    )  # Mistral has no list: all of its layers have the window
     if window is not None and window < context and windowed:
         raise InputError(
             f"{file}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
@@ -76,17 +89,25 @@ def _check_supported_layers(config: Any, file: str) -> None:
             f"{window} there to read no more tokens than the window"
         )
     for kind in kinds:
-        if kind != "full_attention" and window is None:  # a window as long as the context has no effect
-            raise InputError(f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
+        if (
+            kind != "full_attention" and window is None
+        ):  # a window as long as the context has no effect
+            raise InputError(
+                f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer"
+            )
 
 
 def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     """Return the rotary fields of ModelConfig for `rope_parameters` of a config.json."""
     kind = rope.get("rope_type")
     if kind not in ("default", "llama3", "yarn"):
-        raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, llama3 or yarn")
+        raise InputError(
+            f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, llama3 or yarn"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
+        raise InputError(
+            f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0"
+        )
     base = {"rotary_base": check_positive(rope.get("rope_theta"), "rope_theta", file)}
     if kind == "default":
         return base
@@ -97,23 +118,39 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
             raise InputError(
                 f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
             )
-    return base | {"use_rope_scaling": True, "rope_scaling_factor": check_positive(rope.get("factor"), "factor", file)}
+    return base | {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": check_positive(rope.get("factor"), "factor", file),
+    }
 
 
 def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     """Return the fields of ModelConfig for `rope_parameters` of type yarn; InputError for options without a flag."""
     factor = check_positive(rope.get("factor"), "factor", file)
-    context = check_positive(rope.get("original_max_position_embeddings"), "original_max_position_embeddings", file)
+    context = check_positive(
+        rope.get("original_max_position_embeddings"), "original_max_position_embeddings", file
+    )
     if not context.is_integer():
-        raise InputError(f"{file}: field `original_max_position_embeddings`: found {context}, expected a whole number")
+        raise InputError(
+            f"{file}: field `original_max_position_embeddings`: found {context}, expected a whole number"
+        )
     for name, values in _YARN.items():
         if (value := rope.get(name, values[0])) not in values:
-            raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, the default of YaRN")
+            raise InputError(
+                f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, the default of YaRN"
+            )
     default = 0.1 * math.log(max(factor, 1)) + 1
     scale = rope.get("attention_factor")
-    if scale is not None and not (isinstance(scale, int | float) and math.isclose(scale, default, rel_tol=1e-6)):
-        raise InputError(f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, that of YaRN")
-    return {"yarn_rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": int(context)}
+    if scale is not None and not (
+        isinstance(scale, int | float) and math.isclose(scale, default, rel_tol=1e-6)
+    ):
+        raise InputError(
+            f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, that of YaRN"
+        )
+    return {
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": int(context),
+    }
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
@@ -123,5 +160,9 @@ def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> d
         rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
     if model.yarn_rotary_scaling_factor is not None:
         context = model.yarn_original_max_position_embeddings
-        rope |= {"rope_type": "yarn", "factor": model.yarn_rotary_scaling_factor, "original_max_position_embeddings": context}
+        rope |= {
+            "rope_type": "yarn",
+            "factor": model.yarn_rotary_scaling_factor,
+            "original_max_position_embeddings": context,
+        }
     return {"head_dim": model.head_dim, "hidden_act": "silu", "rope_parameters": rope}

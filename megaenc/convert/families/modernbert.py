@@ -37,7 +37,12 @@ LAYER_TYPE_OPTIONS = (
     "first_global_layer",
     "local_rotary_base",
 )
-OPTIONS = ("num_query_groups", "kv_channels", "untie_embeddings_and_output_weights", *LAYER_TYPE_OPTIONS)
+OPTIONS = (
+    "num_query_groups",
+    "kv_channels",
+    "untie_embeddings_and_output_weights",
+    *LAYER_TYPE_OPTIONS,
+)
 FIXED = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "embedding_norm": (True, "embedding without norm"),
@@ -63,24 +68,35 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
     is_encoder = config.model_type == MODEL_TYPE
     if not is_encoder and not getattr(config, "is_causal", True):
-        raise InputError(f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal")
+        raise InputError(
+            f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal"
+        )
     for name in ("attention_bias", "mlp_bias", "classifier_bias"):
         if getattr(config, name):
             raise InputError(f"{file}: field `{name}`: found true, expected false")
     check_activation(config.hidden_activation, file)
     if config.classifier_activation != config.hidden_activation:
         text = shorten_repr(config.classifier_activation)
-        raise InputError(f"{file}: field `classifier_activation`: found {text}, expected `hidden_activation`'s")
+        raise InputError(
+            f"{file}: field `classifier_activation`: found {text}, expected `hidden_activation`'s"
+        )
     for name in ("max_position_embeddings", "norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
-    bases = {kind: read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (FULL, LOCAL)}
+    bases = {
+        kind: read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (FULL, LOCAL)
+    }
 
     def read_window() -> int:
         """Return the tokens to each side, or before a token, that local layers attend to, as transformers reads them."""
         if is_encoder:
             return read_tokens(config.local_attention, "`local_attention`", file) // 2
         # It counts the token itself, and without it transformers derives it from `local_attention`.
-        return read_tokens(config.sliding_window, "`sliding_window` (or half of `local_attention`)", file) - 1
+        return (
+            read_tokens(
+                config.sliding_window, "`sliding_window` (or half of `local_attention`)", file
+            )
+            - 1
+        )
 
     return {
         "num_query_groups": config.num_attention_heads,
@@ -92,13 +108,19 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 def check_activation(name: Any, file: str) -> None:
     """Raise InputError, naming `file`, if `name` is not an activation of the gated MLP here."""
     if name not in ACTIVATIONS:
-        raise InputError(f"{file}: field `hidden_activation`: found {shorten_repr(name)}, expected {' or '.join(ACTIVATIONS)}")
+        raise InputError(
+            f"{file}: field `hidden_activation`: found {shorten_repr(name)}, expected {' or '.join(ACTIVATIONS)}"
+        )
 
 
-def read_layer_types(kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str) -> dict[str, Any]:
+def read_layer_types(
+    kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str
+) -> dict[str, Any]:
     """Return the options of ModelConfig for `layer_types` and the rotary base of each kind; InputError if not periodic."""
     if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
-        raise InputError(f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}")
+        raise InputError(
+            f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}"
+        )
     if LOCAL not in kinds:
         return {"rotary_base": bases[FULL]}
     options = {"window_size": read_window(), "rotary_base": bases[FULL if FULL in kinds else LOCAL]}
@@ -131,13 +153,17 @@ def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
 def read_tokens(value: Any, field: str, file: str) -> int:
     """Return the tokens of a window in config.json; InputError, naming `file` and `field`, for fewer than two."""
     if not isinstance(value, int) or value < 2:
-        raise InputError(f"{file}: field {field}: found {shorten_repr(value)}, expected 2 or more tokens")
+        raise InputError(
+            f"{file}: field {field}: found {shorten_repr(value)}, expected 2 or more tokens"
+        )
     return value
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
     """Return the other fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `read_fields`."""
-    window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)  # unused without local layers
+    window = (model.window_size or model.hidden_size) + (
+        attention == Attention.CAUSAL
+    )  # unused without local layers
     return {
         "classifier_activation": model.activation,
         "local_attention": 2 * window,
@@ -152,5 +178,7 @@ def layer_type_fields(model: ModelConfig) -> dict[str, Any]:
     bases = {FULL: model.rotary_base, LOCAL: model.local_rotary_base or model.rotary_base}
     return {
         "layer_types": [FULL if window is None else LOCAL for window in model.layer_windows],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
+        },
     }

@@ -54,16 +54,28 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     for name, expected in _VARIANTS.items():
         value = getattr(config, name, expected)
         if value != expected:
-            raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected {expected} as in NeoBERT")
+            raise InputError(
+                f"{file}: field `{name}`: found {shorten_repr(value)}, expected {expected} as in NeoBERT"
+            )
     activation = getattr(config, "hidden_act", "swiglu")
     if str(activation).lower() != "swiglu":
-        raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(activation)}, expected swiglu")
-    for name in ("max_length", "norm_eps", "decoder_init_range", "num_attention_heads", "intermediate_size"):
+        raise InputError(
+            f"{file}: field `hidden_act`: found {shorten_repr(activation)}, expected swiglu"
+        )
+    for name in (
+        "max_length",
+        "norm_eps",
+        "decoder_init_range",
+        "num_attention_heads",
+        "intermediate_size",
+    ):
         check_positive(getattr(config, name), name, file)
     width = config.hidden_size // config.num_attention_heads
     if getattr(config, "dim_head", width) != width:
         text = shorten_repr(config.dim_head)
-        raise InputError(f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads")
+        raise InputError(
+            f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads"
+        )
     return {
         "num_query_groups": config.num_attention_heads,
         "ffn_hidden_size": inner_size(config.intermediate_size),

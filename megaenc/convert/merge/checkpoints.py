@@ -70,14 +70,20 @@ class MergeSource:
         if run.converted:
             return run.start.before
         own = Ancestor(
-            str(run.folder), self.step, settings.schedule_text, settings.tokens_after(self.step), total=settings.total_iters
+            str(run.folder),
+            self.step,
+            settings.schedule_text,
+            settings.tokens_after(self.step),
+            total=settings.total_iters,
         )
         return (*run.start.before, own)
 
     def record(self, state: dict[str, Any], weight: float | None = None) -> MergedCheckpoint:
         """Return the entry for run.json; `state`: content of state.json."""
         identity = identity_digest(self.run.identity)
-        return MergedCheckpoint(str(self.run.folder.resolve()), self.step, identity, json_digest(state), weight)
+        return MergedCheckpoint(
+            str(self.run.folder.resolve()), self.step, identity, json_digest(state), weight
+        )
 
 
 def merge(
@@ -109,22 +115,37 @@ def merge(
     tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR, "--load")
     vocabulary = read_vocabulary(tokenizer)
     run.check_vocabulary(vocabulary)
-    objective = last_objectives(run.schedule(vocabulary), furthest.step, run.settings.total_iters)[0].describe()
+    objective = last_objectives(run.schedule(vocabulary), furthest.step, run.settings.total_iters)[
+        0
+    ].describe()
     model = dataclasses.replace(run.model, vocab_size=run.vocab_size)
-    default = torch.bfloat16 if all(source.run.dtype == torch.bfloat16 for source in sources) else torch.float32
+    default = (
+        torch.bfloat16
+        if all(source.run.dtype == torch.bfloat16 for source in sources)
+        else torch.float32
+    )
     result_dtype = parse_dtype(dtype, "source", default)
     backend.init_distributed(backend.ParallelConfig(), seed=0)
     try:
         from megaenc.model.encoder import build_encoder
-        from megaenc.training.checkpoint.loader import CheckpointLoader, WeightReader, verify_weights
+        from megaenc.training.checkpoint.loader import (
+            CheckpointLoader,
+            WeightReader,
+            verify_weights,
+        )
         from megaenc.training.checkpoint.manager import CheckpointManager
 
-        loaders = [CheckpointLoader(source.run.folder / "checkpoints") for source in (*sources, *bases)]
+        loaders = [
+            CheckpointLoader(source.run.folder / "checkpoints") for source in (*sources, *bases)
+        ]
         states = [
             verify_weights(loader, source.step, source.run.identity, f"{source.flag} RUN@STEP")
             for loader, source in zip(loaders, (*sources, *bases), strict=True)
         ]
-        records = [source.record(*values) for source, *values in zip(sources, states[: len(sources)], shares, strict=True)]
+        records = [
+            source.record(*values)
+            for source, *values in zip(sources, states[: len(sources)], shares, strict=True)
+        ]
         base_record = bases[0].record(states[-1]) if bases else None
         record = MergeRecord(method, tuple(records), base_record, density)
         create_parent_dir(output, "--output")
@@ -141,11 +162,15 @@ def merge(
                 before=_merge_histories(sources, furthest, record),
                 special_tokens=_choose_special_tokens([furthest, *sources]),
             )
-            encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None)
+            encoder = build_encoder(
+                model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None
+            )
             with contextlib.ExitStack() as stack:
                 readers = []
                 for loader, source in zip(loaders, (*sources, *bases), strict=True):
-                    stack.enter_context(report_removal(loader, source.step, f"{source.flag} RUN@STEP"))
+                    stack.enter_context(
+                        report_removal(loader, source.step, f"{source.flag} RUN@STEP")
+                    )
                     _, reader = loader.open_verified(source.step)
                     readers.append(WeightReader(reader, encoder))
                 _merge_weights(encoder, run, readers, record)
@@ -164,43 +189,66 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
         name = text
         steps = ""
     elif not _STEPS.fullmatch(steps):
-        raise InputError(f"{flag} {text}: found {steps!r} after the @, expected a step or steps, such as {name}@1000,1200")
+        raise InputError(
+            f"{flag} {text}: found {steps!r} after the @, expected a step or steps, such as {name}@1000,1200"
+        )
     run = open_run_checkpoint(Path(name), flag)
     checkpoints = CheckpointDir(run.folder / "checkpoints")
-    numbers = [int(step) for step in steps.split(",")] if steps else [run.newest_step(checkpoints, flag)]
+    numbers = (
+        [int(step) for step in steps.split(",")] if steps else [run.newest_step(checkpoints, flag)]
+    )
     for step in numbers:
         if not checkpoints.path(step).is_dir():
-            existing = ", ".join(map(str, checkpoints.steps())) or "one with a checkpoint, and there is none"
-            raise InputError(f"{flag} {text}: no checkpoint of step {step}, expected one of {existing}")
+            existing = (
+                ", ".join(map(str, checkpoints.steps()))
+                or "one with a checkpoint, and there is none"
+            )
+            raise InputError(
+                f"{flag} {text}: no checkpoint of step {step}, expected one of {existing}"
+            )
     return [MergeSource(run.at_step(step), step, flag) for step in numbers]
 
 
-def _check_options(method: str, count: int, weights: Sequence[float], base: str, density: float | None) -> Sequence[float | None]:
+def _check_options(
+    method: str, count: int, weights: Sequence[float], base: str, density: float | None
+) -> Sequence[float | None]:
     """Return the weight of each of `count` checkpoints, None with TIES; InputError for options that do not fit `method`."""
     if method not in METHODS:
         raise InputError(f"--method: found {method!r}, expected one of {', '.join(METHODS)}")
     if count < 2 or (method == "slerp" and count > 2):
         expected = "2" if method == "slerp" else "2 or more"
-        raise InputError(f"--load: found {count} checkpoint{'s' * (count != 1)}, expected {expected} for --method {method}")
+        raise InputError(
+            f"--load: found {count} checkpoint{'s' * (count != 1)}, expected {expected} for --method {method}"
+        )
     for flag, value in (("--base", base), ("--density", density)):
         if value not in ("", None) and method != "ties":
             raise InputError(f"{flag} {value}: only for --method ties, found --method {method}")
     text = " ".join(f"{weight:g}" for weight in weights)
     if method == "ties":
         if weights:
-            raise InputError(f"--weights {text}: not for --method ties, which counts all checkpoints alike; leave the flag out")
+            raise InputError(
+                f"--weights {text}: not for --method ties, which counts all checkpoints alike; leave the flag out"
+            )
         if not base:
-            raise InputError("--base: missing, expected for --method ties the RUN@STEP from which all checkpoints were trained")
+            raise InputError(
+                "--base: missing, expected for --method ties the RUN@STEP from which all checkpoints were trained"
+            )
         if density is None:
-            raise InputError("--density: missing, expected for --method ties a fraction, such as 0.2")
+            raise InputError(
+                "--density: missing, expected for --method ties a fraction, such as 0.2"
+            )
         return [None] * count
     if method == "slerp":
         if len(weights) > 1 or max(weights, default=0) > 1:
-            raise InputError(f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 (second checkpoint)")
+            raise InputError(
+                f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 (second checkpoint)"
+            )
         t = weights[0] if weights else 0.5
         return [1 - t, t]
     if weights and len(weights) != count:
-        raise InputError(f"--weights {text}: found {len(weights)}, expected {count}, one for each checkpoint")
+        raise InputError(
+            f"--weights {text}: found {len(weights)}, expected {count}, one for each checkpoint"
+        )
     if weights and not 0 < sum(weights) < math.inf:
         raise InputError(f"--weights {text}: expected numbers with a finite sum above 0")
     return weights or [1.0] * count
@@ -209,11 +257,16 @@ def _check_options(method: str, count: int, weights: Sequence[float], base: str,
 def _check_same_model(first: MergeSource, other: MergeSource) -> None:
     """Raise InputError if shape, tokenizer or vocabulary of two checkpoints differ."""
     fields = [
-        {name: source.run.identity.get(name) for name in WEIGHT_FIELDS} | {"rows of the embedding": source.run.vocab_size}
+        {name: source.run.identity.get(name) for name in WEIGHT_FIELDS}
+        | {"rows of the embedding": source.run.vocab_size}
         for source in (first, other)
     ]
-    if mismatch := describe_difference(*fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")):
-        raise InputError(f"{other.flag} {other.name}: {mismatch}; only weights of one shape and tokenizer can be merged")
+    if mismatch := describe_difference(
+        *fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")
+    ):
+        raise InputError(
+            f"{other.flag} {other.name}: {mismatch}; only weights of one shape and tokenizer can be merged"
+        )
 
 
 def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | None:
@@ -221,7 +274,11 @@ def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | No
 
     Prints a line if others have different ones.
     """
-    recorded = [(source, source.run.special_tokens) for source in sources if source.run.special_tokens is not None]
+    recorded = [
+        (source, source.run.special_tokens)
+        for source in sources
+        if source.run.special_tokens is not None
+    ]
     if not recorded:
         return None
     first, special = recorded[0]
@@ -235,35 +292,51 @@ def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | No
     return special
 
 
-def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: MergeRecord) -> tuple[Ancestor, ...]:
+def _merge_histories(
+    sources: list[MergeSource], furthest: MergeSource, record: MergeRecord
+) -> tuple[Ancestor, ...]:
     """Return the ancestors of a merge: those that all sources share, and one for what the sources were trained on since.
 
     That one has the names of all checkpoints, and step, schedule and tokens of the furthest trained. Different Hugging Face
     models of one family, which decides on exports, become one ancestor, with the config fields that all of them have.
     """
     histories = [source.history for source in sources]
-    same = itertools.takewhile(lambda stages: all(stage == stages[0] for stage in stages), zip(*histories, strict=False))
+    same = itertools.takewhile(
+        lambda stages: all(stage == stages[0] for stage in stages), zip(*histories, strict=False)
+    )
     shared = tuple(stages[0] for stages in same)
     if all(history == shared for history in histories):
         return shared
     name = " + ".join(checkpoint.label for checkpoint in record.checkpoints)
     origins = [source.run.origin for source in sources]
-    if all(origins) and len({origin.family for origin in origins}) == 1 and origins[0] not in shared:
-        generation = origins[0].generation if all(one.generation == origins[0].generation for one in origins) else {}
+    if (
+        all(origins)
+        and len({origin.family for origin in origins}) == 1
+        and origins[0] not in shared
+    ):
+        generation = (
+            origins[0].generation
+            if all(one.generation == origins[0].generation for one in origins)
+            else {}
+        )
         context = min(origin.context for origin in origins)
         fields = {
             field: value
             for field, value in origins[0].config_fields.items()
             if all((field, value) in origin.config_fields.items() for origin in origins)
         }
-        origin = dataclasses.replace(origins[0], run=name, context=context, generation=generation, config_fields=fields)
+        origin = dataclasses.replace(
+            origins[0], run=name, context=context, generation=generation, config_fields=fields
+        )
         shared = (origin, *shared)
     last = furthest.history[-1] if furthest.history else None
     return shared if last is None or last.family else (*shared, dataclasses.replace(last, run=name))
 
 
 @torch.no_grad()
-def _merge_weights(encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[WeightReader]", record: MergeRecord) -> None:
+def _merge_weights(
+    encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[WeightReader]", record: MergeRecord
+) -> None:
     """Set the weights of `encoder`, one by one, to the merged ones; rows that pad the vocabulary are zero.
 
     `readers`: of the record's checkpoints, and then of its base. A tensor is one of the export: query, key and value, and gate
@@ -283,7 +356,9 @@ def _merge_weights(encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[
 
     for mapping, core in _iter_weights(run, parameters):
         tensors = [mapping.to_hf(_read_rows(reader, core, run), run.model) for reader in readers]
-        merged = mapping.to_core(tuple(combine(parts) for parts in zip(*tensors, strict=True)), run.model)
+        merged = mapping.to_core(
+            tuple(combine(parts) for parts in zip(*tensors, strict=True)), run.model
+        )
         parameters[core].zero_()[: len(merged)] = merged
 
 
@@ -294,7 +369,9 @@ def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[Pa
         yield mapped.get(core, ParamMapping(core, (core,))), core
 
 
-def _find_thresholds(run: RunCheckpoint, readers: "list[WeightReader]", density: float, names: Collection[str]) -> list[float]:
+def _find_thresholds(
+    run: RunCheckpoint, readers: "list[WeightReader]", density: float, names: Collection[str]
+) -> list[float]:
     """Return for each checkpoint the magnitude from which on TIES keeps differences to the base, over all weights at once."""
     *others, base = readers
     values = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32)

@@ -119,7 +119,9 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
 
 def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
     """Return |tensor - base| of each element as a flat float32 array, rounded as `merge_ties` compares it."""
-    return _combine_chunks(lambda parts: (parts[1] - parts[0]).abs(), [base, tensor]).flatten().numpy()
+    return (
+        _combine_chunks(lambda parts: (parts[1] - parts[0]).abs(), [base, tensor]).flatten().numpy()
+    )
 
 
 def trim_threshold(values: np.ndarray, density: float) -> float:

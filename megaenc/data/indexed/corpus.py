@@ -14,14 +14,25 @@ from typing import Any
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
+from megaenc.data.indexed.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    TOKEN_TYPES,
+    VERSION,
+    IndexArrays,
+    read_entries,
+)
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
-_CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
-_CHECKED_SEQUENCES = 1 << 24  # an .idx with more sequences or documents is checked only where it is read
+_CHECKED_TOKENS = (
+    1 << 22
+)  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
+_CHECKED_SEQUENCES = (
+    1 << 24
+)  # an .idx with more sequences or documents is checked only where it is read
 _DOCUMENTS_PER_SEARCH = 1 << 16
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
@@ -34,7 +45,13 @@ class Corpus:
     document d holds the sequences first_sequences[d] to first_sequences[d + 1] - 1.
     """
 
-    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], metadata: CorpusMetadata | None):
+    def __init__(
+        self,
+        prefix: str,
+        index: IndexArrays,
+        token_type: type[np.number],
+        metadata: CorpusMetadata | None,
+    ):
         """Build a corpus from its index, with checked ends, and metadata."""
         self.prefix = prefix
         self.metadata = metadata
@@ -71,7 +88,9 @@ class Corpus:
         Only these entries of the index are read. Raises LocalInputError if the offsets decrease.
         """
         sequences = self.first_sequences[documents]
-        return self._check_offsets(sequences, lambda inside: self._pointers[inside], LocalInputError)
+        return self._check_offsets(
+            sequences, lambda inside: self._pointers[inside], LocalInputError
+        )
 
     def block_offsets(self, size: int) -> np.ndarray:
         """Return int64[blocks + 1], the offset in the .bin, in tokens, of each block of `size` documents, then the end.
@@ -80,18 +99,28 @@ class Corpus:
         """
         path = f"{self.prefix}.idx"
         index = self._index
-        sequences = np.append(read_entries(path, index.documents, np.arange(0, len(self), size)), self.sequences)
-        return self._check_offsets(sequences, lambda inside: read_entries(path, index.pointers, inside), InputError)
+        sequences = np.append(
+            read_entries(path, index.documents, np.arange(0, len(self), size)), self.sequences
+        )
+        return self._check_offsets(
+            sequences, lambda inside: read_entries(path, index.pointers, inside), InputError
+        )
 
     def _check_offsets(
-        self, sequences: np.ndarray, read_pointers: Callable[[np.ndarray], np.ndarray], error: type[InputError]
+        self,
+        sequences: np.ndarray,
+        read_pointers: Callable[[np.ndarray], np.ndarray],
+        error: type[InputError],
     ) -> np.ndarray:
         """Return int64, the offsets in tokens of `sequences`, numbers up to S; `error` if they decrease in the last axis."""
         count = self.sequences
         offsets = read_pointers(np.clip(sequences, 0, count - 1)) // self._tokens.itemsize
         offsets[sequences == count] = len(self._tokens)
         is_within = (
-            sequences.min() >= 0 and sequences.max() <= count and offsets.min() >= 0 and offsets.max() <= len(self._tokens)
+            sequences.min() >= 0
+            and sequences.max() <= count
+            and offsets.min() >= 0
+            and offsets.max() <= len(self._tokens)
         )
         if not is_within or np.diff(offsets).min(initial=0) < 0:
             raise error(
@@ -165,7 +194,9 @@ class Corpus:
     def _read_first_end(self) -> int:
         """Return the last token of the first document that has any."""
         for first in range(0, len(self), _DOCUMENTS_PER_SEARCH):
-            ends = self.document_offsets(np.arange(first, min(first + _DOCUMENTS_PER_SEARCH, len(self))) + 1)
+            ends = self.document_offsets(
+                np.arange(first, min(first + _DOCUMENTS_PER_SEARCH, len(self))) + 1
+            )
             if ends[-1]:
                 return int(self._tokens[ends[np.argmax(ends > 0)] - 1])
         raise AssertionError("a corpus has tokens")
@@ -179,28 +210,38 @@ class Corpus:
             return np.empty(0, dtype=np.int64)
         return self.read_spans(np.array([document]), np.array([start]), np.array([stop]))
 
-    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def read_spans(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64; InputError for too large an id.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
         # The sequences of a document are contiguous in the .bin: one read may cross them.
-        return self.read_ranges(documents, self._document_bounds[0][documents] + starts, stops - starts)
+        return self.read_ranges(
+            documents, self._document_bounds[0][documents] + starts, stops - starts
+        )
 
-    def read_ranges(self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def read_ranges(
+        self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64; `documents` are named in errors.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
         if len(documents) <= _MAX_SLICED_DOCUMENTS:
             slices = zip(begins.tolist(), (begins + counts).tolist(), strict=True)
-            tokens = np.concatenate([self._tokens[begin:end] for begin, end in slices], dtype=np.int64)
+            tokens = np.concatenate(
+                [self._tokens[begin:end] for begin, end in slices], dtype=np.int64
+            )
         else:
             places = np.repeat(begins - np.cumsum(counts) + counts, counts)
             places += np.arange(len(places))
             tokens = self._tokens[places].astype(np.int64)
         if self._id_limit is not None and int(tokens.view(np.uint64).max()) >= self._id_limit:
-            for document, piece in zip(documents, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
+            for document, piece in zip(
+                documents, np.split(tokens, np.cumsum(counts)[:-1]), strict=True
+            ):
                 self._check_ids(piece, f"document {document}", LocalInputError)
         return tokens
 
@@ -212,7 +253,9 @@ class Corpus:
         count = min(_CHECKED_TOKENS, len(self._tokens))
         self._check_ids(self._tokens[:count].astype(np.int64), "the start")
 
-    def _check_ids(self, tokens: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
+    def _check_ids(
+        self, tokens: np.ndarray, where: str, error: type[InputError] = InputError
+    ) -> None:
         # Negative ids are huge as unsigned numbers: one comparison detects both kinds.
         """Raise `error` if `tokens` holds an id outside the vocabulary; `where` names their place in the corpus."""
         if int(tokens.view(np.uint64).max()) >= self._id_limit:
@@ -230,24 +273,38 @@ def check_index(prefix: str) -> type[np.number]:
     """
     refuse_raw_text(prefix)
     for extension in (".idx", ".bin"):
-        if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
+        if not os.path.isfile(
+            prefix + extension
+        ):  # unlike Path's, False for a name that is too long
             raise InputError(
                 f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_suggest_prefix(prefix)}"
             )
     try:
-        index_bytes, bin_bytes = (os.stat(prefix + extension).st_size for extension in (".idx", ".bin"))
+        index_bytes, bin_bytes = (
+            os.stat(prefix + extension).st_size for extension in (".idx", ".bin")
+        )
         with open(f"{prefix}.idx", "rb") as stream:
             header = stream.read(HEADER.size)
     except OSError as error:
-        raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
+        raise InputError(
+            f"{error.filename or prefix}: cannot be read: {error.strerror or error}"
+        ) from None
     if index_bytes < HEADER.size:
-        raise InputError(f"{prefix}.idx: truncated: found {index_bytes} bytes, expected a header of {HEADER.size}")
+        raise InputError(
+            f"{prefix}.idx: truncated: found {index_bytes} bytes, expected a header of {HEADER.size}"
+        )
     magic, version, code, sequences, indices = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
-        raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}")
+        raise InputError(
+            f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}"
+        )
     if code not in TOKEN_TYPES:
-        raise InputError(f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})")
-    expected_bytes = HEADER.size + 12 * sequences + 8 * indices  # int32 lengths, int64 pointers, int64 document indices
+        raise InputError(
+            f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})"
+        )
+    expected_bytes = (
+        HEADER.size + 12 * sequences + 8 * indices
+    )  # int32 lengths, int64 pointers, int64 document indices
     if index_bytes != expected_bytes:
         problem = "truncated" if index_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(
@@ -260,10 +317,14 @@ def check_index(prefix: str) -> type[np.number]:
 
 def refuse_raw_text(prefix: str) -> None:
     """Raise InputError if `prefix` is itself a file, such as text that is not tokenized yet."""
-    is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(f"{prefix}.idx")
+    is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(
+        f"{prefix}.idx"
+    )
     if os.path.isfile(prefix) and not is_corpus_file and not _suggest_prefix(prefix):
         expected = "the prefix of a .bin and an .idx file"
-        raise InputError(f"{prefix}: found a file, expected {expected}; run `megaenc preprocess` first")
+        raise InputError(
+            f"{prefix}: found a file, expected {expected}; run `megaenc preprocess` first"
+        )
 
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
@@ -272,11 +333,17 @@ def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.numb
     indices = index.documents
     # Differences of non-negative numbers cannot overflow.
     if lengths.min() < 0 or indices[0] != 0 or indices.min() < 0 or np.diff(indices).min() < 0:
-        raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
-    check_index_ends(prefix, index, token_type, int(lengths.sum(dtype=np.int64)) * np.dtype(token_type).itemsize)
+        raise InputError(
+            f"{prefix}.idx: found sequences or documents of negative length; the file is damaged"
+        )
+    check_index_ends(
+        prefix, index, token_type, int(lengths.sum(dtype=np.int64)) * np.dtype(token_type).itemsize
+    )
 
 
-def check_index_ends(prefix: str, index: IndexArrays, token_type: type[np.number], expected_bytes: int | None = None) -> None:
+def check_index_ends(
+    prefix: str, index: IndexArrays, token_type: type[np.number], expected_bytes: int | None = None
+) -> None:
     """Raise InputError if first and last documents and sequences do not fit the .bin, of `expected_bytes` if given.
 
     Without `expected_bytes` the last sequence decides.
@@ -284,11 +351,15 @@ def check_index_ends(prefix: str, index: IndexArrays, token_type: type[np.number
     lengths = index.lengths
     pointers = index.pointers
     if index.documents[0] != 0 or index.documents[-1] != len(lengths):
-        raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged")
+        raise InputError(
+            f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged"
+        )
     end = int(pointers[-1]) + int(lengths[-1]) * np.dtype(token_type).itemsize
     check_bin_size(prefix, end if expected_bytes is None else expected_bytes)
     if pointers[0] != 0 or expected_bytes not in (None, end):
-        raise InputError(f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged")
+        raise InputError(
+            f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged"
+        )
 
 
 def _is_checked_at_once(index: IndexArrays) -> bool:
@@ -307,7 +378,13 @@ def check_bin_size(prefix: str, expected_bytes: int) -> None:
 
 
 def check_metadata(
-    prefix: str, metadata: CorpusMetadata, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
+    prefix: str,
+    metadata: CorpusMetadata,
+    *,
+    documents: int,
+    sequences: int,
+    tokens: int,
+    token_type: type[np.number],
 ) -> None:
     """Raise InputError unless `metadata` holds these counts, this token type and the sizes of the .bin and .idx on disk."""
     actual = {
@@ -347,7 +424,11 @@ def _suggest_prefix(prefix: str) -> str:
     # os.path's functions, unlike Path's, return False for a name that is too long.
     if path.suffix in (".bin", ".idx", ".json") and os.path.isfile(path.with_suffix(".idx")):
         return f"; did you mean `{path.with_suffix('')}`?"
-    others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx")) if path.name and os.path.isdir(path.parent) else []
+    others = (
+        sorted(path.parent.glob(glob.escape(path.name) + "*.idx"))
+        if path.name and os.path.isdir(path.parent)
+        else []
+    )
     return f"; did you mean `{others[0].with_suffix('')}`?" if others else ""
 
 
@@ -355,15 +436,23 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     """Return the training, validation and test weights in text such as `99,1,0`; InputError for other text or only zeros."""
     try:
         # A number with an exponent of many digits would fill the memory.
-        weights = () if re.search(r"[eE][+-]?\d{4}", text) else tuple(Fraction(part.strip()) for part in text.split(","))
+        weights = (
+            ()
+            if re.search(r"[eE][+-]?\d{4}", text)
+            else tuple(Fraction(part.strip()) for part in text.split(","))
+        )
     except (ValueError, ZeroDivisionError):
         weights = ()
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
-        raise InputError(f"--split: found `{text}`, expected three weights, training, validation and test, such as 99,1,0")
+        raise InputError(
+            f"--split: found `{text}`, expected three weights, training, validation and test, such as 99,1,0"
+        )
     return weights
 
 
-def split_documents(count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split_documents(
+    count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Split documents 0..count-1, in a fixed random order, by weight into sorted int64 (training, validation, test).
 
     `fractions` are weights in any unit. The split depends only on the corpus, not on the run's seed. Each part with a nonzero

@@ -21,10 +21,19 @@ from megaenc.errors import InputError
 # The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
+HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, dtype code, sequences, document indices (documents + 1)
 _PIECE_BYTES = 1 << 24  # of a .bin, copied at a time
 _READERS = 32  # threads of `read_entries`, which hide the latency of a network file system
-TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by megatron-core's code
+TOKEN_TYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}  # by megatron-core's code
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -105,7 +114,9 @@ class IndexedWriter:
         self._write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._record_lengths(lengths, counts)
 
-    def append_corpus(self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None) -> None:
+    def append_corpus(
+        self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None
+    ) -> None:
         """Append the documents of a finished .bin and .idx, those with `keep`, bool[documents] (None: all).
 
         `sha256` is the return value of `finish` of their writer. Raises InputError unless it holds the hash of each file.
@@ -113,7 +124,9 @@ class IndexedWriter:
         index = idx_path.read_bytes()
         _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
         _, _, _, sequences, indices = HEADER.unpack_from(index)
-        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()  # a view would keep all of `index` alive
+        lengths = np.frombuffer(
+            index, np.int32, sequences, HEADER.size
+        ).copy()  # a view would keep all of `index` alive
         edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
         keep = np.ones(len(edges) - 1, bool) if keep is None else keep
         counts = np.diff(edges)
@@ -121,12 +134,17 @@ class IndexedWriter:
         runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
         hashed = hashlib.sha256()
         start = 0
-        with open(bin_path, "rb") as stream, ThreadPoolExecutor(1) as pool:  # hashing is most of the work
+        with (
+            open(bin_path, "rb") as stream,
+            ThreadPoolExecutor(1) as pool,
+        ):  # hashing is most of the work
             while data := stream.read(_PIECE_BYTES):
                 check = pool.submit(hashed.update, data)
                 view = memoryview(data)
                 stop = start + len(data)
-                for low, high in runs[np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)].tolist():
+                for low, high in runs[
+                    np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)
+                ].tolist():
                     self._write(view[max(low - start, 0) : high - start])
                 start = stop
                 check.result()
@@ -185,7 +203,10 @@ class IndexedWriter:
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
     """Yield an IndexedWriter per corpus, closed (not finished) afterwards; `files` lists every .bin, then every .idx."""
     with contextlib.ExitStack() as stack:
-        writers = [IndexedWriter(*pair, dtype) for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)]
+        writers = [
+            IndexedWriter(*pair, dtype)
+            for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)
+        ]
         for writer in writers:
             stack.callback(writer.close)
         yield writers

@@ -95,29 +95,52 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); expected what `megaenc preprocess` wrote") from None
+        raise InputError(
+            f"{path}: not JSON ({error}); expected what `megaenc preprocess` wrote"
+        ) from None
     values = _check_fields(path, values, CorpusMetadata)
     if values["format"] != FORMAT:
-        raise InputError(f"{path}: field `format`: found {values['format']}, expected {FORMAT}; preprocess the text again")
+        raise InputError(
+            f"{path}: field `format`: found {values['format']}, expected {FORMAT}; preprocess the text again"
+        )
     identity = _check_fields(path, values["tokenizer"], TokenizerIdentity, within="tokenizer.")
     for name in ("bin", "idx"):
         if not isinstance(values["sha256"].get(name), str):
-            raise InputError(f"{path}: no field `sha256.{name}`; expected what `megaenc preprocess` wrote")
-    for name, low, high in (*((count, 0, _MAX_COUNT) for count in _COUNT_FIELDS), ("vocab_size", 1, _MAX_VOCABULARY)):
+            raise InputError(
+                f"{path}: no field `sha256.{name}`; expected what `megaenc preprocess` wrote"
+            )
+    for name, low, high in (
+        *((count, 0, _MAX_COUNT) for count in _COUNT_FIELDS),
+        ("vocab_size", 1, _MAX_VOCABULARY),
+    ):
         if not low <= values[name] <= high:
-            raise InputError(f"{path}: field `{name}`: found {str(values[name])[:40]}, expected {low} to {high}")
+            raise InputError(
+                f"{path}: field `{name}`: found {str(values[name])[:40]}, expected {low} to {high}"
+            )
     if values["eod"] is not None and not 0 <= values["eod"] < values["vocab_size"]:
         expected = f"0 to {values['vocab_size'] - 1} or null"
-        raise InputError(f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}")
+        raise InputError(
+            f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}"
+        )
     special = values["special_tokens"]
     tokens = SpecialTokens.from_json(special, f"{path}: field `special_tokens`")
     if max((*tokens.before, *tokens.after), default=0) >= values["vocab_size"]:
         expected = f"ids below {values['vocab_size']}"
-        raise InputError(f"{path}: field `special_tokens`: found {json.dumps(special)[:60]}, expected {expected}")
+        raise InputError(
+            f"{path}: field `special_tokens`: found {json.dumps(special)[:60]}, expected {expected}"
+        )
     return CorpusMetadata(**{**values, "tokenizer": TokenizerIdentity(**identity)})
 
 
-_COUNT_FIELDS = ("documents", "sequences", "tokens", "empty_documents", "skipped_lines", "bin_bytes", "idx_bytes")
+_COUNT_FIELDS = (
+    "documents",
+    "sequences",
+    "tokens",
+    "empty_documents",
+    "skipped_lines",
+    "bin_bytes",
+    "idx_bytes",
+)
 _MAX_COUNT, _MAX_VOCABULARY = (1 << 63) - 1, 1 << 31  # bytes of a file; ids that the .bin can store
 
 # For each annotated type: its JSON types and their name in errors. A nested dataclass is an object.
@@ -146,11 +169,17 @@ def _check_fields(path: Path, values: Any, kind: type, within: str = "") -> dict
     known = {}
     for field in dataclasses.fields(kind):
         if field.name not in values:
-            raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
+            raise InputError(
+                f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote"
+            )
         value, (kinds, expected) = values[field.name], _JSON_TYPES[field.type]
         if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):
-            raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {expected}")
+            raise InputError(
+                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {expected}"
+            )
         if isinstance(value, str) and value != escape_unprintable(value):
-            raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line")
+            raise InputError(
+                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line"
+            )
         known[field.name] = value
     return known

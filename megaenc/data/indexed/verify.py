@@ -53,7 +53,9 @@ class VerifiedCorpus:
 
 
 def verify_corpus(
-    prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
+    prefix: str | Path,
+    vocabulary: Vocabulary | None = None,
+    tick: Callable[[int], None] = lambda count: None,
 ) -> VerifiedCorpus:
     """Check a corpus's files; return counts and skipped checks; InputError at first damage; `tick` gets each read's bytes.
 
@@ -63,10 +65,14 @@ def verify_corpus(
     try:
         return _verify_files(str(prefix), vocabulary, tick)
     except OSError as error:  # a bad disk may fail in the middle of a file
-        raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
+        raise InputError(
+            f"{error.filename or prefix}: cannot be read: {error.strerror or error}"
+        ) from None
 
 
-def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> VerifiedCorpus:
+def _verify_files(
+    prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]
+) -> VerifiedCorpus:
     """Check the .idx, .json and .bin of a corpus, in this order, and return its counts."""
     dtype = np.dtype(check_index(prefix))
     index = IndexArrays.map(f"{prefix}.idx")
@@ -80,7 +86,9 @@ def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[in
         counts = {"documents": documents, "sequences": sequences, "tokens": tokens}
         check_metadata(prefix, metadata, **counts, token_type=dtype.type)
         if metadata.append_eod and metadata.eod is None:
-            raise InputError(f"{prefix}.json: field `eod`: found null, expected the id that ends each document (`append_eod`)")
+            raise InputError(
+                f"{prefix}.json: field `eod`: found null, expected the id that ends each document (`append_eod`)"
+            )
         if vocabulary:
             check_tokenizer(prefix, metadata, vocabulary)
 
@@ -98,7 +106,9 @@ def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[in
         complaint = complaint or checker(chunk.view(dtype), start)
         start += len(chunk) // dtype.itemsize
     if start != tokens:
-        raise InputError(f"{prefix}.bin: found {start} tokens, expected {tokens}; it changed while it was read")
+        raise InputError(
+            f"{prefix}.bin: found {start} tokens, expected {tokens}; it changed while it was read"
+        )
     # Both are reported: a wrong token under a right hash is bad preprocessing, under a wrong hash a bad disk.
     if complaints := [*filter(None, (complaint, _compare_hash(digest, metadata, "bin")))]:
         raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
@@ -120,7 +130,9 @@ def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
         if is_wrong.any():
             at = int(is_wrong.argmax())
             if lengths[at] < 0:
-                raise InputError(f"{prefix}.idx: sequence {first + at}: found length {lengths[at]}, expected 0 or more")
+                raise InputError(
+                    f"{prefix}.idx: sequence {first + at}: found length {lengths[at]}, expected 0 or more"
+                )
             raise InputError(
                 f"{prefix}.idx: sequence {first + at}: found pointer {pointers[at]}, "
                 f"expected {expected[at]} (from the lengths of the previous sequences)"
@@ -135,7 +147,9 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
     for first in range(0, len(index.documents), _ENTRIES):
         indices = np.array(index.documents[first : first + _ENTRIES])
         if first == 0 and indices[0] != 0:
-            raise InputError(f"{prefix}.idx: document 0: found first sequence {indices[0]}, expected 0")
+            raise InputError(
+                f"{prefix}.idx: document 0: found first sequence {indices[0]}, expected 0"
+            )
         decreases = (indices < 0) | (
             np.diff(indices, prepend=previous) < 0
         )  # differences of non-negative numbers cannot overflow
@@ -156,7 +170,12 @@ class _TokenChecker:
     """Checker of the tokens of a .bin, called with its chunks in order."""
 
     def __init__(
-        self, index: IndexArrays, dtype: np.dtype, tokens: int, metadata: CorpusMetadata | None, vocabulary: Vocabulary | None
+        self,
+        index: IndexArrays,
+        dtype: np.dtype,
+        tokens: int,
+        metadata: CorpusMetadata | None,
+        vocabulary: Vocabulary | None,
     ):
         self.dtype = dtype
         self.tokens = tokens
@@ -174,20 +193,26 @@ class _TokenChecker:
 
     def _check_ids(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first token id outside the vocabulary, or an empty string."""
-        unsigned = chunk.view(f"u{self.dtype.itemsize}")  # negative ids are huge as unsigned numbers
+        unsigned = chunk.view(
+            f"u{self.dtype.itemsize}"
+        )  # negative ids are huge as unsigned numbers
         if self._limit is None or int(unsigned.max()) < self._limit:
             return ""
         at = int((unsigned >= self._limit).argmax())
         token = start + at
         document = bisect_right(self._documents, token, key=self._find_end)
         place = f"document {document}, token {token - self._find_end(document - 1)} (token {token:,} of the corpus)"
-        return f"{place}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
+        return (
+            f"{place}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
+        )
 
     def _find_end(self, document: int) -> int:
         """Return the end of a document in tokens from the start of the corpus; 0 for document -1."""
         following = int(self._index.documents[document + 1])  # its first sequence
         at_end = following == len(self._index.pointers)
-        return self.tokens if at_end else int(self._index.pointers[following]) // self.dtype.itemsize
+        return (
+            self.tokens if at_end else int(self._index.pointers[following]) // self.dtype.itemsize
+        )
 
     def _check_special_tokens(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first document that lacks one of its special tokens in `chunk`, or an empty string."""
@@ -211,8 +236,16 @@ class _TokenChecker:
             if is_wrong.any():
                 at = int(is_wrong.argmax())
                 name = {-1: "last token", 0: "first token"}.get(place, f"token {place}")
-                actual = "no token" if is_missing[at] else f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
-                expected = f"it to end with {token} (`eod`" if place == -1 else f"{token} (`special_tokens`"
+                actual = (
+                    "no token"
+                    if is_missing[at]
+                    else f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
+                )
+                expected = (
+                    f"it to end with {token} (`eod`"
+                    if place == -1
+                    else f"{token} (`special_tokens`"
+                )
                 return f"document {first + at}: found {actual}, expected {expected} in the .json)"
         return ""
 
@@ -240,7 +273,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)
     if not settings.prefix:
-        raise InputError("PREFIX: missing, expected one corpus or more (see megaenc data verify --help)")
+        raise InputError(
+            "PREFIX: missing, expected one corpus or more (see megaenc data verify --help)"
+        )
     vocabulary = None
     if settings.tokenizer:
         from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -262,17 +297,25 @@ def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:
     """Verify one corpus with a progress bar and print its counts."""
     started = time.monotonic()
     done = 0
-    total = sum(os.path.getsize(path) for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.isfile(path))
+    total = sum(
+        os.path.getsize(path) for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.isfile(path)
+    )
     with ProgressLine("verifying", total, closing=False) as progress:
 
         def tick(count: int) -> None:
             nonlocal done
             done += count
-            progress.update(done, **{"MB/s": round(done / 1e6 / max(time.monotonic() - started, 1e-9))})
+            progress.update(
+                done, **{"MB/s": round(done / 1e6 / max(time.monotonic() - started, 1e-9))}
+            )
 
         corpus = verify_corpus(prefix, vocabulary, tick)
     rate = corpus.bytes / 1e6 / max(time.monotonic() - started, 1e-9)
-    status = f"whole as far as can be checked without {Path(prefix).name}.json" if corpus.unchecked else "whole"
+    status = (
+        f"whole as far as can be checked without {Path(prefix).name}.json"
+        if corpus.unchecked
+        else "whole"
+    )
     missing = f"; not checked: {', '.join(corpus.unchecked)}" if corpus.unchecked else ""
     print_rank_0(
         f"{prefix}: {status}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.dtype}, "

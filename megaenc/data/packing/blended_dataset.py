@@ -15,7 +15,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from megaenc.data.packing.corpus_order import CorpusOrder, DueOrder, PeriodicOrder, compute_sample_counts
+from megaenc.data.packing.corpus_order import (
+    CorpusOrder,
+    DueOrder,
+    PeriodicOrder,
+    compute_sample_counts,
+)
 from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.errors import InputError
 
@@ -31,16 +36,24 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     elif all(parse_weight(word) is None for word in words):
         pairs = [(None, word) for word in words]
     else:
-        raise InputError(f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B")
+        raise InputError(
+            f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
+        )
     paths = set()
     for number, (weight, prefix) in enumerate(pairs):
         if not prefix:
-            raise InputError("--data-path: found an empty text, expected the prefix of a .bin and an .idx file")
+            raise InputError(
+                "--data-path: found an empty text, expected the prefix of a .bin and an .idx file"
+            )
         if weight is not None and weight <= 0:
-            raise InputError(f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0")
+            raise InputError(
+                f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0"
+            )
         path = os.path.realpath(prefix)
         if path in paths:
-            raise InputError(f"--data-path {' '.join(words)}: {prefix} is given twice, expected each corpus once")
+            raise InputError(
+                f"--data-path {' '.join(words)}: {prefix} is given twice, expected each corpus once"
+            )
         paths.add(path)
     return pairs
 
@@ -103,7 +116,9 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
         for prefix in prefixes:
             other = words_by_path.setdefault(os.path.realpath(prefix), word)
             if other is not word:
-                raise InputError(f"--data-path: {word} and {other} both name {prefix}, expected each corpus once")
+                raise InputError(
+                    f"--data-path: {word} and {other} both name {prefix}, expected each corpus once"
+                )
         sources.append(CorpusSource(weight, word, tuple(prefixes)))
     return sources
 
@@ -113,7 +128,9 @@ def list_prefixes(words: Sequence[str]) -> list[str]:
     return [prefix for source in find_corpora(words) for prefix in source.prefixes]
 
 
-def weigh_corpora(sources: Sequence[CorpusSource], tokens: Sequence[int], temperature: float) -> list[Fraction]:
+def weigh_corpora(
+    sources: Sequence[CorpusSource], tokens: Sequence[int], temperature: float
+) -> list[Fraction]:
     """Return the weight of each corpus of `sources`, of so many tokens.
 
     The corpora of a source share its weight, and all corpora a weight of 1 if none is given, in proportion to
@@ -148,7 +165,13 @@ def has_shares_by_size(sources: Sequence[CorpusSource]) -> bool:
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
 
 
-def describe_blend(shares: Sequence[Fraction], fingerprints: Sequence[str], *, is_periodic: bool, max_epochs: int | None) -> str:
+def describe_blend(
+    shares: Sequence[Fraction],
+    fingerprints: Sequence[str],
+    *,
+    is_periodic: bool,
+    max_epochs: int | None,
+) -> str:
     """Return a text that is equal for the same corpora in the same order.
 
     It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if the
@@ -156,12 +179,16 @@ def describe_blend(shares: Sequence[Fraction], fingerprints: Sequence[str], *, i
     """
     if len(fingerprints) == 1:
         return fingerprints[0]
-    content = ", ".join(f"{share} {fingerprint}" for share, fingerprint in zip(shares, fingerprints, strict=True))
+    content = ", ".join(
+        f"{share} {fingerprint}" for share, fingerprint in zip(shares, fingerprints, strict=True)
+    )
     if is_periodic:
         return content
     end = "" if max_epochs is None else f" of at most {max_epochs} epochs"
     # The digest first, as model cards have the beginning, and short, as refusals are cut after 60 characters.
-    return f"{hashlib.sha256(content.encode()).hexdigest()[:24]} of {len(fingerprints)} corpora{end}"
+    return (
+        f"{hashlib.sha256(content.encode()).hexdigest()[:24]} of {len(fingerprints)} corpora{end}"
+    )
 
 
 class BlendedDataset:
@@ -194,7 +221,9 @@ class BlendedDataset:
         self.seq_length = datasets[0].seq_length
         counts = None if is_tempered or limits is not None else compute_sample_counts(weights)
         ends = None if limits is None else np.array(limits, dtype=np.int64)
-        self._order: CorpusOrder = DueOrder(weights, ends) if counts is None else PeriodicOrder(counts)
+        self._order: CorpusOrder = (
+            DueOrder(weights, ends) if counts is None else PeriodicOrder(counts)
+        )
         self.sources = tuple(sources)
         self.first_sample = 0
         self._offsets = np.zeros(len(self.datasets), dtype=np.int64)
@@ -233,7 +262,9 @@ class BlendedDataset:
     @property
     def samples_before_repeat(self) -> int:
         """Return the number of samples before the first one with which any corpus starts its second epoch."""
-        first_epochs = np.array([part.samples_before_repeat for part in self.datasets], dtype=np.int64)
+        first_epochs = np.array(
+            [part.samples_before_repeat for part in self.datasets], dtype=np.int64
+        )
         return self._order.find_first(np.maximum(first_epochs - self._offsets, 0))
 
     def _place_of(self, sample: int) -> int:

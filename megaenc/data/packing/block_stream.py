@@ -11,8 +11,12 @@ from megaenc import counter_rng
 from megaenc.data.packing.token_stream import TokenStream
 from megaenc.errors import LocalInputError
 
-MOST_SHUFFLED = 1 << 20  # a corpus of more documents is shuffled by blocks, an epoch of more packs by a KeyedPermutation
-_MOST_BLOCKS = 1 << 19  # of a corpus; each takes two reads of the index, and some 40 bytes in each process
+MOST_SHUFFLED = (
+    1 << 20
+)  # a corpus of more documents is shuffled by blocks, an epoch of more packs by a KeyedPermutation
+_MOST_BLOCKS = (
+    1 << 19
+)  # of a corpus; each takes two reads of the index, and some 40 bytes in each process
 # Documents that are shuffled together, in a fraction of a millisecond, but at least so many blocks: those of a pack should not be
 # neighbours.
 _GROUP_DOCUMENTS = 1 << 12
@@ -48,7 +52,9 @@ class BlockSource(Protocol):
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
         """Return int64, the token offset of each of `documents`, numbers from 0 to D (the end), shaped like it."""
 
-    def read_ranges(self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def read_ranges(
+        self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i], within documents[i], concatenated as int64."""
 
 
@@ -70,7 +76,9 @@ class BlockStream(TokenStream):
         self.check_has_tokens(len(blocks))
         self._blocks_per_group = max(_GROUP_BLOCKS, _GROUP_DOCUMENTS // blocks.size)
         self._block_order = lru_cache(maxsize=2)(self._shuffle_blocks)
-        self._group_order = lru_cache(maxsize=4)(self._shuffle_group)  # packs in random order rarely share a group
+        self._group_order = lru_cache(maxsize=4)(
+            self._shuffle_group
+        )  # packs in random order rarely share a group
 
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens from token `begin` of `epoch` to the end of its group at most, and their number in each document."""
@@ -79,13 +87,17 @@ class BlockStream(TokenStream):
         documents, offsets, ends = self._group_order(epoch, group)
         begin -= int(group_ends[group - 1]) if group else 0
         end = min(begin + count, int(ends[-1]))
-        first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # documents of tokens begin and end - 1
+        first, last = np.searchsorted(
+            ends, (begin, end - 1), side="right"
+        )  # documents of tokens begin and end - 1
         stops = np.minimum(ends[first : last + 1], end)
         starts = np.append(begin, stops[:-1])
         skipped = begin - (int(ends[first - 1]) if first else 0)  # tokens of the first document
         begins = offsets[first : last + 1].copy()
         begins[0] += skipped
-        return self.corpus.read_ranges(documents[first : last + 1], begins, stops - starts), stops - starts
+        return self.corpus.read_ranges(
+            documents[first : last + 1], begins, stops - starts
+        ), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
         """Return the numbers of all documents in the order of `epoch`: the only method that takes memory for each."""
@@ -107,16 +119,24 @@ class BlockStream(TokenStream):
     def _shuffle_group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return numbers, offsets in the .bin and ends from the group's start, int64[n], of a group's documents in order."""
         order, group_ends = self._block_order(epoch)
-        blocks = self._numbers[order[group * self._blocks_per_group : (group + 1) * self._blocks_per_group]]
-        edges = np.minimum(blocks[:, None] * self._size + np.arange(self._size + 1), len(self.corpus))
+        blocks = self._numbers[
+            order[group * self._blocks_per_group : (group + 1) * self._blocks_per_group]
+        ]
+        edges = np.minimum(
+            blocks[:, None] * self._size + np.arange(self._size + 1), len(self.corpus)
+        )
         edge_offsets = self.corpus.document_offsets(edges)
         documents = edges[:, :-1].ravel()
         offsets = edge_offsets[:, :-1].ravel()
         lengths = np.diff(edge_offsets).ravel()
         present = np.flatnonzero(lengths)
-        order = present[counter_rng.permutation(self.seed, "documents", len(present), counters=(epoch, group))]
+        order = present[
+            counter_rng.permutation(self.seed, "documents", len(present), counters=(epoch, group))
+        ]
         ends = np.cumsum(lengths[order])
         if ends[-1] != group_ends[group] - (group_ends[group - 1] if group else 0):
             prefix = getattr(self.corpus, "prefix", "corpus")
-            raise LocalInputError(f"{prefix}.idx: has changed since it was opened; start the run again")
+            raise LocalInputError(
+                f"{prefix}.idx: has changed since it was opened; start the run again"
+            )
         return documents[order], offsets[order], ends

@@ -9,9 +9,24 @@ from itertools import pairwise
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.blended_dataset import BlendedDataset, describe_blend, find_corpora, has_shares_by_size, weigh_corpora
-from megaenc.data.packing.block_stream import MOST_SHUFFLED, BlockStream, DocumentBlocks, choose_block_size
-from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
+from megaenc.data.packing.blended_dataset import (
+    BlendedDataset,
+    describe_blend,
+    find_corpora,
+    has_shares_by_size,
+    weigh_corpora,
+)
+from megaenc.data.packing.block_stream import (
+    MOST_SHUFFLED,
+    BlockStream,
+    DocumentBlocks,
+    choose_block_size,
+)
+from megaenc.data.packing.packed_dataset import (
+    ConcatPackedDataset,
+    CorpusPackedDataset,
+    RandomLengthPackedDataset,
+)
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -119,15 +134,25 @@ class RunData:
             check_same_special_tokens(prefixes[0], first_special_tokens, prefix, special_tokens)
             train, held_out, _ = split_corpus(corpus, fractions, order)
             if not has_tokens(corpus, train):
-                raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
+                raise InputError(
+                    f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}"
+                )
             train_datasets.append(dataset_class(corpus, train, seq_length, seed))
             if has_tokens(corpus, held_out):
-                held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
-        weights = weigh_corpora(sources, [part.tokens_per_epoch for part in train_datasets], temperature)
+                held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(
+                    corpus, held_out, seq_length, 0
+                )
+        weights = weigh_corpora(
+            sources, [part.tokens_per_epoch for part in train_datasets], temperature
+        )
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
         is_tempered = temperature != 1 and has_shares_by_size(sources)
-        limits = None if max_epochs is None else [part.packs_of_epochs(max_epochs) for part in train_datasets]
+        limits = (
+            None
+            if max_epochs is None
+            else [part.packs_of_epochs(max_epochs) for part in train_datasets]
+        )
         held_out_blend = None
         if held_out_datasets:
             held_out_parts = list(held_out_datasets.values())
@@ -135,7 +160,9 @@ class RunData:
                 held_out_parts,
                 [weights[number] for number in held_out_datasets],
                 # A small corpus with a large share leaves; the others, by size, end at about the same time.
-                limits=[part.samples_before_repeat for part in held_out_parts] if is_tempered else None,
+                limits=[part.samples_before_repeat for part in held_out_parts]
+                if is_tempered
+                else None,
                 is_tempered=is_tempered,
                 sources=[words[number] for number in held_out_datasets],
             )
@@ -143,7 +170,9 @@ class RunData:
             tuple(corpora.values()),
             tuple(train_datasets),
             tuple(weight / total for weight in weights),
-            BlendedDataset(train_datasets, weights, limits=limits, is_tempered=is_tempered, sources=words),
+            BlendedDataset(
+                train_datasets, weights, limits=limits, is_tempered=is_tempered, sources=words
+            ),
             held_out_blend,
             first_special_tokens,
             max_epochs,
@@ -165,14 +194,18 @@ class RunData:
     def _describe(self, is_periodic: bool, max_epochs: int | None) -> str:
         """Return `describe_blend` of the corpora."""
         fingerprints = [corpus.fingerprint for corpus in self.corpora]
-        return describe_blend(self.shares, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs)
+        return describe_blend(
+            self.shares, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs
+        )
 
     @property
     def has_blocks(self) -> bool:
         """Return whether a corpus is so large that it is shuffled by blocks of documents."""
         return any(isinstance(part.stream, BlockStream) for part in self.train_datasets)
 
-    def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
+    def corpus_usage(
+        self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()
+    ) -> list[CorpusUsage]:
         """Return each corpus's CorpusUsage by samples first..end-1 without the (first, last) sample ranges `without`."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         packs = [0] * len(self.corpora)
@@ -184,12 +217,23 @@ class RunData:
                 packs[number] += sign * (after - before)
                 epochs[number] += sign * (part.epochs_after(after) - part.epochs_after(before))
         return [
-            CorpusUsage(corpus.prefix, float(share), packs[number], epochs[number], part.dropped, part.tokens_per_epoch)
-            for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True))
+            CorpusUsage(
+                corpus.prefix,
+                float(share),
+                packs[number],
+                epochs[number],
+                part.dropped,
+                part.tokens_per_epoch,
+            )
+            for number, (corpus, part, share) in enumerate(
+                zip(self.corpora, self.train_datasets, self.shares, strict=True)
+            )
         ]
 
 
-def open_corpora(prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[str, Corpus]) -> None:
+def open_corpora(
+    prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[str, Corpus]
+) -> None:
     """Open those of `prefixes` that are not in `opened` yet, and add them.
 
     Keys of `opened` are the paths of the .idx without links. Raises InputError for a corpus that does not fit `vocabulary`, and
@@ -247,7 +291,10 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
 
 def split_corpus(
     corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction], order: str = "documents"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | tuple[DocumentBlocks, DocumentBlocks, DocumentBlocks]:
+) -> (
+    tuple[np.ndarray, np.ndarray, np.ndarray]
+    | tuple[DocumentBlocks, DocumentBlocks, DocumentBlocks]
+):
     """Return a corpus's (training, validation, test) documents by weight.
 
     They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576 documents, blocks of documents.
@@ -255,7 +302,10 @@ def split_corpus(
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
         corpus.expect_random_reads()
         size = choose_block_size(len(corpus))
-        train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
+        train, held_out, test = (
+            DocumentBlocks(size, numbers)
+            for numbers in split_documents(-(-len(corpus) // size), fractions)
+        )
         return train, held_out, test
     return split_documents(len(corpus), fractions)
 
@@ -264,5 +314,8 @@ def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
     """Return whether any of `documents` holds a token."""
     if isinstance(documents, DocumentBlocks):
         return bool(np.diff(corpus.block_offsets(documents.size))[documents.numbers].any())
-    chunks = (documents[start : start + _DOCUMENTS_PER_CHECK] for start in range(0, len(documents), _DOCUMENTS_PER_CHECK))
+    chunks = (
+        documents[start : start + _DOCUMENTS_PER_CHECK]
+        for start in range(0, len(documents), _DOCUMENTS_PER_CHECK)
+    )
     return any(corpus.document_lengths[numbers].any() for numbers in chunks)

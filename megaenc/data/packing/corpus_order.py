@@ -123,7 +123,9 @@ class CorpusOrder(ABC):
         blocks = 1 if self.samples is None else -(-self.samples // self.block_size)
         while self.samples is None and not (self.count_packs(blocks) > packs).any():
             blocks *= 2
-        block = bisect_left(range(1, blocks + 1), True, key=lambda end: bool((self.count_packs(end) > packs).any()))
+        block = bisect_left(
+            range(1, blocks + 1), True, key=lambda end: bool((self.count_packs(end) > packs).any())
+        )
         if block == blocks:
             return self.samples
         corpora, earlier = self.arrange_block(block)
@@ -155,7 +157,9 @@ class PeriodicOrder(CorpusOrder):
             corpora = interleave_corpora(self._counts.tolist())
             earlier = np.empty(self.block_size, dtype=np.int32)
             by_corpus = np.argsort(corpora, kind="stable")
-            earlier[by_corpus] = np.arange(self.block_size) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
+            earlier[by_corpus] = np.arange(self.block_size) - np.repeat(
+                np.cumsum(self._counts) - self._counts, self._counts
+            )
             self._period = corpora, earlier
         return self._period
 
@@ -215,7 +219,9 @@ class DueOrder(CorpusOrder):
     def _count_due(self, time: float) -> np.ndarray:
         """Return int64[corpora], the packs of each corpus that are due up to `time`."""
         due = np.floor(time * self._weights - self._phases) + 1
-        return np.clip(due, 0, _MOST_PACKS if self._limits is None else self._limits).astype(np.int64)
+        return np.clip(due, 0, _MOST_PACKS if self._limits is None else self._limits).astype(
+            np.int64
+        )
 
     def _compute_counts(self, block: int) -> np.ndarray:
         """Find the time up to which the earlier blocks are due, and count packs."""

@@ -63,7 +63,13 @@ class CorpusPackedDataset(ABC):
     Without that order the pieces of one long document would meet in one batch.
     """
 
-    def __init__(self, corpus: DocumentSource | BlockSource, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
+    def __init__(
+        self,
+        corpus: DocumentSource | BlockSource,
+        documents: np.ndarray | DocumentBlocks,
+        seq_length: int,
+        seed: int,
+    ):
         """Cut packs from `documents`, int64[D] numbers or blocks of documents. Raises InputError if they hold no token.
 
         All documents are shuffled, or all blocks and documents within groups of them.
@@ -122,7 +128,9 @@ class CorpusPackedDataset(ABC):
 
     def _compute_pack_order(self, epoch: int) -> Sequence[int] | np.ndarray:
         """Compute the random order of the packs that start in `epoch`, numbered from the first of them."""
-        return self.stream.permute_packs(self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch), epoch)
+        return self.stream.permute_packs(
+            self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch), epoch
+        )
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
@@ -159,8 +167,12 @@ def mean_squared_chunk_lengths(seq_length: int) -> float:
     """Return the mean, over all cut positions of a pack, of the sum of its two squared chunk lengths (random-length)."""
     shortest = SHORTEST_CHUNK
     longest = seq_length - SHORTEST_CHUNK
-    to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
-    return 2 * (to_longest - below) / (longest - shortest + 1)  # both chunks have the same distribution
+    to_longest, below = (
+        end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1)
+    )  # 1 + 4 + 9 + ... + end^2
+    return (
+        2 * (to_longest - below) / (longest - shortest + 1)
+    )  # both chunks have the same distribution
 
 
 class RandomLengthPackedDataset(ConcatPackedDataset):
@@ -169,7 +181,13 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
     As in arXiv 2507.00994. A chunk may span documents: attention crosses their ends.
     """
 
-    def __init__(self, corpus: DocumentSource | BlockSource, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
+    def __init__(
+        self,
+        corpus: DocumentSource | BlockSource,
+        documents: np.ndarray | DocumentBlocks,
+        seq_length: int,
+        seed: int,
+    ):
         """Cut packs as CorpusPackedDataset. Raises InputError if a pack has no room for two chunks."""
         check_two_chunks_fit(seq_length)
         super().__init__(corpus, documents, seq_length, seed)
@@ -179,4 +197,6 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
         pack = super().__getitem__(sample)
         draw = float(counter_rng.uniforms(self.seed, "chunks", 1, counters=(sample,))[0])
         cut = SHORTEST_CHUNK + int(draw * (self.seq_length - 2 * SHORTEST_CHUNK + 1))
-        return Pack(sample, pack.epoch, pack.tokens, np.array([0, cut, self.seq_length], dtype=np.int32))
+        return Pack(
+            sample, pack.epoch, pack.tokens, np.array([0, cut, self.seq_length], dtype=np.int32)
+        )

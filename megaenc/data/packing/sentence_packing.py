@@ -13,7 +13,9 @@ from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError
 
 
-def check_has_sentences(prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
+def check_has_sentences(
+    prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int
+) -> None:
     """Raise InputError if `metadata` records no sentence splitting (or is None) and `sequences` equals `documents`.
 
     Only the metadata distinguishes documents of one sentence each from whole documents.
@@ -30,7 +32,9 @@ class SentencePackedDataset(CorpusPackedDataset):
     Attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one pack.
     """
 
-    def __init__(self, corpus: Corpus, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
+    def __init__(
+        self, corpus: Corpus, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int
+    ):
         """Cut packs as CorpusPackedDataset. Raises InputError if every document of the corpus is one sequence."""
         check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),
@@ -62,7 +66,9 @@ class SentencePackedDataset(CorpusPackedDataset):
     def start_of_pack(self, pack: int) -> int:
         """Return the token position, in the stream of all epochs, at which pack number `pack` (in stream order) begins."""
         epoch = self.epoch_of_sample(pack)
-        return epoch * self.tokens_per_epoch + int(self._pack_starts(epoch)[pack - self._first_samples[epoch]])
+        return epoch * self.tokens_per_epoch + int(
+            self._pack_starts(epoch)[pack - self._first_samples[epoch]]
+        )
 
     def packs_of_epochs(self, epochs: int) -> int:
         """Return `epochs` times the packs of the first epoch; for the exact number all epochs would be shuffled."""
@@ -85,14 +91,20 @@ class SentencePackedDataset(CorpusPackedDataset):
     def _compute_pack_starts(self, epoch: int) -> np.ndarray:
         """Compute int64[packs], the starts of the packs of `epoch` in tokens from the epoch's start."""
         sentences = self._compute_sentence_starts(epoch)
-        following = np.searchsorted(sentences, sentences + self.seq_length)  # first sentence after a pack that starts here
-        next_pack = memoryview(following)  # indexing it is several times faster than indexing an array
+        following = np.searchsorted(
+            sentences, sentences + self.seq_length
+        )  # first sentence after a pack that starts here
+        next_pack = memoryview(
+            following
+        )  # indexing it is several times faster than indexing an array
         sentence = int(np.searchsorted(sentences, self._consumed[epoch]))
         pack_sentences = array("q")
         while sentence < len(sentences):
             pack_sentences.append(sentence)
             sentence = next_pack[sentence]
-        return sentences[np.frombuffer(pack_sentences, np.int64)] if pack_sentences else sentences[:0]
+        return (
+            sentences[np.frombuffer(pack_sentences, np.int64)] if pack_sentences else sentences[:0]
+        )
 
     def _compute_sentence_starts(self, epoch: int) -> np.ndarray:
         """Compute int64[sentences], the starts of the sentences of `epoch` in tokens from the epoch's start."""

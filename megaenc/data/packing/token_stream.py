@@ -17,7 +17,9 @@ class DocumentSource(Protocol):
     document_lengths: np.ndarray
     """int64[D], length of each document in tokens."""
 
-    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def read_spans(
+        self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64."""
 
 
@@ -51,7 +53,9 @@ class TokenStream(ABC):
             tokens.append(piece)
             edges.append(done + np.cumsum(lengths))
             done += len(piece)
-        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(edges, dtype=np.int32)
+        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(
+            edges, dtype=np.int32
+        )
 
     @abstractmethod
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +67,9 @@ class TokenStream(ABC):
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
         """Return a random order of the `count` packs of `epoch`, a permutation of range(count)."""
-        return narrow_to_int32(counter_rng.permutation(self.seed, "packs", count, counters=(epoch,)))
+        return narrow_to_int32(
+            counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))
+        )
 
 
 class DocumentStream(TokenStream):
@@ -84,7 +90,9 @@ class DocumentStream(TokenStream):
         """Return up to `count` tokens from token `begin` of `epoch`, and the number of them in each document."""
         order, ends = self.epoch_order(epoch)
         end = min(begin + count, self.tokens_per_epoch)
-        first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # documents of tokens begin and end - 1
+        first, last = np.searchsorted(
+            ends, (begin, end - 1), side="right"
+        )  # documents of tokens begin and end - 1
         numbers = order[first : last + 1]
         document_ends = ends[first : last + 1]
         offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
@@ -98,7 +106,9 @@ class DocumentStream(TokenStream):
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Compute the order of `documents` in `epoch` and int64[D], their ends in tokens from the epoch's start."""
-        order = narrow_to_int32(counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
+        order = narrow_to_int32(
+            counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,))
+        )
         return order, np.cumsum(self._lengths[order], dtype=np.int64)
 
 

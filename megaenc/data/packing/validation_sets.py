@@ -30,9 +30,13 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
         name, _, prefix = word.partition("=")
         if not prefix or not _NAME.fullmatch(name):
             expected = "NAME=PREFIX with a name of letters, digits, `_`, `-` and `.`"
-            raise InputError(f"{FLAG}: found {word!r}, expected {expected}, such as web=data/web_text_document")
+            raise InputError(
+                f"{FLAG}: found {word!r}, expected {expected}, such as web=data/web_text_document"
+            )
         if name in prefixes:
-            raise InputError(f"{FLAG}: found the name {name} twice, expected another name for {prefix}")
+            raise InputError(
+                f"{FLAG}: found the name {name} twice, expected another name for {prefix}"
+            )
         prefixes[name] = prefix
     return prefixes
 
@@ -98,7 +102,9 @@ class ValidationSet:
                 f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
                 "expected another --split, or a corpus that the run does not train on"
             )
-        return cls(name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, split, is_whole)
+        return cls(
+            name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, split, is_whole
+        )
 
     def describe(self) -> str:
         """Return the name with what the set is of, `web (held-out documents of data/web_text_document)`."""

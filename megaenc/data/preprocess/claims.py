@@ -68,7 +68,10 @@ class ClaimFolder:
                     return None
                 path.unlink(missing_ok=True)
                 continue
-            with contextlib.suppress(OSError), open(descriptor, "w") as stream:  # on a full disk only time tells of its end
+            with (
+                contextlib.suppress(OSError),
+                open(descriptor, "w") as stream,
+            ):  # on a full disk only time tells of its end
                 stream.write(f"{_identify_machine()} {os.getpid()}")
             return Claim(path)
 
@@ -76,7 +79,9 @@ class ClaimFolder:
         """Return whether the owner of a claim has died or removed it."""
         try:
             changed = path.stat().st_mtime_ns
-            owner = read_regular_file(path).decode("utf-8", "replace")  # empty just after its creation
+            owner = read_regular_file(path).decode(
+                "utf-8", "replace"
+            )  # empty just after its creation
         except FileNotFoundError:
             return True
         now = time.monotonic()
@@ -94,7 +99,11 @@ def _has_ended(owner: str) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, OverflowError):  # it belongs to another user, or the file is damaged
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+    ):  # it belongs to another user, or the file is damaged
         return False
     return False
 

@@ -55,7 +55,10 @@ def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes."""
     started = time.monotonic()
     partition = job.settings.work_folder / "part"
-    with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(partition):
+    with (
+        create_parent_with_rollback(job.prefixes[0], "--output-prefix"),
+        remove_new_parents_on_error(partition),
+    ):
         corpora = write_in_partitions(job) if job.settings.uses_work_folder else job.write_whole()
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):
@@ -63,7 +66,9 @@ def run_job(job: PreprocessJob) -> list[Path]:
     return job.prefixes
 
 
-def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve.ResolvedInputs) -> PreprocessJob:
+def _build_job(
+    settings: PreprocessConfig, prefixes: list[Path], inputs: resolve.ResolvedInputs
+) -> PreprocessJob:
     """Load the tokenizer and build the job that writes the corpora at `prefixes`. Raises InputError."""
     from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
 
@@ -76,7 +81,9 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
         fingerprint=vocabulary.fingerprint,
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
-        text_fingerprint=vocabulary.text_fingerprint if vocabulary.text_fingerprint != vocabulary.fingerprint else None,
+        text_fingerprint=vocabulary.text_fingerprint
+        if vocabulary.text_fingerprint != vocabulary.fingerprint
+        else None,
     )
     block_tokenizer = BlockTokenizer(
         encoder=get_encoder(tokenizer),
@@ -98,16 +105,24 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
     from megaenc.data.tokenizer.special_tokens import FLAG, read_template, resolve_special_tokens
 
     mode = settings.special_tokens_mode
-    special = resolve_special_tokens(tokenizer, mode, "--append-eod" if settings.append_eod else FLAG)
+    special = resolve_special_tokens(
+        tokenizer, mode, "--append-eod" if settings.append_eod else FLAG
+    )
     is_expected = settings.append_eod and special.after == (tokenizer.eos_token_id,)
     if special.count and not is_expected:
-        instead = "" if special.mode == mode else f", as the template of {settings.tokenizer} adds none"
-        print_rank_0(f"special tokens of a document: {special.describe(tokenizer)} ({special.mode}{instead})")
+        instead = (
+            "" if special.mode == mode else f", as the template of {settings.tokenizer} adds none"
+        )
+        print_rank_0(
+            f"special tokens of a document: {special.describe(tokenizer)} ({special.mode}{instead})"
+        )
     if special.count:
         return special
     template = read_template(tokenizer)
     if template.count:
-        print_rank_0(f"no special token is added to documents; {FLAG} template writes {template.describe(tokenizer)}")
+        print_rank_0(
+            f"no special token is added to documents; {FLAG} template writes {template.describe(tokenizer)}"
+        )
     else:
         remedy = "the tokenizer has none"
         end = tokenizer.eos_token or tokenizer.sep_token
@@ -123,7 +138,10 @@ def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInp
     if punkt is not None:
         print_rank_0(f"sentences: installed Punkt model for {punkt.language}")
         return punkt
-    pieces = (block.parse(settings.json_keys, settings.skip_bad_lines) for block in resolve.read_blocks(inputs))
+    pieces = (
+        block.parse(settings.json_keys, settings.skip_bad_lines)
+        for block in resolve.read_blocks(inputs)
+    )
     punkt = train_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     print_rank_0(
         f"sentences: nltk has no Punkt model for {settings.punkt_language} (punkt_tab); trained one on the beginning of "

@@ -71,15 +71,24 @@ class PreprocessConfig(resolve.InputConfig):
         """Return the method and parameters of --deduplicate; None without it."""
         if self.deduplicate is None:
             return None
-        return Deduplication(self.deduplicate, self.minhash_ngram_size, self.minhash_buckets, self.minhash_hashes_per_bucket)
+        return Deduplication(
+            self.deduplicate,
+            self.minhash_ngram_size,
+            self.minhash_buckets,
+            self.minhash_hashes_per_bucket,
+        )
 
     def check(self) -> None:
         """Raise InputError, naming the flag, for too many workers or a flag without effect."""
         if self.append_eod and self.special_tokens not in (None, "eod"):
-            raise InputError(f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them")
+            raise InputError(
+                f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them"
+            )
         check_process_count("--workers", self.workers)
         if self.punkt_language != "english" and not self.split_sentences:
-            raise InputError(f"--punkt-language {self.punkt_language}: expected --split-sentences with it")
+            raise InputError(
+                f"--punkt-language {self.punkt_language}: expected --split-sentences with it"
+            )
         if self.deduplicate != "minhash":
             for name in ("ngram_size", "buckets", "hashes_per_bucket"):
                 value = getattr(self, f"minhash_{name}")

@@ -55,8 +55,16 @@ class Deduplication:
         """Return method and parameters for plan and metadata, with the version of rensa's algorithm for minhash."""
         if self.method == "exact":
             return {"method": "exact"}
-        parameters = {"ngram_size": self.ngram_size, "buckets": self.buckets, "hashes_per_bucket": self.hashes_per_bucket}
-        return {"method": "minhash", **parameters, "rensa_algorithm": self._sketch.ALGORITHM_VERSION}
+        parameters = {
+            "ngram_size": self.ngram_size,
+            "buckets": self.buckets,
+            "hashes_per_bucket": self.hashes_per_bucket,
+        }
+        return {
+            "method": "minhash",
+            **parameters,
+            "rensa_algorithm": self._sketch.ALGORITHM_VERSION,
+        }
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Return uint64[bands, words, documents], the keys of the texts."""
@@ -64,13 +72,19 @@ class Deduplication:
             return np.empty((self.bands, self.words, 0), np.uint64)
         texts = [replace_surrogates(text) for text in texts]
         if self.method == "exact":
-            digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+            digests = b"".join(
+                hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts
+            )
             keys = np.frombuffer(digests, "<u8").reshape(len(texts), 1, 2)
         else:
             sketches = self._sketch.digest_matrix_from_token_sets(
-                [build_ngrams(text, self.ngram_size) for text in texts], self.buckets * self.hashes_per_bucket, _SEED
+                [build_ngrams(text, self.ngram_size) for text in texts],
+                self.buckets * self.hashes_per_bucket,
+                _SEED,
             )
-            keys = _hash_rows(np.array(sketches.to_rows(), np.uint32).reshape(len(texts) * self.buckets, -1))
+            keys = _hash_rows(
+                np.array(sketches.to_rows(), np.uint32).reshape(len(texts) * self.buckets, -1)
+            )
             keys = keys.reshape(len(texts), self.buckets, 1)
         return np.ascontiguousarray(keys.transpose(1, 2, 0).astype(np.uint64))
 
@@ -111,7 +125,10 @@ def _hash_rows(values: np.ndarray) -> np.ndarray:
 
 
 def find_duplicates(
-    documents: int, bands: int, read_band: Callable[[int], Iterator[np.ndarray]], label: str = "finding duplicates"
+    documents: int,
+    bands: int,
+    read_band: Callable[[int], Iterator[np.ndarray]],
+    label: str = "finding duplicates",
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
@@ -133,7 +150,9 @@ def find_duplicates(
     return duplicates
 
 
-def _select_keys(chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) -> tuple[np.ndarray, np.ndarray]:
+def _select_keys(
+    chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64
+) -> tuple[np.ndarray, np.ndarray]:
     """Return uint64[words, n] and int64[n], keys whose first word has top bits low..high-1 and the numbers of their documents."""
     keys = [np.empty((1, 0), np.uint64)]
     numbers = [np.empty(0, np.int64)]
@@ -145,13 +164,19 @@ def _select_keys(chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) 
         numbers.append(places + before)
         before += chunk.shape[1]
     words = keys[-1].shape[0]
-    return np.concatenate([each for each in keys if each.shape[0] == words], axis=1), np.concatenate(numbers)
+    return np.concatenate(
+        [each for each in keys if each.shape[0] == words], axis=1
+    ), np.concatenate(numbers)
 
 
-def _link_equal_keys(parents: np.ndarray, chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) -> None:
+def _link_equal_keys(
+    parents: np.ndarray, chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64
+) -> None:
     """Unite documents with equal keys, of those that `_select_keys` selects, in `parents`, whose roots are smallest."""
     keys, numbers = _select_keys(chunks, low, high)
-    order = np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")  # ascending numbers within equal keys
+    order = (
+        np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")
+    )  # ascending numbers within equal keys
     same = np.ones(max(0, len(order) - 1), bool)
     for word in keys:
         in_order = word[order]
@@ -174,7 +199,9 @@ def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
     apart = first != second
     roots, places = np.unique(np.concatenate([first[apart], second[apart]]), return_inverse=True)
     half = len(places) // 2
-    graph = coo_array((np.ones(half, np.int8), (places[:half], places[half:])), shape=(len(roots), len(roots)))
+    graph = coo_array(
+        (np.ones(half, np.int8), (places[:half], places[half:])), shape=(len(roots), len(roots))
+    )
     if half:
         _, components = connected_components(graph, directed=False)
         _, smallest = np.unique(components, return_index=True)  # roots are ascending

@@ -74,14 +74,18 @@ class PreprocessJob:
             "tokenizer": self.identity.fingerprint,
             "special_tokens": tokenizer.special_tokens.to_json(),
             "sentences": None if tokenizer.punkt is None else tokenizer.punkt.describe(),
-            "deduplicate": None if tokenizer.deduplication is None else tokenizer.deduplication.describe(),
+            "deduplicate": None
+            if tokenizer.deduplication is None
+            else tokenizer.deduplication.describe(),
             "megaenc": megaenc.__version__,
         }
 
     def start_workers(self, count: int) -> AbstractContextManager[Tokenize]:
         """Start a pool of threads if as fast as processes, which need a second and a tokenizer each, else of processes."""
         tokenizer = self.block_tokenizer
-        in_lines = all(isinstance(source, (LineFile, DelimitedFile)) for source in self.inputs.sources)  # small blocks
+        in_lines = all(
+            isinstance(source, (LineFile, DelimitedFile)) for source in self.inputs.sources
+        )  # small blocks
         in_rust = tokenizer.encoder.is_fast and tokenizer.punkt is None
         in_rust &= tokenizer.deduplication is None or tokenizer.deduplication.method == "exact"
         return start_pool(tokenizer, count, threads=in_lines and in_rust and count <= _MAX_THREADS)
@@ -104,7 +108,9 @@ class PreprocessJob:
         try:
             for block in tokenize(resolve.read_blocks(self.inputs, ranges)):
                 for place, writer in enumerate(writers):
-                    writer.add_documents(block.tokens[place], block.lengths[place], block.counts[place])
+                    writer.add_documents(
+                        block.tokens[place], block.lengths[place], block.counts[place]
+                    )
                 for collected, keys in zip(band_keys, block.band_keys, strict=True):
                     collected.append(keys)
                 for name in counts:
@@ -130,7 +136,12 @@ class PreprocessJob:
 
             def report(position: float, counts: Counts, speed: float) -> None:
                 tokens = sum(writer.tokens for writer in outputs.writers)
-                progress.update(position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
+                progress.update(
+                    position,
+                    **{"MB/s": round(speed, 1)},
+                    documents=counts["documents"],
+                    tokens=tokens,
+                )
 
             outputs.counts = self.tokenize_ranges(tokenize, outputs.writers, [], None, report)
         return outputs.metadata
@@ -143,7 +154,9 @@ class PreprocessJob:
         """
         count = len(self.prefixes)
         hashes: dict[str, str] = {}
-        with atomic_files(*output_files(self.prefixes), before_rename=lambda: check(hashes)) as temporary:
+        with atomic_files(
+            *output_files(self.prefixes), before_rename=lambda: check(hashes)
+        ) as temporary:
             bins = temporary[:count]
             jsons = temporary[count : 2 * count]
             indices = temporary[2 * count :]
@@ -152,15 +165,21 @@ class PreprocessJob:
                 yield outputs
                 for key, writer in zip(self.settings.json_keys, writers, strict=True):
                     if not writer.documents:
-                        raise InputError(f"{self.settings.input[0]}: no document holds any text under `{key}`")
+                        raise InputError(
+                            f"{self.settings.input[0]}: no document holds any text under `{key}`"
+                        )
                 for place in range(count):
-                    outputs.metadata.append(self._build_metadata(outputs, place, bins[place], indices[place]))
+                    outputs.metadata.append(
+                        self._build_metadata(outputs, place, bins[place], indices[place])
+                    )
             for prefix, metadata, path in zip(self.prefixes, outputs.metadata, jsons, strict=True):
                 metadata.write(path)
                 for suffix, sha256 in {**metadata.sha256, "json": compute_sha256(path)}.items():
                     hashes[f"{prefix.name}.{suffix}"] = sha256
 
-    def _build_metadata(self, outputs: CorpusOutputs, place: int, bin_path: Path, idx_path: Path) -> CorpusMetadata:
+    def _build_metadata(
+        self, outputs: CorpusOutputs, place: int, bin_path: Path, idx_path: Path
+    ) -> CorpusMetadata:
         """Finish the writer number `place`, which writes the .idx, and return its corpus's metadata."""
         writer = outputs.writers[place]
         hashes = writer.finish()
@@ -185,6 +204,8 @@ class PreprocessJob:
             sources=self.inputs.origins,
             megaenc=megaenc.__version__,
             sentences=None if tokenizer.punkt is None else tokenizer.punkt.describe(),
-            deduplication=None if tokenizer.deduplication is None else {**tokenizer.deduplication.describe(), "removed": removed},
+            deduplication=None
+            if tokenizer.deduplication is None
+            else {**tokenizer.deduplication.describe(), "removed": removed},
             special_tokens=special.to_json(),
         )

@@ -13,18 +13,26 @@ from megaenc.output_paths import refuse_existing
 
 MERGE_RECORD = "merged"
 """File of a work folder with the sha256, by file name, of the outputs that a merge renames."""
-_SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: a corpus without .idx cannot be opened
+_SUFFIXES = (
+    ".bin",
+    ".json",
+    ".idx",
+)  # in the order of renaming: a corpus without .idx cannot be opened
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
     """Return the corpus prefix of each key, OUTPUT_PREFIX_KEY_document; InputError for unusable keys or file names."""
     if not Path(output_prefix).name or output_prefix.endswith("/"):
-        raise InputError(f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus")
+        raise InputError(
+            f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus"
+        )
     if not keys or len(set(keys)) < len(keys):
         raise InputError(f"--json-keys {' '.join(keys)}: expected one or more different keys")
     for key in keys:
         if not key or "/" in key:
-            raise InputError(f"--json-keys {key!r}: cannot be part of a file name; expected a key without `/`")
+            raise InputError(
+                f"--json-keys {key!r}: cannot be part of a file name; expected a key without `/`"
+            )
     prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
     longest = os.fsencode(longest_file_name(*output_files(prefixes)))
     most = 255  # bytes, if the folder does not exist yet
@@ -52,14 +60,18 @@ def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) ->
     existing = [path for path in paths if os.path.lexists(path)]
     recorded: dict[str, str] = {}
     if work_folder is not None and existing:
-        recorded = read_json_or_empty(work_folder / MERGE_RECORD)  # a merge writes it before the first output appears
+        recorded = read_json_or_empty(
+            work_folder / MERGE_RECORD
+        )  # a merge writes it before the first output appears
         if not recorded and existing == paths:
             raise InputError(
                 f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is "
                 "left to do, else remove it or choose another name"
             )
     for path in reversed(paths):
-        if not (path.name in recorded and path.is_file() and compute_sha256(path) == recorded[path.name]):
+        if not (
+            path.name in recorded and path.is_file() and compute_sha256(path) == recorded[path.name]
+        ):
             refuse_existing(path, "--output-prefix")
 
 

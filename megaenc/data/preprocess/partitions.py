@@ -21,10 +21,17 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
     ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
     count = len(ranges)
     if count < job.settings.partitions:
-        print_rank_0(f"--partitions {job.settings.partitions}: the input can be split into at most {count} partitions")
+        print_rank_0(
+            f"--partitions {job.settings.partitions}: the input can be split into at most {count} partitions"
+        )
     tokenizer = job.block_tokenizer
     folder = WorkFolder(
-        job.settings.work_folder, job.build_plan(), job.settings.json_keys, tokenizer.dtype, count, tokenizer.deduplication
+        job.settings.work_folder,
+        job.build_plan(),
+        job.settings.json_keys,
+        tokenizer.dtype,
+        count,
+        tokenizer.deduplication,
     )
     while True:
         folder.open()
@@ -40,20 +47,29 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
                 continue  # it stopped before the first partition, or somebody removed the folder
             if done := folder.leave():
                 alternative = "" if done < count else ", or remove the folder"
-                print_rank_0(f"{folder.path}: {done} of {count} partitions are done; run the same command to resume{alternative}")
+                print_rank_0(
+                    f"{folder.path}: {done} of {count} partitions are done; run the same command to resume{alternative}"
+                )
             raise
 
 
-def write_missing(job: PreprocessJob, folder: WorkFolder, ranges: list[list[resolve.DocumentRange]]) -> None:
+def write_missing(
+    job: PreprocessJob, folder: WorkFolder, ranges: list[list[resolve.DocumentRange]]
+) -> None:
     """Write missing partitions that no other process claims, until all are done; FileNotFoundError if the folder is gone."""
     missing = folder.missing_partitions()
     if len(missing) < folder.count:
-        print_rank_0(f"{folder.path}: {folder.count - len(missing)} of {folder.count} partitions exist; writing the others")
+        print_rank_0(
+            f"{folder.path}: {folder.count - len(missing)} of {folder.count} partitions exist; writing the others"
+        )
     if not missing:
         return
     sizes = [resolve.measure_ranges(job.inputs, each)[1] for each in ranges]
     left = {number: sizes[number] for number in missing}
-    with job.start_workers(job.settings.workers) as tokenize, ProgressLine("tokenizing", sum(sizes)) as line:
+    with (
+        job.start_workers(job.settings.workers) as tokenize,
+        ProgressLine("tokenizing", sum(sizes)) as line,
+    ):
 
         def show(written: float = 0.0, description: str = "tokenizing", **fields: float) -> None:
             """Show the partitions that were done at the last look at them, and the bytes of this process's own."""
@@ -74,7 +90,11 @@ def write_missing(job: PreprocessJob, folder: WorkFolder, ranges: list[list[reso
                     if not folder.is_complete(number):  # another process may have written it
                         with folder.new_partition(number) as partition:
                             partition.counts = job.tokenize_ranges(
-                                tokenize, partition.writers, partition.band_keys, ranges[number], report
+                                tokenize,
+                                partition.writers,
+                                partition.band_keys,
+                                ranges[number],
+                                report,
                             )
                 del left[number]
                 show()

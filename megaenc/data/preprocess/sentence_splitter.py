@@ -30,8 +30,15 @@ class PunktModel:
     def describe(self) -> dict[str, Any]:
         """Return `method` (punkt), `language` and `fingerprint` (sha256 of the parameters) for the corpus metadata."""
         parameters = self.parameters
-        orthography = sorted((word, flags) for word, flags in parameters.ortho_context.items() if flags)
-        lists = [sorted(parameters.abbrev_types), sorted(parameters.collocations), sorted(parameters.sent_starters), orthography]
+        orthography = sorted(
+            (word, flags) for word, flags in parameters.ortho_context.items() if flags
+        )
+        lists = [
+            sorted(parameters.abbrev_types),
+            sorted(parameters.collocations),
+            sorted(parameters.sent_starters),
+            orthography,
+        ]
         fingerprint = hashlib.sha256(json.dumps(lists).encode("utf-8", "surrogatepass")).hexdigest()
         return {"method": "punkt", "language": self.language, "fingerprint": fingerprint}
 
@@ -48,7 +55,9 @@ def load_installed_punkt(language: str) -> PunktModel | None:
     except LookupError:
         return None
     except ValueError:
-        raise InputError(f"--punkt-language {language}: expected the name of a language, such as english") from None
+        raise InputError(
+            f"--punkt-language {language}: expected the name of a language, such as english"
+        ) from None
 
 
 def train_punkt(texts: Iterable[str]) -> PunktModel:

@@ -32,7 +32,9 @@ from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.output_paths import create_parent_dir
 
 _PLAN = "plan.json"
-_OWN_FILES = re.compile(r"plan\.json|merged|(part-\d{5,}|merge)\.claim|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp")
+_OWN_FILES = re.compile(
+    r"plan\.json|merged|(part-\d{5,}|merge)\.claim|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp"
+)
 
 
 @dataclass
@@ -120,15 +122,22 @@ class WorkFolder:
 
         def check() -> None:
             if self.is_gone():
-                raise InputError(f"{self.path}: was removed by another process; run the same command again")
+                raise InputError(
+                    f"{self.path}: was removed by another process; run the same command again"
+                )
 
         files = self._files(number)
         keys = len(self._keys)
         with (
-            atomic_files(*files, self._record_path(number), before_rename=check) as [*temporary, record],
+            atomic_files(*files, self._record_path(number), before_rename=check) as [
+                *temporary,
+                record,
+            ],
             open_writers(temporary[: 2 * keys], self._dtype) as writers,
         ):
-            band_keys: list[list[np.ndarray]] = [] if self._deduplication is None else [[] for _ in self._keys]
+            band_keys: list[list[np.ndarray]] = (
+                [] if self._deduplication is None else [[] for _ in self._keys]
+            )
             partition = Partition(writers, band_keys)
             yield partition
             hashes = [writer.finish() for writer in writers]
@@ -137,7 +146,12 @@ class WorkFolder:
                     np.save(stream, np.concatenate([self._deduplication([]), *arrays], axis=2))
                 hashed["keys"] = compute_sha256(path)
             sizes = [path.stat().st_size for path in temporary]
-            content = {"plan": self._digest, "counts": partition.counts, "sha256": hashes, "bytes": sizes}
+            content = {
+                "plan": self._digest,
+                "counts": partition.counts,
+                "sha256": hashes,
+                "bytes": sizes,
+            }
             record.write_text(json.dumps(content) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> tuple[dict[str, int], list[int]]:
@@ -147,22 +161,32 @@ class WorkFolder:
         changed or is missing.
         """
         if missing := self.missing_partitions():
-            raise InputError(f"{self._record_path(missing[0])}: changed after it was written; run the same command again")
+            raise InputError(
+                f"{self._record_path(missing[0])}: changed after it was written; run the same command again"
+            )
         records = [self._read_record(number) for number in range(self.count)]
         keeps = [self._find_kept(place, records) for place in range(len(self._keys))]
         removed = [0] * len(self._keys)
         done = 0
-        with ProgressLine("merging the partitions", sum(sum(record["bytes"]) for record in records)) as progress:
+        with ProgressLine(
+            "merging the partitions", sum(sum(record["bytes"]) for record in records)
+        ) as progress:
             for number, record in enumerate(records):
                 files = self._files(number)
-                for place, (writer, hashes) in enumerate(zip(writers, record["sha256"], strict=True)):
+                for place, (writer, hashes) in enumerate(
+                    zip(writers, record["sha256"], strict=True)
+                ):
                     mask = keeps[place][number]
                     with self._name_record_in_errors(number):
-                        writer.append_corpus(files[place], files[len(writers) + place], hashes, mask)
+                        writer.append_corpus(
+                            files[place], files[len(writers) + place], hashes, mask
+                        )
                     removed[place] += 0 if mask is None else int((~mask).sum())
                 done += sum(record["bytes"])
                 progress.update(done)
-        counts = {name: sum(record["counts"][name] for record in records) for name in records[0]["counts"]}
+        counts = {
+            name: sum(record["counts"][name] for record in records) for name in records[0]["counts"]
+        }
         return counts, removed
 
     def record_merge(self, hashes: dict[str, str]) -> None:
@@ -177,7 +201,9 @@ class WorkFolder:
         except FileNotFoundError:  # another process merged too, after a pause of this one
             return
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be removed: {error.strerror}; the corpus is complete without it") from None
+            raise InputError(
+                f"{self.path}: cannot be removed: {error.strerror}; the corpus is complete without it"
+            ) from None
 
     def leave(self) -> int:
         """Return the number of partitions after an error; remove the folder if it holds none and no claim."""
@@ -187,7 +213,9 @@ class WorkFolder:
                 _remove_folder(self.path)
         return self.count - len(self.missing_partitions())
 
-    def _find_kept(self, place: int, records: Sequence[dict[str, Any]]) -> Sequence[np.ndarray | None]:
+    def _find_kept(
+        self, place: int, records: Sequence[dict[str, Any]]
+    ) -> Sequence[np.ndarray | None]:
         """Return bool[documents] for each partition: which documents of key number `place` stay; None if all."""
         if self._deduplication is None:
             return [None] * len(records)
@@ -195,10 +223,14 @@ class WorkFolder:
         for number, (path, record) in enumerate(zip(paths, records, strict=True)):
             if compute_sha256(path) != record["sha256"][place]["keys"]:
                 with self._name_record_in_errors(number):
-                    raise InputError(f"{path}: sha256 differs from the recorded one; the file has changed since it was written")
+                    raise InputError(
+                        f"{path}: sha256 differs from the recorded one; the file has changed since it was written"
+                    )
         sizes = [np.load(path, mmap_mode="r").shape[2] for path in paths]
         duplicates = find_duplicates(
-            sum(sizes), self._deduplication.bands, lambda band: (np.load(path, mmap_mode="r")[band] for path in paths)
+            sum(sizes),
+            self._deduplication.bands,
+            lambda band: (np.load(path, mmap_mode="r")[band] for path in paths),
         )
         return np.split(~duplicates, np.cumsum(sizes)[:-1])
 
@@ -208,7 +240,11 @@ class WorkFolder:
 
     def _files(self, number: int) -> list[Path]:
         """Return the .bin of each key, then the .idx of each, then with deduplication the .keys of each."""
-        return [self.path / f"{self._name(number)}-{key}.{suffix}" for suffix in self._suffixes for key in self._keys]
+        return [
+            self.path / f"{self._name(number)}-{key}.{suffix}"
+            for suffix in self._suffixes
+            for key in self._keys
+        ]
 
     def _record_path(self, number: int) -> Path:
         """Return the path of the JSON record of a partition."""
@@ -220,7 +256,9 @@ class WorkFolder:
         try:
             yield
         except InputError as error:
-            raise InputError(f"{error}; remove {self._record_path(number)} and run the same command again") from None
+            raise InputError(
+                f"{error}; remove {self._record_path(number)} and run the same command again"
+            ) from None
 
     def _read_record(self, number: int) -> dict[str, Any] | None:
         """Return the record of a partition, or None if it is missing, invalid, of another plan or of other file sizes."""
@@ -228,9 +266,17 @@ class WorkFolder:
             record = read_json_object(self._record_path(number))
             is_complete = record["plan"] == self._digest
             is_complete &= record["bytes"] == [path.stat().st_size for path in self._files(number)]
-            is_complete &= [sorted(hashes) for hashes in record["sha256"]] == [list(self._suffixes)] * len(self._keys)
-            is_complete &= all(type(value) is str for hashes in record["sha256"] for value in hashes.values())
-            return record if is_complete and all(type(count) is int for count in record["counts"].values()) else None
+            is_complete &= [sorted(hashes) for hashes in record["sha256"]] == [
+                list(self._suffixes)
+            ] * len(self._keys)
+            is_complete &= all(
+                type(value) is str for hashes in record["sha256"] for value in hashes.values()
+            )
+            return (
+                record
+                if is_complete and all(type(count) is int for count in record["counts"].values())
+                else None
+            )
         except (OSError, InputError, KeyError, TypeError, AttributeError):
             return None
 
@@ -250,7 +296,9 @@ class WorkFolder:
 
     def _check_plan(self, path: Path) -> None:
         """Raise InputError with the first field of the stored plan that differs from this plan."""
-        stored_plan = read_json_object(path, f"the plan of the partitions next to it; remove {self.path}")
+        stored_plan = read_json_object(
+            path, f"the plan of the partitions next to it; remove {self.path}"
+        )
         for name in dict.fromkeys([*self._plan, *stored_plan]):
             stored = json.dumps(stored_plan.get(name))
             requested = json.dumps(self._plan.get(name))

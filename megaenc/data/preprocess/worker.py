@@ -52,11 +52,21 @@ class BlockTokenizer:
     def __call__(self, block: TextBlock) -> TokenizedBlock:
         """Parse and tokenize a block. Raises InputError for a bad document unless `skip_bad`."""
         documents = block.parse(self.keys, self.skip_bad)
-        columns = [self._tokenize_column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
+        columns = [
+            self._tokenize_column([texts[at] for texts in documents.texts])
+            for at in range(len(self.keys))
+        ]
         tokens, lengths, counts, band_keys = map(list, zip(*columns, strict=True))
         band_keys = [] if self.deduplication is None else band_keys
         return TokenizedBlock(
-            tokens, lengths, counts, band_keys, len(documents.texts), documents.skipped, block.size, block.position
+            tokens,
+            lengths,
+            counts,
+            band_keys,
+            len(documents.texts),
+            documents.skipped,
+            block.size,
+            block.position,
         )
 
     @cached_property
@@ -64,28 +74,36 @@ class BlockTokenizer:
         """Return the sentence splitter, built once per worker."""
         return build_sentence_splitter(self.punkt)
 
-    def _tokenize_column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    def _tokenize_column(
+        self, texts: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Tokenize the texts of one key; return tokens, length of each sequence, sequences and band keys of each document."""
         if self.punkt is None:
             tokens, lengths = self.encoder.encode_concatenated(texts)
             sequence_counts = np.ones(len(texts), np.int64)
         else:
             sentences = [self._split_sentences(replace_surrogates(text)) for text in texts]
-            tokens, lengths = self.encoder.encode_concatenated([sentence for document in sentences for sentence in document])
+            tokens, lengths = self.encoder.encode_concatenated(
+                [sentence for document in sentences for sentence in document]
+            )
             sequence_counts = np.array([*map(len, sentences)], np.int64)
         owners = np.repeat(np.arange(len(texts)), sequence_counts)[lengths > 0]
         lengths = lengths[lengths > 0].astype(np.int32)
         counts = np.bincount(owners, minlength=len(texts)).astype(np.int32)
         band_keys = None
         if self.deduplication is not None:
-            band_keys = self.deduplication([text for text, count in zip(texts, counts.tolist(), strict=True) if count])
+            band_keys = self.deduplication(
+                [text for text, count in zip(texts, counts.tolist(), strict=True) if count]
+            )
         counts = counts[counts > 0]
         tokens = tokens.astype(self.dtype)
         if self.special_tokens.count and len(counts):
             tokens = self._add_special_tokens(tokens, lengths, counts)
         return tokens, lengths, counts, band_keys
 
-    def _add_special_tokens(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _add_special_tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         """Return `tokens` with the special ones around each document.
 
         They belong to its first and last sequence.

@@ -35,7 +35,9 @@ class TableBlock(TextBlock):
     """Text columns as an Arrow stream."""
     position: int
 
-    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Yield the number of each row with its texts under `keys` or the error in it."""
         numbers = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
@@ -43,7 +45,12 @@ class TableBlock(TextBlock):
             for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
                 try:
                     is_text = all([type(value) is str for value in values])
-                    yield number, values if is_text else extract_texts(dict(zip(keys, values, strict=True)), keys)
+                    yield (
+                        number,
+                        values
+                        if is_text
+                        else extract_texts(dict(zip(keys, values, strict=True)), keys),
+                    )
                 except InputError as error:
                     yield number, error
 
@@ -63,7 +70,9 @@ class ParquetFile(TextSource):
             self._footer = pq.read_metadata(path)
             schema = self._footer.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path}: cannot be read as Parquet ({first_error_line(error)})") from None
+            raise InputError(
+                f"{path}: cannot be read as Parquet ({first_error_line(error)})"
+            ) from None
         check_text_columns(path, schema, keys)
         self.size = self.file_stats[0][1]
         self.end = self._footer.num_row_groups
@@ -81,7 +90,10 @@ class ParquetFile(TextSource):
         """
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(
-            self.name, self._read_batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
+            self.name,
+            self._read_batches(start, stop),
+            1 + self._starts[start],
+            lambda row: before + self.size * row // rows,
         )
 
     def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
@@ -92,16 +104,22 @@ class ParquetFile(TextSource):
             file = pq.ParquetFile(self.name, pre_buffer=False, buffer_size=1 << 20)
             for group in range(start, stop):
                 rows = self._rows_per_batch(self._footer.row_group(group))
-                for batch in file.iter_batches(rows, row_groups=[group], columns=list(self._keys), use_threads=False):
+                for batch in file.iter_batches(
+                    rows, row_groups=[group], columns=list(self._keys), use_threads=False
+                ):
                     # Dictionaries are dropped: every slice of a few rows would carry one.
                     columns = [
-                        each.dictionary.take(each.indices) if pa.types.is_dictionary(each.type) else each
+                        each.dictionary.take(each.indices)
+                        if pa.types.is_dictionary(each.type)
+                        else each
                         for each in batch.columns
                     ]
                     yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
+            raise InputError(
+                f"{self.name}: row {row}: cannot be read as Parquet ({first_error_line(error)})"
+            ) from None
 
     def _rows_per_batch(self, group: pq.RowGroupMetaData) -> int:
         """Return the number of rows of a row group to decode at a time."""
@@ -127,7 +145,9 @@ class SavedDatasetFile(TextSource):
         try:
             return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self.name}: cannot be read as a saved data set ({first_error_line(error)})") from None
+            raise InputError(
+                f"{self.name}: cannot be read as a saved data set ({first_error_line(error)})"
+            ) from None
 
     def find_split_point(self, offset: int) -> int:
         """Return the number of the first row at or after share `offset` / `size` of the rows."""
@@ -135,21 +155,34 @@ class SavedDatasetFile(TextSource):
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
         """Yield rows start..stop-1 as TableBlocks, with `before` bytes added to their positions."""
-        batches = self._map_table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
-        return _group_into_blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
+        batches = (
+            self._map_table()
+            .select(list(self._keys))
+            .slice(start, stop - start)
+            .to_batches(max_chunksize=1 << 16)
+        )
+        return _group_into_blocks(
+            self.name, batches, start + 1, lambda row: before + self.size * row // self.end
+        )
 
 
-def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedDatasetFile]:
+def find_saved_dataset_files(
+    folder: str, split: str, keys: Sequence[str]
+) -> list[SavedDatasetFile]:
     """Return a source per Arrow file of the data set that `save_to_disk` wrote, of its `split`; InputError if unusable."""
     import datasets
 
     try:
         data = datasets.load_from_disk(folder)
     except Exception as error:  # of any kind
-        raise InputError(f"{folder}: cannot be read as a saved data set ({first_error_line(error)})") from None
+        raise InputError(
+            f"{folder}: cannot be read as a saved data set ({first_error_line(error)})"
+        ) from None
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
-            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {format_names(list(data))}")
+            raise InputError(
+                f"{folder}: no split `{split}` (--dataset-split); found {format_names(list(data))}"
+            )
         data = data[split]
     elif split != "train":
         raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
@@ -199,7 +232,9 @@ class HubDataset(TextSource):
         rows = 0
         try:
             for shard in range(start, stop):
-                part = self._data.shard(self._data.num_shards, shard, contiguous=True).with_format("arrow")
+                part = self._data.shard(self._data.num_shards, shard, contiguous=True).with_format(
+                    "arrow"
+                )
                 for table in part.iter(batch_size=100):
                     check_text_columns(self.name, table.schema, self._keys)
                     yield from table.select(list(self._keys)).to_batches()
@@ -207,7 +242,9 @@ class HubDataset(TextSource):
         except InputError:
             raise
         except Exception as error:  # the network, or a damaged file on the Hub
-            raise InputError(f"{self.name}: no more rows after {rows}: {first_error_line(error)}") from None
+            raise InputError(
+                f"{self.name}: no more rows after {rows}: {first_error_line(error)}"
+            ) from None
 
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
@@ -216,7 +253,11 @@ def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> Non
     for key in keys:
         kind = schema.field(key).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        if not (
+            pa.types.is_string(kind)
+            or pa.types.is_large_string(kind)
+            or pa.types.is_string_view(kind)
+        ):
             raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
 
 
@@ -246,14 +287,18 @@ def _group_into_blocks(
         yield _build_block(name, first_row, parts, position)
 
 
-def _build_block(name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]) -> TableBlock:
+def _build_block(
+    name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]
+) -> TableBlock:
     """Build a block from slices of record batches."""
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, parts[0].schema) as writer:
         for part in parts:
             writer.write_batch(part)
     rows = sum(part.num_rows for part in parts)
-    return TableBlock(name, first_row, stream.getvalue().to_pybytes(), position(first_row + rows - 1))
+    return TableBlock(
+        name, first_row, stream.getvalue().to_pybytes(), position(first_row + rows - 1)
+    )
 
 
 def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
@@ -263,7 +308,9 @@ def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
         if pa.types.is_dictionary(column.type):
             lengths = pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
         else:
-            lengths = pc.binary_length(column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column)
+            lengths = pc.binary_length(
+                column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
+            )
         sizes += pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False).astype(np.int64)
     return sizes
 

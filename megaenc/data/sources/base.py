@@ -68,14 +68,20 @@ class LineFile(TextSource):
 
     def find_split_point(self, offset: int) -> int:
         """Return the first line start at or after byte `offset`; for compressed files and paragraphs 0 or 1, the end."""
-        return min(offset, 1) if self._is_indivisible else text_files.find_line_start(self.name, offset)
+        return (
+            min(offset, 1)
+            if self._is_indivisible
+            else text_files.find_line_start(self.name, offset)
+        )
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the lines that begin in bytes start..stop-1 as LineBlocks; compressed files and paragraphs whole."""
         byte_range = (0, None) if self._is_indivisible else (start, stop)
         if start == stop:
             return iter(())
-        return text_files.read_line_blocks(self.name, *byte_range, before, self._sample_by, self._encoding)
+        return text_files.read_line_blocks(
+            self.name, *byte_range, before, self._sample_by, self._encoding
+        )
 
 
 class TextGroup(TextSource):
@@ -102,6 +108,15 @@ class TextGroup(TextSource):
         """Yield files start..stop-1 as FileBlocks of about 1 MiB, with `before` bytes added to their positions."""
         while start < stop:
             done = self._ends[start - 1] if start else 0
-            end = max(start + 1, min(stop, bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES), start + 1000))
-            yield text_files.FileBlock(tuple(self._paths[start:end]), before + self._ends[end - 1], self._encoding)
+            end = max(
+                start + 1,
+                min(
+                    stop,
+                    bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES),
+                    start + 1000,
+                ),
+            )
+            yield text_files.FileBlock(
+                tuple(self._paths[start:end]), before + self._ends[end - 1], self._encoding
+            )
             start = end

@@ -11,7 +11,13 @@ from typing import BinaryIO
 
 from megaenc.data.sources import text_files
 from megaenc.data.sources.base import TextSource, stat_files
-from megaenc.data.sources.text_files import UTF8, TextBlock, check_columns, decode_utf8, open_decompressed
+from megaenc.data.sources.text_files import (
+    UTF8,
+    TextBlock,
+    check_columns,
+    decode_utf8,
+    open_decompressed,
+)
 from megaenc.errors import InputError
 
 MAX_CELL_LENGTH = 1 << 26
@@ -34,7 +40,9 @@ class RowBlock(TextBlock):
         """Return the number of decompressed bytes of the rows' lines."""
         return self.line_bytes
 
-    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Return the rows; `keys` must be those that the file was opened with."""
         return iter(self.rows)
 
@@ -50,7 +58,14 @@ class DelimitedFile(TextSource):
 
     end = 1
 
-    def __init__(self, path: str, keys: Sequence[str], is_csv: bool, encoding: str = UTF8, delimiter: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        keys: Sequence[str],
+        is_csv: bool,
+        encoding: str = UTF8,
+        delimiter: str | None = None,
+    ) -> None:
         """Read the header. A file without any row has no documents.
 
         Args:
@@ -73,7 +88,9 @@ class DelimitedFile(TextSource):
             first_line = next(iter(_DecodedLines(stream)), "")
         other = find_other_delimiter(first_line, self._delimiter)
         if other and set(keys) <= {cell.strip('" \r\n') for cell in first_line.split(other)}:
-            raise InputError(f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; set --delimiter")
+            raise InputError(
+                f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; set --delimiter"
+            )
         with open_decompressed(path, encoding) as (_, stream):
             number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))
         if isinstance(header, InputError):
@@ -121,7 +138,11 @@ class DelimitedFile(TextSource):
 
         An error takes the place of cells that are not UTF-8.
         """
-        records = split_csv(self.name, lines, self._delimiter) if self._is_csv else split_tsv(lines, self._delimiter)
+        records = (
+            split_csv(self.name, lines, self._delimiter)
+            if self._is_csv
+            else split_tsv(lines, self._delimiter)
+        )
         for number, cells in records:
             if lines.error is None:
                 yield number, cells
@@ -145,7 +166,9 @@ def find_other_delimiter(header: str, delimiter: str) -> str | None:
     return next((other for other in ";\t,|" if other in header), None)
 
 
-def split_csv(path: str, lines: Iterable[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+def split_csv(
+    path: str, lines: Iterable[str], delimiter: str = ","
+) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, cells) of each record of a CSV file.
 
     Empty records are left out.

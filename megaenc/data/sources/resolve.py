@@ -17,9 +17,7 @@ from megaenc.data.sources.delimited_files import DelimitedFile
 from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, strip_compression_suffix
 from megaenc.errors import InputError
 
-EXPECTED = (
-    "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
-)
+EXPECTED = "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -105,7 +103,9 @@ class ResolvedInputs:
                     reason = "found another modification time, expected the same"
                     if stat.st_size != size:
                         reason = f"found {stat.st_size:,} bytes, expected {size:,}"
-                raise InputError(f"{path}: changed while it was read: {reason}; start again when nothing writes to it")
+                raise InputError(
+                    f"{path}: changed while it was read: {reason}; start again when nothing writes to it"
+                )
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     settings = replace(settings, encoding=find_encoding(settings.encoding))
     delimiter = settings.delimiter
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        raise InputError(f"--delimiter {delimiter!r}: expected one character, such as ';' or $'\\t' for a tab")
+        raise InputError(
+            f"--delimiter {delimiter!r}: expected one character, such as ';' or $'\\t' for a tab"
+        )
     inputs = ResolvedInputs([], [], [])
     kinds: set[str] = set()
     for name in settings.input:
@@ -135,8 +137,15 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
             kinds.add("hub")
             source = HubDataset(name, settings.dataset_config, settings.dataset_split, keys)
             inputs.sources.append(source)
-            origin = {"path": name, "bytes": None, "config": settings.dataset_config, "split": settings.dataset_split}
-            inputs.messages.append(f"{name}: streamed from the Hugging Face Hub, {source.end:,} files")
+            origin = {
+                "path": name,
+                "bytes": None,
+                "config": settings.dataset_config,
+                "split": settings.dataset_split,
+            }
+            inputs.messages.append(
+                f"{name}: streamed from the Hugging Face Hub, {source.end:,} files"
+            )
         else:
             files = (
                 _find_files(path, inputs.messages)
@@ -181,10 +190,16 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
             if (stat.st_dev, stat.st_ino) in known:
                 repeated.append(path)
             known.add((stat.st_dev, stat.st_ino))
-    return [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"] if repeated else []
+    return (
+        [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"]
+        if repeated
+        else []
+    )
 
 
-def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
+def read_blocks(
+    inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None
+) -> Iterator[TextBlock]:
     """Yield the unparsed TextBlocks of `ranges` (None: of all input), in order; InputError for unreadable input."""
     before = [0, *accumulate(source.size for source in inputs.sources)]
     for document_range in full_ranges(inputs) if ranges is None else ranges:
@@ -232,13 +247,16 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
     """Return the bytes on disk before the first of consecutive `ranges` and those in all of them, estimated by split points."""
     before = [0, *accumulate(source.size for source in inputs.sources)]
     edges = [
-        before[each.source] + inputs.sources[each.source].size * split_point / max(inputs.sources[each.source].end, 1)
+        before[each.source]
+        + inputs.sources[each.source].size * split_point / max(inputs.sources[each.source].end, 1)
         for each, split_point in ((ranges[0], ranges[0].start), (ranges[-1], ranges[-1].stop))
     ]
     return edges[0], edges[1] - edges[0]
 
 
-def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]) -> Iterator[TextSource]:
+def _build_sources(
+    files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]
+) -> Iterator[TextSource]:
     """Yield a source for each (kind, path), grouping text files that are documents."""
     for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
@@ -246,7 +264,9 @@ def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys
             continue
         for _, path in paths:
             if kind in ("parquet", "saved"):
-                from megaenc.data.sources import arrow_tables  # slow import of pyarrow, not needed for JSONL
+                from megaenc.data.sources import (
+                    arrow_tables,
+                )  # slow import of pyarrow, not needed for JSONL
 
                 is_file = kind == "parquet"
                 yield from (
@@ -255,9 +275,13 @@ def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys
                     else arrow_tables.find_saved_dataset_files(path, settings.dataset_split, keys)
                 )
             elif kind in ("csv", "tsv"):
-                yield DelimitedFile(path, keys, kind == "csv", settings.encoding, settings.delimiter)
+                yield DelimitedFile(
+                    path, keys, kind == "csv", settings.encoding, settings.delimiter
+                )
             else:
-                yield LineFile(path, settings.sample_by if kind == "text" else None, settings.encoding)
+                yield LineFile(
+                    path, settings.sample_by if kind == "text" else None, settings.encoding
+                )
 
 
 def _classify_file(path: Path) -> tuple[str, str]:
@@ -323,12 +347,22 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
             f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}"
         )
     if unknown:
-        messages.append(f"{folder}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}")
+        messages.append(
+            f"{folder}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}"
+        )
     if duplicates:
-        messages.append(f"{folder}: {len(duplicates):,} folders left out, read under another path: {format_paths(duplicates)}")
+        messages.append(
+            f"{folder}: {len(duplicates):,} folders left out, read under another path: {format_paths(duplicates)}"
+        )
     entries.sort()
-    counts = {kind: sum(entry[1] == kind for entry in entries) for kind in sorted({entry[1] for entry in entries})}
-    messages.append(f"{folder}: " + ", ".join(f"{count:,} {_KIND_NAMES[kind]}" for kind, count in counts.items()))
+    counts = {
+        kind: sum(entry[1] == kind for entry in entries)
+        for kind in sorted({entry[1] for entry in entries})
+    }
+    messages.append(
+        f"{folder}: "
+        + ", ".join(f"{count:,} {_KIND_NAMES[kind]}" for kind, count in counts.items())
+    )
     return [(kind, full) for _, kind, full in entries]
 
 
@@ -356,7 +390,9 @@ def _is_saved_dataset(path: Path) -> bool:
     # os.path, because Path raises an error for a name that is too long.
     """Return whether the folder was written by the `save_to_disk` method of datasets."""
     has_splits = os.path.isfile(path / "dataset_dict.json")
-    return has_splits or all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
+    return has_splits or all(
+        os.path.isfile(path / name) for name in ("state.json", "dataset_info.json")
+    )
 
 
 def _may_be_on_hub(name: str) -> bool:

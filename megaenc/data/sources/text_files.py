@@ -37,7 +37,12 @@ _SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 """First bytes of a Zstandard file that begins with other data, as pzstd writes them."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF8 = "utf-8"
-_COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # from damaged or truncated data
+_COMPRESSION_ERRORS = (
+    EOFError,
+    zlib.error,
+    zstd.ZstdError,
+    gzip.BadGzipFile,
+)  # from damaged or truncated data
 
 
 class ParsedDocuments(NamedTuple):
@@ -75,7 +80,9 @@ class TextBlock(ABC):
         return ParsedDocuments(texts, skipped)
 
     @abstractmethod
-    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Yield the number of each document with its texts under `keys` or the error in it."""
 
     @abstractmethod
@@ -97,7 +104,9 @@ class LineBlock(TextBlock):
     sample_by: str | None = None
     """`line` or `paragraph` for text, which is the same under every key; None for JSONL."""
 
-    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Yield the line number of each document with its texts under `keys` or the error in it."""
         for number, line in self._split():
             if self.sample_by is None and (texts := _parse_json_fast(line, keys)) is not None:
@@ -120,7 +129,11 @@ class LineBlock(TextBlock):
         lines = enumerate(data.split(b"\n"), self.first_line)
         if self.sample_by != "paragraph":
             return lines
-        paragraphs = (list(group) for is_blank, group in groupby(lines, lambda line: not line[1].strip()) if not is_blank)
+        paragraphs = (
+            list(group)
+            for is_blank, group in groupby(lines, lambda line: not line[1].strip())
+            if not is_blank
+        )
         return ((group[0][0], b"\n".join(line for _, line in group)) for group in paragraphs)
 
     def _describe_location(self, number: int) -> str:
@@ -149,11 +162,16 @@ class FileBlock(TextBlock):
         """Return the number of decompressed bytes of all files, reading them at the first use."""
         return sum(map(len, self._contents))
 
-    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Yield the number of each file with its text, once per key, or the error in it."""
         for number, content in enumerate(self._contents):
             try:
-                yield number, (decode_utf8(content),) * len(keys)  # unchanged except for a byte order mark
+                yield (
+                    number,
+                    (decode_utf8(content),) * len(keys),
+                )  # unchanged except for a byte order mark
             except InputError as error:
                 yield number, error
 
@@ -181,7 +199,9 @@ def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryI
             if start[:2] == b"\x1f\x8b":
                 stream = gzip.GzipFile(fileobj=raw, mode="rb")
             elif start == b"\x28\xb5\x2f\xfd" or _SKIPPABLE_FRAME.match(start):
-                stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
+                stream = zstd.ZstdFile(
+                    raw, options={zstd.DecompressionParameter.window_log_max: 31}
+                )
             if encoding != UTF8:
                 stream = io.BufferedReader(_Utf8Stream(path, stream, encoding))
             yield raw, stream
@@ -211,7 +231,9 @@ class _Utf8Stream(io.RawIOBase):
                 text = self._decoder.decode(data, final=not data)
             except UnicodeError as error:
                 reason = f"not {self._encoding} ({getattr(error, 'reason', error)})"
-                raise InputError(f"{self._path}: {reason}; give the text's own --encoding") from None
+                raise InputError(
+                    f"{self._path}: {reason}; give the text's own --encoding"
+                ) from None
             self._pending = memoryview(text.encode(UTF8, "surrogatepass"))
             if not data:
                 break
@@ -227,7 +249,9 @@ def find_encoding(name: str) -> str:
     Raises InputError, naming --encoding, if there is no such encoding.
     """
     try:
-        with contextlib.suppress(UnicodeError):  # one blank is not a whole character in some encodings
+        with contextlib.suppress(
+            UnicodeError
+        ):  # one blank is not a whole character in some encodings
             b" ".decode(name)
         encoding = codecs.lookup(name).name
         codecs.getincrementaldecoder(encoding)
@@ -268,7 +292,9 @@ def read_line_blocks(
         remaining = None if stop is None else stop - start
         try:
             while remaining is None or remaining > 0:
-                data = stream.read(LINES_BYTES if remaining is None else min(LINES_BYTES, remaining))
+                data = stream.read(
+                    LINES_BYTES if remaining is None else min(LINES_BYTES, remaining)
+                )
                 if not data and remaining is None:
                     break
                 if not data.endswith(b"\n"):
@@ -277,19 +303,32 @@ def read_line_blocks(
                     data += _read_rest_of_paragraph(stream)
                 if remaining is not None:
                     remaining -= len(data)
-                    if remaining < 0 or not data:  # `stop` was a line start or the file's end when the input was resolved
-                        reason = "the end of the file before" if remaining > 0 else "a line that continues after"
+                    if (
+                        remaining < 0 or not data
+                    ):  # `stop` was a line start or the file's end when the input was resolved
+                        reason = (
+                            "the end of the file before"
+                            if remaining > 0
+                            else "a line that continues after"
+                        )
                         raise InputError(
                             f"{path}: changed while it was read: found {reason} byte {stop}; "
                             "start again when nothing writes to it"
                         )
                 yield LineBlock(
-                    path, start, first_line, data, before + (raw.tell() if remaining is None else stop - remaining), sample_by
+                    path,
+                    start,
+                    first_line,
+                    data,
+                    before + (raw.tell() if remaining is None else stop - remaining),
+                    sample_by,
                 )
                 first_line += data.count(b"\n")
         except _COMPRESSION_ERRORS as error:
             location = f" after line {first_line - 1}" if first_line > 1 else ""
-            raise InputError(f"{path}: broken compressed data{location}: {error}; expected a complete file") from None
+            raise InputError(
+                f"{path}: broken compressed data{location}: {error}; expected a complete file"
+            ) from None
 
 
 def find_line_start(path: str, offset: int) -> int:
@@ -310,7 +349,11 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
             raise InputError(format_missing_key("key", key, record))
         if not isinstance(record[key], str):
             value = record[key]
-            excerpt = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
+            excerpt = (
+                json.dumps(value)
+                if isinstance(value, (int, float, list, dict, bool, type(None)))
+                else repr(value)
+            )
             raise InputError(f"key `{key}`: found {excerpt[:40]}, expected text")
     return tuple(record[key] for key in keys)
 
@@ -342,15 +385,21 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
         InputError: The data are not UTF-8; names the format, or an encoding to give, if they look like a known one.
     """
     if encoding == "utf-8-sig" and (guess := guess_encoding(data)) != UTF8:
-        raise InputError(f"looks like UTF-16 text, not UTF-8; expected UTF-8, or --encoding {guess}")
+        raise InputError(
+            f"looks like UTF-16 text, not UTF-8; expected UTF-8, or --encoding {guess}"
+        )
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})"
-        if kind := next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None):
+        if kind := next(
+            (kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None
+        ):
             expected = "expected UTF-8, as it is or compressed with gzip or Zstandard"
             raise InputError(f"looks like {kind}; {expected}: {reason}") from None
-        raise InputError(f"{reason}; expected UTF-8, or its --encoding, such as {guess_8_bit_encoding(error)}") from None
+        raise InputError(
+            f"{reason}; expected UTF-8, or its --encoding, such as {guess_8_bit_encoding(error)}"
+        ) from None
 
 
 def guess_encoding(start: bytes) -> str:
@@ -370,7 +419,9 @@ def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
 
     `error` is that of decoding it as UTF-8.
     """
-    return "cp1252" if error.object[error.start] < 0xA0 else "latin1"  # such bytes are control characters in Latin-1
+    return (
+        "cp1252" if error.object[error.start] < 0xA0 else "latin1"
+    )  # such bytes are control characters in Latin-1
 
 
 def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
@@ -398,7 +449,9 @@ def _count_lines_before(path: str, start: int) -> int:
 @cache
 def _compile_key(key: str) -> re.Pattern[bytes]:
     """Return the pattern of `key` and its colon in JSON."""
-    return re.compile(re.escape(json.dumps(key, ensure_ascii=False).encode(UTF8, "surrogatepass")) + rb"\s*:")
+    return re.compile(
+        re.escape(json.dumps(key, ensure_ascii=False).encode(UTF8, "surrogatepass")) + rb"\s*:"
+    )
 
 
 def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
@@ -428,11 +481,17 @@ def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     try:
         record = json.loads(decode_utf8(line), object_pairs_hook=build)
     except json.JSONDecodeError as error:
-        raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}") from None
+        raise InputError(
+            f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}"
+        ) from None
     except (ValueError, RecursionError) as error:  # thousands of digits or nested brackets
-        raise InputError(f"not JSON that can be read ({type(error).__name__}): {_format_excerpt(line)}") from None
+        raise InputError(
+            f"not JSON that can be read ({type(error).__name__}): {_format_excerpt(line)}"
+        ) from None
     if not isinstance(record, dict):
-        raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
+        raise InputError(
+            f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`"
+        )
     for key in keys:
         if counts[key] > 1:
             raise InputError(f"found {counts[key]} keys `{key}`, expected one")

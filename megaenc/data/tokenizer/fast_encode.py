@@ -46,7 +46,9 @@ def load_backend(tokenizer_json: str) -> Tokenizer:
     try:
         return Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # tokenizers has no type of its own
-        raise InputError(f"tokenizer.json: {first_error_line(error)}; expected a Hugging Face fast tokenizer") from None
+        raise InputError(
+            f"tokenizer.json: {first_error_line(error)}; expected a Hugging Face fast tokenizer"
+        ) from None
 
 
 class FastEncoder:
@@ -65,13 +67,23 @@ class FastEncoder:
         # Special tokens are text here, so gigatoken does not get them; other added tokens stay tokens.
         added = [token for token in config.get("added_tokens") or [] if not token.get("special")]
         spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
-        self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else None
+        self._spells_added_token = (
+            re.compile("|".join(map(re.escape, spelled))).search if spelled else None
+        )
         # Added tokens may match normalized text, which `_spells_added_token` does not search.
-        findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
+        findable = config.get("normalizer") is None or not any(
+            token.get("normalized") for token in added
+        )
         self._gigatoken: Any = None
         if findable if use_gigatoken is None else use_gigatoken:
-            self._gigatoken = _load_gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
-        if use_gigatoken is None and self._gigatoken is not None and not self._matches_reference(self._gigatoken):
+            self._gigatoken = _load_gigatoken(
+                json.dumps({**config, "added_tokens": added, "post_processor": None})
+            )
+        if (
+            use_gigatoken is None
+            and self._gigatoken is not None
+            and not self._matches_reference(self._gigatoken)
+        ):
             self._gigatoken = None
         self._json = tokenizer_json
 
@@ -90,26 +102,37 @@ class FastEncoder:
             return self._encode_reference(texts)
         spells = self._spells_added_token or (lambda text: False)
         slow = iter(self._encode_reference([text for text in texts if spells(text)]))
-        return [next(slow) if spells(text) else self._gigatoken.encode(text.encode()) for text in texts]
+        return [
+            next(slow) if spells(text) else self._gigatoken.encode(text.encode()) for text in texts
+        ]
 
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated, uint32[tokens], and the token count of each text, int64[texts]."""
         if self._gigatoken is None or self._spells_added_token is not None:
             rows = self(texts)
-            return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)
+            return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(
+                [len(row) for row in rows], np.int64
+            )
         return _encode_batch(self._gigatoken, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
         """Encode each text with the Hugging Face tokenizer."""
         if not texts:
             return []
-        return [np.array(row.ids, dtype=np.uint32) for row in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            np.array(row.ids, dtype=np.uint32)
+            for row in self._reference.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def _matches_reference(self, gigatoken: Any) -> bool:
         """Return whether gigatoken gives the reference's ids on PROBES and on words of the vocabulary."""
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
-        texts = [*PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
+        texts = [
+            *PROBES,
+            *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)),
+            "".join(words),
+        ]
         texts = [*map(replace_surrogates, texts)]
         if self._spells_added_token is not None:
             texts = [text for text in texts if not self._spells_added_token(text)]
@@ -117,9 +140,13 @@ class FastEncoder:
         try:
             tokens, lengths = _encode_batch(gigatoken, texts)
             single_rows = [gigatoken.encode(text.encode()) for text in texts]
-            if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [*map(len, rows)]:
+            if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [
+                *map(len, rows)
+            ]:
                 return False
-            return all(np.array_equal(single, row) for single, row in zip(single_rows, rows, strict=True))
+            return all(
+                np.array_equal(single, row) for single, row in zip(single_rows, rows, strict=True)
+            )
         except Exception:  # the reference can encode everything
             return False
 
@@ -149,5 +176,7 @@ def _encode_batch(gigatoken: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.
         # The caller decides on the number of threads.
         layout = gigatoken.encode_batch(list(texts), parallel=False).layout
     except TypeError:  # unpaired surrogate
-        layout = gigatoken.encode_batch([replace_surrogates(text) for text in texts], parallel=False).layout
+        layout = gigatoken.encode_batch(
+            [replace_surrogates(text) for text in texts], parallel=False
+        ).layout
     return np.asarray(layout.content.data, np.uint32), np.diff(layout.offsets.data)

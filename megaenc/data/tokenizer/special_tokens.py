@@ -40,7 +40,9 @@ class SpecialTokens:
         except (KeyError, TypeError):
             tokens = None
         is_valid = tokens is not None and tokens.mode in ("template", "eod", "none")
-        if not is_valid or not all(type(token) is int and token >= 0 for token in (*tokens.before, *tokens.after)):
+        if not is_valid or not all(
+            type(token) is int and token >= 0 for token in (*tokens.before, *tokens.after)
+        ):
             expected = '{"mode": template, eod or none, "before": token ids, "after": token ids}'
             raise InputError(f"{place}: found {json.dumps(values)[:60]}, expected {expected}")
         return tokens
@@ -64,7 +66,9 @@ class SpecialTokens:
 
     def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
         """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`."""
-        before, after = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (self.before, self.after))
+        before, after = (
+            tokenizer.convert_ids_to_tokens(list(ids)) for ids in (self.before, self.after)
+        )
         return " ".join([*before, "...", *after])
 
 
@@ -82,7 +86,9 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
             start = is_text.index(True)
             end = len(ids) - is_text[::-1].index(True)
             return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
-    raise InputError(f"tokenizer {tokenizer.name_or_path}: gives no token for the texts of its own tokens, expected some")
+    raise InputError(
+        f"tokenizer {tokenizer.name_or_path}: gives no token for the texts of its own tokens, expected some"
+    )
 
 
 def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
@@ -92,12 +98,16 @@ def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
     """
     yield "a"
     special = set(tokenizer.all_special_ids)
-    for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])[:_PROBED_TOKENS]:
+    for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])[
+        :_PROBED_TOKENS
+    ]:
         if id not in special:
             yield token
 
 
-def resolve_special_tokens(tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensChoice, flag: str = FLAG) -> SpecialTokens:
+def resolve_special_tokens(
+    tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensChoice, flag: str = FLAG
+) -> SpecialTokens:
     """Return the special tokens of a mode for a tokenizer.
 
     A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text has a token. Without a mode it
@@ -123,7 +133,9 @@ def resolve_special_tokens(tokenizer: "PreTrainedTokenizerFast", mode: SpecialTo
     )
 
 
-def set_special_tokens(tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens) -> "PreTrainedTokenizerFast":
+def set_special_tokens(
+    tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens
+) -> "PreTrainedTokenizerFast":
     """Return a tokenizer that adds exactly `special` to a text.
 
     The same one if it does so already, else a changed copy.
@@ -178,5 +190,7 @@ def drop_template(post_processor: dict[str, Any] | None) -> list[dict[str, Any]]
     """
     if post_processor is None:
         return []
-    parts = post_processor["processors"] if post_processor["type"] == "Sequence" else [post_processor]
+    parts = (
+        post_processor["processors"] if post_processor["type"] == "Sequence" else [post_processor]
+    )
     return [part for part in parts if part["type"] == "ByteLevel"]

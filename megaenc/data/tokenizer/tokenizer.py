@@ -41,7 +41,12 @@ _EMPTY_TEMPLATE = {
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
     "special_tokens": {},
 }
-_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
+_TEXT_SUFFIXES = (
+    ".json",
+    ".jinja",
+    ".model",
+    ".txt",
+)  # of the files that transformers reads for a tokenizer
 # Without the pad role: no corpus holds padding, and a pad token added for fine-tuning keeps the tokenizer the same.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -55,27 +60,45 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
     name = str(name_or_dir)
     folder = Path(name)
     # Paths are ruled out first, because transformers waits long for the Hub.
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent))
+    is_path = (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or ("/" in name and os.path.isdir(folder.parent))
+    )
     is_folder = os.path.isdir(folder)  # False also for a name that is too long
     if not is_folder and (is_path or os.path.exists(folder)):
-        raise InputError(f"{flag} {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
+        raise InputError(
+            f"{flag} {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub"
+        )
     from transformers import AutoTokenizer
 
-    local = {"config": _build_class_config(folder, flag), "local_files_only": True} if is_folder else {}
+    local = (
+        {"config": _build_class_config(folder, flag), "local_files_only": True} if is_folder else {}
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
-    except BaseException as error:  # OSError, KeyError, JSON and HTTP errors, panics of Rust and more
+    except (
+        BaseException
+    ) as error:  # OSError, KeyError, JSON and HTTP errors, panics of Rust and more
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
             raise InputError(
                 f"{flag} {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
-        problem = "tokenizer.json cannot be loaded" if is_folder else "neither an existing folder nor a tokenizer on the Hub"
+        problem = (
+            "tokenizer.json cannot be loaded"
+            if is_folder
+            else "neither an existing folder nor a tokenizer on the Hub"
+        )
         reason = first_error_line(error, 160)
-        raise InputError(f"{flag} {name}: {problem}; expected a Hugging Face fast tokenizer ({reason})") from None
+        raise InputError(
+            f"{flag} {name}: {problem}; expected a Hugging Face fast tokenizer ({reason})"
+        ) from None
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{flag} {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
+        raise InputError(
+            f"{flag} {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json"
+        )
     return tokenizer
 
 
@@ -91,17 +114,27 @@ def _build_class_config(folder: Path, flag: str) -> Any:
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix in _TEXT_SUFFIXES)
     except OSError as error:
-        raise InputError(f"{flag} {folder}: {error.strerror}; expected a folder that can be read") from None
+        raise InputError(
+            f"{flag} {folder}: {error.strerror}; expected a folder that can be read"
+        ) from None
     for file in files:
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise InputError(f"{file}: not a regular file; expected one of a Hugging Face tokenizer")
+            raise InputError(
+                f"{file}: not a regular file; expected one of a Hugging Face tokenizer"
+            )
     values, of_tokenizer = (
-        read_json_object(folder / file, "an object as transformers writes it") if (folder / file).exists() else {}
+        read_json_object(folder / file, "an object as transformers writes it")
+        if (folder / file).exists()
+        else {}
         for file in ("config.json", "tokenizer_config.json")
     )
     versions = of_tokenizer.get("fast_tokenizer_files", [])
-    if not isinstance(versions, list) or any(not isinstance(file, str) or Path(file).name != file for file in versions):
-        raise InputError(f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: expected names of files next to it")
+    if not isinstance(versions, list) or any(
+        not isinstance(file, str) or Path(file).name != file for file in versions
+    ):
+        raise InputError(
+            f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: expected names of files next to it"
+        )
     model_type = values.get("model_type")
     if model_type == "mistral" and "layer_types" in values:  # as in transformers' AutoConfig
         model_type = "ministral"
@@ -143,12 +176,16 @@ def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
 _encoder = lru_cache(maxsize=4)(FastEncoder)
 
 
-def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:
+def encode_documents(
+    tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]
+) -> list[np.ndarray]:
     """Return the ids of each text as uint32[tokens]; no token is added, and special tokens spelled in a text are text."""
     return get_encoder(tokenizer)(texts)
 
 
-def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
+def decode_in_spans(
+    tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]
+) -> list[tuple[int, str]]:
     """Return (token count, text) of consecutive spans of `ids`, the shortest that split no character.
 
     A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The concatenated texts are the text of
@@ -193,7 +230,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     eos = AddedToken(EOS, normalized=False, special=True)
     backend = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.Split(Regex(f".{{{MAX_WORD_BYTES}}}"), "isolated")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.Split(Regex(f".{{{MAX_WORD_BYTES}}}"), "isolated")]
+    )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -258,6 +297,10 @@ def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bo
         kept = drop_template(backend["post_processor"])
         backend["post_processor"] = kept[0] if kept else _EMPTY_TEMPLATE
     backend["added_tokens"].sort(key=lambda token: token["id"])
-    roles = {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES}
-    canonical = json.dumps({"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":"))
+    roles = {
+        role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES
+    }
+    canonical = json.dumps(
+        {"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":")
+    )
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,7 +12,12 @@ from megaenc.data.sources.resolve import InputConfig, JsonKey, read_blocks, reso
 from megaenc.data.tokenizer.tokenizer import MAX_VOCABULARY, MIN_VOCABULARY
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.flags import Bounds
-from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing, report_stale_files
+from megaenc.output_paths import (
+    check_parent_writable,
+    create_parent_with_rollback,
+    refuse_existing,
+    report_stale_files,
+)
 from megaenc.processes import exit_on_sigterm
 
 
@@ -56,13 +61,17 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
         with ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
             tokenizer = train_tokenizer(texts(), settings.vocab_size)
         tokenizer.save_pretrained(folder)
-    print_rank_0(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, trained on {documents:,} documents")
+    print_rank_0(
+        f"{output}: a byte-level BPE of {len(tokenizer):,} ids, trained on {documents:,} documents"
+    )
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc tokenizer`: train a byte-level BPE tokenizer on the input, write its folder and print its size."""
     silence_libraries()
-    settings = flags.parse(TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__)
+    settings = flags.parse(
+        TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__
+    )
     with exit_on_sigterm():
         train_and_save_tokenizer(settings)

@@ -41,7 +41,11 @@ def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
         byte_of = _byte_alphabet()
         splits = lru_cache(maxsize=None)(lambda text: _ask_pre_tokenizer(pre_tokenizer, text))
         for token, number in vocab.items():
-            codes[number] = _code_bytes(bytes(map(byte_of.__getitem__, token)), splits) if {*token} <= byte_of.keys() else _BREAK
+            codes[number] = (
+                _code_bytes(bytes(map(byte_of.__getitem__, token)), splits)
+                if {*token} <= byte_of.keys()
+                else _BREAK
+            )
     elif prefix:
         for token, number in vocab.items():
             codes[number] = (0 if token.startswith(prefix) else _ALWAYS) | TokenEnd.LETTER << 8
@@ -97,11 +101,15 @@ def _kind_of(text: str) -> TokenEnd:
         return TokenEnd.LINE_END if last in "\r\n" else TokenEnd.SPACE
     if last.isalpha() or last.isnumeric():
         return TokenEnd.LETTER if last.isalpha() else TokenEnd.DIGIT
-    return TokenEnd.SIGNS if len(text) > 1 else TokenEnd.APOSTROPHE if last == "'" else TokenEnd.SIGN
+    return (
+        TokenEnd.SIGNS if len(text) > 1 else TokenEnd.APOSTROPHE if last == "'" else TokenEnd.SIGN
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE: printable ones of Latin-1 as such, others from 256."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

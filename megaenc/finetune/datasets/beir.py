@@ -31,7 +31,11 @@ from megaenc.finetune.examples import (
 Qrels = dict[str, dict[str, int]]
 """Relevance grades by query and document; 0 is judged irrelevant."""
 _GRADE = re.compile(r"-?\d{1,9}")
-_QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
+_QRELS_FILES = {
+    "train": ("train",),
+    "validation": ("dev", "validation", "valid", "val"),
+    "test": ("test",),
+}
 
 
 class QrelLine(NamedTuple):
@@ -45,7 +49,10 @@ class QrelLine(NamedTuple):
 
 def is_beir_folder(folder: Path) -> bool:
     """Return whether `folder` has the files corpus.jsonl and queries.jsonl, plain or compressed as .gz or .zst."""
-    return _find_data_file(folder, "corpus") is not None and _find_data_file(folder, "queries") is not None
+    return (
+        _find_data_file(folder, "corpus") is not None
+        and _find_data_file(folder, "queries") is not None
+    )
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
@@ -55,11 +62,15 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     """
     qrels = {}
     for split, words in _QRELS_FILES.items():
-        path = _find_first_file(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))
+        path = _find_first_file(
+            folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz")
+        )
         if path is not None:
             qrels[split] = path
     if not qrels:
-        raise InputError(f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout")
+        raise InputError(
+            f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout"
+        )
     texts = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
     content = {key: compute_sha256(path) for key, path in (texts | qrels).items()}
     fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
@@ -101,7 +112,9 @@ class _SplitReader:
         if not self.qrels.keys() & sources:
             place = next(iter(self.qrels.values())).parent
             advice = "; or train on another data set with --train-on" if split == "train" else ""
-            raise InputError(f"{place}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv{advice}")
+            raise InputError(
+                f"{place}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv{advice}"
+            )
         grades, queries, documents = self.content
         if split == "train":
             return [
@@ -112,10 +125,17 @@ class _SplitReader:
             ]
         searched = documents
         if not self.whole_corpus:
-            judged = {document for name in sources for judgements in grades[name].values() for document in judgements}
+            judged = {
+                document
+                for name in sources
+                for judgements in grades[name].values()
+                for document in judgements
+            }
             searched = {key: text for key, text in documents.items() if key in judged}
         examples = build_retrieval_examples(grades[split], queries, searched)
-        _report_misses(f"{self.name}: {split} split", examples.relevant, documents, self.texts["corpus"])
+        _report_misses(
+            f"{self.name}: {split} split", examples.relevant, documents, self.texts["corpus"]
+        )
         return dataclasses.replace(examples, ignore_identical_ids=True)
 
 
@@ -131,7 +151,9 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     relevant = _group_grades(line for line in lines if line.grade > 0)
     queries = _read_texts("query", paths["queries"], lines)
     if empty := [query for query in relevant if not queries[query].strip()]:
-        raise InputError(f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for")
+        raise InputError(
+            f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for"
+        )
     documents = _read_texts("document", paths["corpus"], (), titles=" ", everything=True)
     _report_misses(str(paths["qrels"]), relevant, documents, paths["corpus"])
     judged_queries = {query: queries[query] for query in relevant}
@@ -159,7 +181,9 @@ def load_beir_corpus(folder: Path) -> list[str]:
 
 def compute_test_fingerprint(folder: Path) -> str:
     """Return a SHA-256 (hex) of the files that `load_beir_test` reads; InputError if one is missing."""
-    return hash_json({name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()})
+    return hash_json(
+        {name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()}
+    )
 
 
 def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
@@ -171,7 +195,9 @@ def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
     paths["qrels"] = _find_first_file(folder / "qrels" / f"{split}.tsv{end}" for end in ("", ".gz"))
     for name, path in paths.items():
         if path is None:
-            raise InputError(f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, {expected}")
+            raise InputError(
+                f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, {expected}"
+            )
     return paths
 
 
@@ -180,7 +206,9 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
     paths = _find_beir_files(folder, split)
     lines = _read_qrels(paths["qrels"])
     if not any(line.grade > 0 for line in lines):
-        raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
+        raise InputError(
+            f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query"
+        )
     return paths, lines
 
 
@@ -218,12 +246,18 @@ def _read_texts(
         key = f"{formats.get_value(row, '_id', location)}"
         if everything or key in judged_ids or key in optional:
             formats.register_id(places, key, location, "_id")
-            title = formats.get_value(row, "title", location, str) if titles and row.get("title") else ""
+            title = (
+                formats.get_value(row, "title", location, str)
+                if titles and row.get("title")
+                else ""
+            )
             text = formats.get_value(row, "text", location, str)
             texts[key] = f"{title}{titles}{text}" if title and text else title or text
     for key, location in judged_ids.items():
         if key not in texts:
-            raise InputError(f"{location}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}")
+            raise InputError(
+                f"{location}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}"
+            )
     return texts
 
 
@@ -235,8 +269,12 @@ def _report_misses(place: str, relevant: Qrels, documents: Collection[str], corp
         return
     if missing == len(judged):
         complaint = f"found none of the {missing:,} relevant documents in {corpus.name}"
-        raise InputError(f"{place}: {complaint}, expected the _id of a document; give the corpus of these judgements")
-    print_once(f"{place}: {missing:,} of {len(judged):,} relevant documents are not in {corpus.name} and count as misses")
+        raise InputError(
+            f"{place}: {complaint}, expected the _id of a document; give the corpus of these judgements"
+        )
+    print_once(
+        f"{place}: {missing:,} of {len(judged):,} relevant documents are not in {corpus.name} and count as misses"
+    )
 
 
 def _add_validation_split(
@@ -244,27 +282,43 @@ def _add_validation_split(
 ) -> dict[SplitName, Qrels]:
     """Return the qrels of each split; without validation qrels, draw them from train or test by the study's rules."""
     if "test" not in qrels_by_split and "validation" in qrels_by_split:
-        print_once(f"{name}: no test judgements: those of {qrels['validation'].name} are the test split")
+        print_once(
+            f"{name}: no test judgements: those of {qrels['validation'].name} are the test split"
+        )
         qrels_by_split["test"] = qrels_by_split.pop("validation")
     if "validation" in qrels_by_split or "test" not in qrels_by_split:
         return qrels_by_split
     source = "train" if "train" in qrels_by_split else "test"
     queries = list(qrels_by_split[source])
-    part = "5 % of the training queries validate" if source == "train" else "half of the test queries validate"
+    part = (
+        "5 % of the training queries validate"
+        if source == "train"
+        else "half of the test queries validate"
+    )
     print_once(f"{name}: no validation judgements: {part} (seed 42)")
     if len(queries) < 2:
-        raise InputError(f"{qrels[source]}: {format_too_few_error(len(queries), 'queries', 'qrels/dev.tsv')}")
+        raise InputError(
+            f"{qrels[source]}: {format_too_few_error(len(queries), 'queries', 'qrels/dev.tsv')}"
+        )
     share = (
-        choose_validation_queries(queries) if source == "test" else {queries[at] for at in split_validation_rows(len(queries))[1]}
+        choose_validation_queries(queries)
+        if source == "test"
+        else {queries[at] for at in split_validation_rows(len(queries))[1]}
     )
     move_to_validation(qrels_by_split, source, share)
     return qrels_by_split
 
 
-def move_to_validation(qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]) -> None:
+def move_to_validation(
+    qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]
+) -> None:
     """Move the relevance grades of `queries` in place from the split `source` to the split "validation", replacing it."""
-    qrels_by_split["validation"] = {query: grades for query, grades in qrels_by_split[source].items() if query in queries}
-    qrels_by_split[source] = {query: grades for query, grades in qrels_by_split[source].items() if query not in queries}
+    qrels_by_split["validation"] = {
+        query: grades for query, grades in qrels_by_split[source].items() if query in queries
+    }
+    qrels_by_split[source] = {
+        query: grades for query, grades in qrels_by_split[source].items() if query not in queries
+    }
 
 
 def _read_qrels(path: Path) -> list[QrelLine]:
@@ -276,17 +330,26 @@ def _read_qrels(path: Path) -> list[QrelLine]:
             continue
         place = f"{path}:{number}"
         if len(cells) != 3 or not _GRADE.fullmatch(cells[2].strip()):
-            raise InputError(f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)")
+            raise InputError(
+                f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)"
+            )
         query, document, grade = cells
         if (query, document) in lines:
-            raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
+            raise InputError(
+                f"{place}: query {query!r} and document {document!r}: judged twice, expected once"
+            )
         lines[query, document] = QrelLine(place, query, document, int(grade))
     return list(lines.values())
 
 
-def build_retrieval_examples(qrels: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
+def build_retrieval_examples(
+    qrels: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]
+) -> RetrievalExamples:
     """Return RetrievalExamples of the queries with a grade above 0 and of all `documents`, with prefixes added to texts."""
-    positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
+    positive = {
+        query: {key: grade for key, grade in grades.items() if grade > 0}
+        for query, grades in qrels.items()
+    }
     relevant = {query: grades for query, grades in positive.items() if grades}
     return RetrievalExamples(
         {query: QUERY + queries[query] for query in relevant},

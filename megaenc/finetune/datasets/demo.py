@@ -20,12 +20,21 @@ from megaenc.processes import exit_on_sigterm
 
 DEMO_DATASETS = ("demo_sc", "demo_tc", "demo_qa", "demo_ir")
 _SIZES: dict[SplitName, int] = {"train": 6000, "validation": 500, "test": 500}
-_QUESTIONS = ("What is the parameter {}?", "What does {} do?", "What is {} for?", "How is {} described?")
+_QUESTIONS = (
+    "What is the parameter {}?",
+    "What does {} do?",
+    "What is {} for?",
+    "How is {} described?",
+)
 
-_SECTION = re.compile(r"^\s*(Parameters\n\s*-{3,}|(Args|Arguments|Params|Parameters):|:param )", re.MULTILINE)
+_SECTION = re.compile(
+    r"^\s*(Parameters\n\s*-{3,}|(Args|Arguments|Params|Parameters):|:param )", re.MULTILINE
+)
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n\s*[-*] |::\s")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_MARKED_CODE = re.compile(r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}")  # code in reStructuredText or Markdown
+_MARKED_CODE = re.compile(
+    r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}"
+)  # code in reStructuredText or Markdown
 _WORD = re.compile(r"[A-Za-z_]\w*(?:[.'-]\w+)*|\d+(?:\.\d+)?|\S")
 _UNCLEAN = re.compile(r"[\\{}|`~$^<>#@]|\.\.|::|__|https?|[^ -~]")
 
@@ -43,7 +52,9 @@ class DemoDatasetsConfig:
 
 
 def ensure_demo_datasets(
-    folder: str | Path = "demo/finetune", names: Sequence[str] = DEMO_DATASETS, flag: str = "demo folder"
+    folder: str | Path = "demo/finetune",
+    names: Sequence[str] = DEMO_DATASETS,
+    flag: str = "demo folder",
 ) -> Path:
     """Write demo data sets of `names` missing in `folder` (all but demo_sc together); return `folder`; errors say `flag`.
 
@@ -53,23 +64,40 @@ def ensure_demo_datasets(
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
         return folder
-    names = [name for name in DEMO_DATASETS if name in names or (name != "demo_sc" and {*names} != {"demo_sc"})]
+    names = [
+        name
+        for name in DEMO_DATASETS
+        if name in names or (name != "demo_sc" and {*names} != {"demo_sc"})
+    ]
     for path in (folder / name for name in names):
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise InputError(f"{path}: found a file; expected the folder of a demo set; move it or name another folder")
+            raise InputError(
+                f"{path}: found a file; expected the folder of a demo set; move it or name another folder"
+            )
     create_parent_dir(folder / "demo_sc", flag)
     with wait_for_lock(folder / corpus_demo.LOCK):
-        missing = [name for name in names if not (folder / name).is_dir()]  # another process may have written them meanwhile
+        missing = [
+            name for name in names if not (folder / name).is_dir()
+        ]  # another process may have written them meanwhile
         if missing:
-            print_rank_0(f"{folder}: building {', '.join(missing)} from installed packages, once; takes some minutes")
+            print_rank_0(
+                f"{folder}: building {', '.join(missing)} from installed packages, once; takes some minutes"
+            )
         documentation = read_documentation() if {*missing} - {"demo_sc"} else []
         for name in missing:
             read, description = _BUILDERS[name]
-            splits = _sample_splits(read(corpus_demo.read_demo_documents(folder.parent) if name == "demo_sc" else documentation))
+            splits = _sample_splits(
+                read(
+                    corpus_demo.read_demo_documents(folder.parent)
+                    if name == "demo_sc"
+                    else documentation
+                )
+            )
             with atomic_dir(folder / name) as temporary_folder:
                 _write_dataset(temporary_folder, splits)
             print_rank_0(
-                f"{folder / name}: {description}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in splits.items())
+                f"{folder / name}: {description}: "
+                + ", ".join(f"{len(rows):,} {split}" for split, rows in splits.items())
             )
     return folder
 
@@ -77,7 +105,9 @@ def ensure_demo_datasets(
 def read_documentation() -> list[DocumentedFunction]:
     """Return (id, description, texts by parameter) of docstrings with parameters in the demo corpus's packages."""
     files = corpus_demo.map_source_files(
-        _parse_documented_functions, sorted(corpus_demo._find_source_files()), "reading what parameters are"
+        _parse_documented_functions,
+        sorted(corpus_demo._find_source_files()),
+        "reading what parameters are",
     )
     return [entry for entries in files for entry in entries]
 
@@ -94,8 +124,14 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
         except docstring_parser.ParseError:
             continue
         if parsed and parsed.description:
-            descriptions = {each.arg_name.strip("*- "): each.description.strip() for each in parsed.params if each.description}
-            if descriptions := {name: text for name, text in descriptions.items() if name.isidentifier()}:
+            descriptions = {
+                each.arg_name.strip("*- "): each.description.strip()
+                for each in parsed.params
+                if each.description
+            }
+            if descriptions := {
+                name: text for name, text in descriptions.items() if name.isidentifier()
+            }:
                 functions.append((f"{source[0]}:{line}", parsed.description, descriptions))
     return functions
 
@@ -105,15 +141,26 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
-                yield {"source": source, "id": f"{source}-{number}", "text": text, "label": source.split("/")[0]}
+                yield {
+                    "source": source,
+                    "id": f"{source}-{number}",
+                    "text": text,
+                    "label": source.split("/")[0],
+                }
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
     """Yield {"source", "id", "tokens", "tags"} per new sentence (6 to 50 words) naming a parameter; IOB2 PARAM, CODE."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
-        paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
-        sentences = (part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split())))
+        paragraphs = (
+            part
+            for text in (description, *parameters.values())
+            for part in _PARAGRAPH_END.split(text)
+        )
+        sentences = (
+            part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split()))
+        )
         for number, sentence in enumerate(sentences):
             words = []
             tags = []
@@ -121,8 +168,15 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
                 inside = _WORD.findall(part if at % 2 else corpus_demo.strip_markup(part))
                 kind = "PARAM" if part in parameters else "CODE"
                 words += inside
-                tags += [f"{'I' if later else 'B'}-{kind}" if at % 2 else "O" for later in range(len(inside))]
-            if "B-PARAM" in tags and 6 <= len(words) <= 50 and _register_new_text(" ".join(words), seen_texts):
+                tags += [
+                    f"{'I' if later else 'B'}-{kind}" if at % 2 else "O"
+                    for later in range(len(inside))
+                ]
+            if (
+                "B-PARAM" in tags
+                and 6 <= len(words) <= 50
+                and _register_new_text(" ".join(words), seen_texts)
+            ):
                 yield {"source": source, "id": f"{source}-{number}", "tokens": words, "tags": tags}
 
 
@@ -130,15 +184,25 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
     """Yield {"source", "id", "question", "context", "answers"} per parameter (first 5); answer: its first sentence."""
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:
-        described = {name: _split_clean_sentences(text)[:2] for name, text in list(parameters.items())[:5]}
         described = {
-            name: sentences for name, sentences in described.items() if sentences and _register_new_text(sentences[0], seen_texts)
+            name: _split_clean_sentences(text)[:2] for name, text in list(parameters.items())[:5]
         }
-        context = "\n".join(f"{name}: {' '.join(sentences)}" for name, sentences in described.items())
+        described = {
+            name: sentences
+            for name, sentences in described.items()
+            if sentences and _register_new_text(sentences[0], seen_texts)
+        }
+        context = "\n".join(
+            f"{name}: {' '.join(sentences)}" for name, sentences in described.items()
+        )
         for name, (answer, *_) in described.items():
             start = f"\n{context}".index(f"\n{name}: ") + len(name) + 2
             question = _QUESTIONS[_hash_to_int(f"{source} {name}") % len(_QUESTIONS)].format(name)
-            row = {"question": question, "context": context, "answers": {"text": [answer], "answer_start": [start]}}
+            row = {
+                "question": question,
+                "context": context,
+                "answers": {"text": [answer], "answer_start": [start]},
+            }
             yield {"source": source, "id": f"{source}-{name}", **row}
 
 
@@ -146,9 +210,14 @@ def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterato
     """Yield {"source", "id", "query", "document"} per function: first sentence, the next 6 (if at least 12 words)."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
-        paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]
+        paragraphs = [
+            part for text in (description, *parameters.values()) for part in text.split("\n\n")
+        ]
         query, *rest = [
-            part for text in paragraphs for part in _split_clean_sentences(text) if _register_new_text(part, seen_texts)
+            part
+            for text in paragraphs
+            for part in _split_clean_sentences(text)
+            if _register_new_text(part, seen_texts)
         ] or [""]
         document = " ".join(rest[:6])
         if len(document.split()) >= 12:
@@ -167,8 +236,12 @@ def _split_clean_sentences(text: str) -> list[str]:
     """Split the first paragraph of `text` into sentences without markup, and drop unclean, short and long ones."""
     joined = corpus_demo.strip_markup(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
     joined += "." * joined[-1:].isalnum()
-    sentences = [part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"]
-    return [part for part in sentences if 4 <= len(part.split()) <= 40 and not _UNCLEAN.search(part)]
+    sentences = [
+        part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"
+    ]
+    return [
+        part for part in sentences if 4 <= len(part.split()) <= 40 and not _UNCLEAN.search(part)
+    ]
 
 
 def _register_new_text(text: str, seen_texts: set[str]) -> bool:
@@ -185,13 +258,20 @@ def _sample_splits(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
     for example in sorted(examples, key=lambda row: _hash_to_int(row["id"])):
         tenth = _hash_to_int(f"split {example.pop('source')}") % 10  # a fixed choice
         splits["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
-    labels = [label for label, _ in Counter(row.get("label") for row in splits["test"]).most_common(8)]
+    labels = [
+        label for label, _ in Counter(row.get("label") for row in splits["test"]).most_common(8)
+    ]
     if len(labels) < 2 and labels != [None]:
-        raise InputError(f"found paragraphs of {len(labels)} packages in the demo corpus; expected at least 2")
+        raise InputError(
+            f"found paragraphs of {len(labels)} packages in the demo corpus; expected at least 2"
+        )
     for split, size in _SIZES.items():
         by_label = [[row for row in splits[split] if row.get("label") == label] for label in labels]
         label_size = min(-(-size // len(labels)), *map(len, by_label))
-        splits[split] = sorted((row for rows in by_label for row in rows[:label_size]), key=lambda row: _hash_to_int(row["id"]))
+        splits[split] = sorted(
+            (row for rows in by_label for row in rows[:label_size]),
+            key=lambda row: _hash_to_int(row["id"]),
+        )
     return splits
 
 
@@ -206,19 +286,27 @@ def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
     rows = [row for rows in splits.values() for row in rows]
     if "query" in rows[0]:
         texts = {"corpus": "document", "queries": "query"}
-        files = {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()}
+        files = {
+            name: [{"_id": row["id"], "text": row[key]} for row in rows]
+            for name, key in texts.items()
+        }
         (folder / "qrels").mkdir()
         for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
             lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in splits[split])
             atomic_write(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
     for name, rows in files.items():
-        atomic_write(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        atomic_write(
+            folder / f"{name}.jsonl",
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        )
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune demo`: write those of demo_sc, demo_tc, demo_qa and demo_ir that are missing in --output."""
     silence_libraries()
-    settings = flags.parse(DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__)
+    settings = flags.parse(
+        DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__
+    )
     with exit_on_sigterm():
         ensure_demo_datasets(settings.output, flag="--output")

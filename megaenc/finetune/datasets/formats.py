@@ -31,7 +31,14 @@ from megaenc.data.sources.text_files import (
 )
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
-from megaenc.finetune.examples import TOKENIZER_PAIRS, Answer, LabelledText, Question, TaggedWords, TaskFamily
+from megaenc.finetune.examples import (
+    TOKENIZER_PAIRS,
+    Answer,
+    LabelledText,
+    Question,
+    TaggedWords,
+    TaskFamily,
+)
 from megaenc.json_files import DuplicateKeyError, parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
@@ -58,7 +65,9 @@ Row = tuple[str, dict[str, Any]]
 def strip_format_suffix(path: Path) -> str | None:
     """Return the name of the file `path` without suffixes of format and compression; None if the format is unknown."""
     name = strip_compression_suffix(path.name)
-    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
+    return next(
+        (name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), None
+    )
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -67,13 +76,28 @@ def read_rows(path: Path) -> Iterator[Row]:
     if name.endswith(_COLUMNS):
         return _read_conll(path)
     if name.endswith(".tsv"):
-        word = next((line.split("\t") for _, line in read_lines(path) if line.strip() and not line.startswith("#")), [])
-        return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_table(path, is_csv=False)
+        word = next(
+            (
+                line.split("\t")
+                for _, line in read_lines(path)
+                if line.strip() and not line.startswith("#")
+            ),
+            [],
+        )
+        return (
+            _read_conll(path)
+            if any(IOB2.fullmatch(cell) for cell in word)
+            else _read_table(path, is_csv=False)
+        )
     if name.endswith(".csv"):
         return _read_table(path, is_csv=True)
     if name.endswith(".parquet"):
         return read_parquet_rows(path)
-    return _read_squad(path) if name.endswith(".json") and not _starts_with_row(path) else read_jsonl(path)
+    return (
+        _read_squad(path)
+        if name.endswith(".json") and not _starts_with_row(path)
+        else read_jsonl(path)
+    )
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
@@ -84,7 +108,9 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
         return TaskFamily.QA
     if "text" in row or "label" in row:
         return TaskFamily.SC
-    raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; or give --task")
+    raise InputError(
+        f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; or give --task"
+    )
 
 
 def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -95,9 +121,13 @@ def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, st
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
-                raise InputError(f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, expected one example a line")
+                raise InputError(
+                    f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, expected one example a line"
+                )
             if number == 1 and (encoding := guess_encoding(line)) != UTF8:
-                raise InputError(f"{path}:1: looks like UTF-16 text, not UTF-8; {_format_conversion(encoding)}")
+                raise InputError(
+                    f"{path}:1: looks like UTF-16 text, not UTF-8; {_format_conversion(encoding)}"
+                )
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -151,7 +181,9 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
     first_line = next((line for _, line in read_lines(path) if line), "")
     delimiter = get_delimiter(is_csv)
     if other := find_other_delimiter(first_line, delimiter):
-        raise InputError(f"{path}:1: found {other!r} between columns, expected {delimiter!r}; replace it, or write JSONL")
+        raise InputError(
+            f"{path}:1: found {other!r} between columns, expected {delimiter!r}; replace it, or write JSONL"
+        )
     # Line ends in a quoted cell are part of its text.
     lines = (line for _, line in read_lines(path, keep_ends=True))
     header: list[str] = []
@@ -160,7 +192,10 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
             if len(cells) != len(header):
                 raise InputError(f"{path}:{number}: {format_cell_count(cells, header)}")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
-            yield f"{path}:{number}", row | {key: _split_words(row[key]) for key in ("tokens", "tags") if key in row}
+            yield (
+                f"{path}:{number}",
+                row | {key: _split_words(row[key]) for key in ("tokens", "tags") if key in row},
+            )
         else:
             header = cells
             check_columns(str(path), header, [name for name in header if name])
@@ -181,15 +216,27 @@ def _read_conll(path: Path) -> Iterator[Row]:
     numbers them. Lines that begin with # and have fewer columns are comments; `# sent_id = ...` gives an id.
     """
     numbered_lines = list(read_lines(path))
-    separator = "\t" if any("\t" in line for _, line in numbered_lines if not line.startswith("#")) else None
+    separator = (
+        "\t"
+        if any("\t" in line for _, line in numbered_lines if not line.startswith("#"))
+        else None
+    )
     cells = [(number, line, _split_words(line, separator)) for number, line in numbered_lines]
-    words = [row for _, line, row in cells if line.strip() and not line.startswith("#") and row[0] != "-DOCSTART-"]
+    words = [
+        row
+        for _, line, row in cells
+        if line.strip() and not line.startswith("#") and row[0] != "-DOCSTART-"
+    ]
     width = max((len(row) for row in words), default=0)
     if width < 2:
-        raise InputError(f"{path}: found no line of a word and its tag, expected a word and a tag of IOB2 a line")
+        raise InputError(
+            f"{path}: found no line of a word and its tag, expected a word and a tag of IOB2 a line"
+        )
     hits = Counter(at for row in words for at, cell in enumerate(row) if IOB2.fullmatch(cell))
     column = max(range(1, width), key=lambda at: (hits[at], at))
-    word_column = 1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
+    word_column = (
+        1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
+    )
     for _, sentence in groupby(cells, key=lambda cell: bool(cell[1].strip())):
         row: dict[str, Any] = {"tokens": [], "tags": []}
         first = 0
@@ -199,9 +246,13 @@ def _read_conll(path: Path) -> Iterator[Row]:
                     row["id"] = comment[1]
             elif line.strip() and parts[0] != "-DOCSTART-":
                 if len(parts) <= column:
-                    raise InputError(f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}")
+                    raise InputError(
+                        f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}"
+                    )
                 if not IOB2.fullmatch(parts[column]):
-                    raise InputError(f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE")
+                    raise InputError(
+                        f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE"
+                    )
                 first = first or number
                 row["tokens"].append(parts[word_column])
                 row["tags"].append(parts[column])
@@ -214,7 +265,9 @@ def _read_squad(path: Path) -> Iterator[Row]:
     with open_decompressed(str(path)) as (_, stream):
         content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
-        raise InputError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)")
+        raise InputError(
+            f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)"
+        )
     try:
         squad = parse_json(content.decode("utf-8-sig"), unique_keys=True)
     except UnicodeDecodeError as error:
@@ -227,14 +280,23 @@ def _read_squad(path: Path) -> Iterator[Row]:
     if not isinstance(squad, dict) or not isinstance(squad.get("data"), list):
         raise InputError(f"{path}: no list `data`, expected SQuAD's layout: data, paragraphs, qas")
     for article_index, article in enumerate(_get_objects(squad, "data", f"{path}")):
-        for paragraph_index, paragraph in enumerate(_get_objects(article, "paragraphs", f"{path}: data[{article_index}]")):
+        for paragraph_index, paragraph in enumerate(
+            _get_objects(article, "paragraphs", f"{path}: data[{article_index}]")
+        ):
             paragraph_location = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
             for question in _get_objects(paragraph, "qas", paragraph_location):
                 location = f"{path}: question {get_value(question, 'id', paragraph_location)}"
                 row = question | {"context": paragraph.get("context")}
                 if "answers" in row:  # predictions need none
-                    answer_list = [] if question.get("is_impossible") else _get_objects(question, "answers", location)
-                    row["answers"] = {key: [answer.get(key) for answer in answer_list] for key in ("text", "answer_start")}
+                    answer_list = (
+                        []
+                        if question.get("is_impossible")
+                        else _get_objects(question, "answers", location)
+                    )
+                    row["answers"] = {
+                        key: [answer.get(key) for answer in answer_list]
+                        for key in ("text", "answer_start")
+                    }
                 yield location, row
 
 
@@ -243,7 +305,9 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
     objects = get_value(holder, key, location, list)
     for entry in objects:
         if not isinstance(entry, dict):
-            raise InputError(f"{location}: found a {type(entry).__name__}, expected an object of SQuAD's layout")
+            raise InputError(
+                f"{location}: found a {type(entry).__name__}, expected an object of SQuAD's layout"
+            )
     return objects
 
 
@@ -272,7 +336,9 @@ class LabelSet:
         if self.is_indexed and is_position:
             if 0 <= int(value) < len(self.labels):
                 return int(value)
-            raise InputError(f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
+            raise InputError(
+                f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}"
+            )
         if name not in self._indices:
             raise InputError(
                 f"{location}: label {value!r}: outside the label set, expected one of {format_name_list(self.labels)}"
@@ -319,7 +385,10 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
             names.setdefault(parse_label(get_value(row, "label", location), location), location)
         else:
             tags = get_value(row, "tags", location, list)
-            names |= {check_tag(tag, f"{location}: tag {at}", is_indexed=False): "" for at, tag in enumerate(tags, 1)}
+            names |= {
+                check_tag(tag, f"{location}: tag {at}", is_indexed=False): ""
+                for at, tag in enumerate(tags, 1)
+            }
     if family is TaskFamily.TC:
         return LabelSet(("O", *sorted(names.keys() - {"O"})), is_indexed=False)
     scores = [name for name in names if "." in name or "e" in name.lower()]
@@ -331,7 +400,9 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     return LabelSet(tuple(sorted(sorted(names), key=int if numbers else None)), is_indexed=False)
 
 
-def check_label_names(family: TaskFamily, names: Any, place: str, *, is_encoded: bool = False) -> LabelSet:
+def check_label_names(
+    family: TaskFamily, names: Any, place: str, *, is_encoded: bool = False
+) -> LabelSet:
     """Return the LabelSet of listed `names`.
 
     Raises InputError, beginning with `place`, if they are invalid.
@@ -339,7 +410,9 @@ def check_label_names(family: TaskFamily, names: Any, place: str, *, is_encoded:
     An integer in a row is a position, except that it is a name if some names are numbers.
     `is_encoded`: the rows hold the names as positions, whatever the names are.
     """
-    is_name_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    is_name_list = (
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    )
     if not is_name_list or len(set(names)) != len(names):
         raise InputError(f"{place}: expected a list of names that differ")
     if family is TaskFamily.TC:
@@ -353,14 +426,23 @@ def check_label_names(family: TaskFamily, names: Any, place: str, *, is_encoded:
 
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
     """Return `tag` if it is IOB2 text (O, B-TYPE, I-TYPE) or, if `is_indexed`, a decimal number; else raise InputError."""
-    if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (is_indexed and f"{tag}".isdecimal()):
+    if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (
+        is_indexed and f"{tag}".isdecimal()
+    ):
         hint = "" if is_indexed else " (positions need a meta.json that lists the tags)"
-        raise InputError(f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
+        raise InputError(
+            f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}"
+        )
     return tag
 
 
 def build_example(
-    family: TaskFamily, row: Mapping[str, Any], location: str, name: str, labels: LabelSet, pair_template: str
+    family: TaskFamily,
+    row: Mapping[str, Any],
+    location: str,
+    name: str,
+    labels: LabelSet,
+    pair_template: str,
 ) -> LabelledText | TaggedWords | Question:
     """Return `row` as LabelledText (SC), TaggedWords (TC), Question (QA); InputError if invalid. `name`: its default id.
 
@@ -384,12 +466,16 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
     """
     row_id = row.get("id")
     if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
-        raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
+        raise InputError(
+            f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer"
+        )
     # A table has no null: its empty cell means the same.
     return None if row_id == "" else row_id
 
 
-def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:
+def build_labelled_text(
+    row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str
+) -> LabelledText:
     """Return the example of a row of sequence classification.
 
     A `text_pair` is joined by the template here, or by the tokenizer later.
@@ -404,41 +490,59 @@ def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label:
     return LabelledText(name, pair_template.format(text=text, text_pair=text_pair), label)
 
 
-def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels: LabelSet) -> TaggedWords:
+def _build_tagged_words(
+    row: Mapping[str, Any], location: str, name: str, labels: LabelSet
+) -> TaggedWords:
     """Convert a row of TC. Raises InputError for an invalid row."""
     words, tags = (get_value(row, key, location, list) for key in ("tokens", "tags"))
     if len(words) != len(tags):
-        raise InputError(f"{location}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other")
+        raise InputError(
+            f"{location}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other"
+        )
     for at, word in enumerate(words, 1):
         if not isinstance(word, str):
             raise InputError(f"{location}: token {at}: found {_format_value(word)}, expected text")
-    checked = (check_tag(tag, f"{location}: tag {at}", labels.is_indexed) for at, tag in enumerate(tags, 1))
+    checked = (
+        check_tag(tag, f"{location}: tag {at}", labels.is_indexed) for at, tag in enumerate(tags, 1)
+    )
     return TaggedWords(name, tuple(words), tuple(labels.index(tag, location) for tag in checked))
 
 
 def _build_question(row: Mapping[str, Any], location: str, name: str) -> Question:
     """Convert a row of QA, whose answers must stand in the context. Raises InputError for an invalid row."""
-    answers = {"text": [], "answer_start": []} if _is_impossible(row, location) else get_value(row, "answers", location)
+    answers = (
+        {"text": [], "answer_start": []}
+        if _is_impossible(row, location)
+        else get_value(row, "answers", location)
+    )
     if not isinstance(answers, Mapping):
         raise InputError(
             f"{location}: key `answers`: found {_format_value(answers)}, expected text and answer_start, a list each"
         )
-    texts, starts = (get_value(answers, key, f"{location}: answers") for key in ("text", "answer_start"))
+    texts, starts = (
+        get_value(answers, key, f"{location}: answers") for key in ("text", "answer_start")
+    )
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise InputError(f"{location}: answers: text and answer_start differ in length, expected two lists of one length")
+        raise InputError(
+            f"{location}: answers: text and answer_start differ in length, expected two lists of one length"
+        )
     context = get_value(row, "context", location, str)
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text:
             raise InputError(f"{location}: answer: found {_format_value(text)}, expected text")
         if isinstance(start, bool) or not isinstance(start, int):
-            raise InputError(f"{location}: answer_start: found {_format_value(start)}, expected an integer")
+            raise InputError(
+                f"{location}: answer_start: found {_format_value(start)}, expected an integer"
+            )
         answer = context[start : start + len(text)] if start >= 0 else ""
         if answer != text:
             raise InputError(
                 f"{location}: answer_start {start}: found {_format_value(answer)} in the context, "
                 f"expected the answer {_format_value(text)}"
             )
-    return Question(name, get_value(row, "question", location, str), context, tuple(map(Answer, texts, starts)))
+    return Question(
+        name, get_value(row, "question", location, str), context, tuple(map(Answer, texts, starts))
+    )
 
 
 def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
@@ -448,14 +552,18 @@ def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
     """
     mark = row.get("is_impossible")
     if mark not in (None, False, True):
-        raise InputError(f"{location}: key `is_impossible`: found {_format_value(mark)}, expected true or false")
+        raise InputError(
+            f"{location}: key `is_impossible`: found {_format_value(mark)}, expected true or false"
+        )
     return bool(mark)
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:
     """Record in `places` that the id `key` stands at `location`; raise InputError, naming both places, for a repeated id."""
     if key in places:
-        raise InputError(f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids")
+        raise InputError(
+            f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids"
+        )
     places[key] = location
 
 
@@ -465,7 +573,9 @@ def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = obje
         raise InputError(f"{location}: no key `{key}`; found {format_names(list(row))}")
     if row[key] is None or not isinstance(row[key], kind):
         expected = {str: "text", list: "a list"}.get(kind, "a value")
-        raise InputError(f"{location}: key `{key}`: found {_format_value(row[key])}, expected {expected}")
+        raise InputError(
+            f"{location}: key `{key}`: found {_format_value(row[key])}, expected {expected}"
+        )
     return row[key]
 
 

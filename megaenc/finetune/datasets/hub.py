@@ -95,15 +95,37 @@ def load_hub(name: str, revision: str = "") -> Dataset:
     spec = HUB_DATASETS[name]
     is_retrieval = spec.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and is_retrieval:
-        raise InputError(f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision")
-    source = [spec.repository, spec.config, revision, spec.rule, spec.template, dict(spec.fields), spec.labels]
+        raise InputError(
+            f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision"
+        )
+    source = [
+        spec.repository,
+        spec.config,
+        revision,
+        spec.rule,
+        spec.template,
+        dict(spec.fields),
+        spec.labels,
+    ]
     fingerprint = hash_json({"hub": source})
     if is_retrieval:
         pairs_fingerprint = load_hub(TRAINING_PAIRS).fingerprint
-        return Dataset(name, TaskFamily.IR, (), TRAINING_PAIRS, fingerprint, pairs_fingerprint, _build_retrieval_loader(name))
-    reader = functools.partial(_load_training_pairs if name == TRAINING_PAIRS else _load_labelled_split, name, revision)
+        return Dataset(
+            name,
+            TaskFamily.IR,
+            (),
+            TRAINING_PAIRS,
+            fingerprint,
+            pairs_fingerprint,
+            _build_retrieval_loader(name),
+        )
+    reader = functools.partial(
+        _load_training_pairs if name == TRAINING_PAIRS else _load_labelled_split, name, revision
+    )
     pair_template = spec.template if "text_pair" in spec.fields else ""
-    return Dataset(name, spec.family, spec.labels, name, fingerprint, fingerprint, reader, pair_template)
+    return Dataset(
+        name, spec.family, spec.labels, name, fingerprint, fingerprint, reader, pair_template
+    )
 
 
 def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples:
@@ -111,30 +133,47 @@ def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples
     spec = HUB_DATASETS[name]
     shared = spec.test != "test"
     on_hub = spec.test if split == "test" else "train" if shared else split
-    data = _load_hub_split(name, on_hub, spec.fields.values(), config=spec.config, revision=revision)
+    data = _load_hub_split(
+        name, on_hub, spec.fields.values(), config=spec.config, revision=revision
+    )
     numbers = range(len(data))
     if shared and split != "test":
         train, validation = split_validation_rows(len(data))
         numbers = [int(at) for at in (train if split == "train" else validation)]
         data = data.select(numbers)
-    return build_hub_examples(name, on_hub, data, numbers, spec, formats.LabelSet(spec.labels, is_indexed=True))
+    return build_hub_examples(
+        name, on_hub, data, numbers, spec, formats.LabelSet(spec.labels, is_indexed=True)
+    )
 
 
 def build_hub_examples(
-    name: str, on_hub: str, data: Any, numbers: Iterable[int], spec: HubSpec, labels: formats.LabelSet
+    name: str,
+    on_hub: str,
+    data: Any,
+    numbers: Iterable[int],
+    spec: HubSpec,
+    labels: formats.LabelSet,
 ) -> Examples:
     """Return the examples of the rows of `data`, with row `numbers` in the Hub's split `on_hub`; InputError for a wrong row.
 
     Empty sentences are left out, and invalid questions with a message.
     """
     # Names of integer tags on the Hub, if it has them.
-    tags = getattr(data.features[spec.fields["tags"]], "feature", None) if spec.family is TaskFamily.TC else None
+    tags = (
+        getattr(data.features[spec.fields["tags"]], "feature", None)
+        if spec.family is TaskFamily.TC
+        else None
+    )
     names = dict(enumerate(getattr(tags, "names", None) or ()))
     examples = []
     errors = []
     for number, hub_row in zip(numbers, data.to_list(), strict=True):
         row = {ours: hub_row[theirs] for ours, theirs in spec.fields.items()}
-        row["id"] = hub_row["id"] if spec.family is TaskFamily.QA and isinstance(hub_row.get("id"), str) else f"{on_hub}-{number}"
+        row["id"] = (
+            hub_row["id"]
+            if spec.family is TaskFamily.QA and isinstance(hub_row.get("id"), str)
+            else f"{on_hub}-{number}"
+        )
         if spec.family is TaskFamily.TC:
             if row["tokens"] == row["tags"] == []:
                 continue
@@ -144,7 +183,9 @@ def build_hub_examples(
             row["is_impossible"] = hub_row["is_impossible"]
         try:
             place = f"{name}: {on_hub} row {number + 1}"
-            examples.append(formats.build_example(spec.family, row, place, "", labels, spec.template))
+            examples.append(
+                formats.build_example(spec.family, row, place, "", labels, spec.template)
+            )
         except InputError as error:
             if spec.family is not TaskFamily.QA:
                 raise
@@ -159,11 +200,16 @@ def build_hub_examples(
 def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples:
     """Load the training pairs `name`. Raises InputError for any other split than train."""
     if split != "train":
-        raise InputError(f"{name}: has training data only, expected msmarco, nq or mldr_en to evaluate on")
+        raise InputError(
+            f"{name}: has training data only, expected msmarco, nq or mldr_en to evaluate on"
+        )
     data = _load_hub_split(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        query, document = (formats.get_value(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
+        query, document = (
+            formats.get_value(row, key, f"{name}: train row {number + 1}", str)
+            for key in ("query", "positive")
+        )
         pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
     return pairs
 
@@ -177,7 +223,11 @@ def _build_retrieval_loader(name: str) -> Callable[[SplitName], Examples]:
         return (
             qrels,
             queries,
-            _load_judged_texts(name, "corpus", [grades for split_qrels in qrels.values() for grades in split_qrels.values()]),
+            _load_judged_texts(
+                name,
+                "corpus",
+                [grades for split_qrels in qrels.values() for grades in split_qrels.values()],
+            ),
         )
 
     def read_split(split: SplitName) -> Examples:
@@ -195,8 +245,12 @@ def _load_beir_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     for split in ("test",) if name == "nq" else ("validation", "test"):
         columns = ("query-id", "corpus-id", "score")
         qrels[split] = {}
-        for row in _load_hub_split(name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels").to_list():
-            qrels[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
+        for row in _load_hub_split(
+            name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels"
+        ).to_list():
+            qrels[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(
+                row["score"]
+            )
     if name == "nq":
         move_to_validation(qrels, "test", choose_validation_queries(list(qrels["test"])))
     return qrels, _load_judged_texts(name, "queries", qrels.values())
@@ -208,10 +262,16 @@ def _load_mldr_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     queries: dict[str, str] = {}
     columns = ["query_id", "query", "positive_passages"]
     for split, grades in qrels.items():
-        data = _load_hub_split(name, "dev" if split == "validation" else "test", columns, config="default")
+        data = _load_hub_split(
+            name, "dev" if split == "validation" else "test", columns, config="default"
+        )
         for row in data.select_columns(columns).to_list():
             passages = row["positive_passages"]
-            documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
+            documents = (
+                passages["docid"]
+                if isinstance(passages, Mapping)
+                else [passage["docid"] for passage in passages]
+            )
             query = str(row["query_id"])
             queries[query] = row["query"]
             grades.setdefault(query, {}).update({str(document): 1 for document in documents})
@@ -239,15 +299,28 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
         numbers += (start + np.flatnonzero(is_judged.to_numpy())).tolist()
         start += len(batch)
     rows_found = data.select(numbers).to_list()
-    texts = {str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
+    texts = {
+        str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"]
+        for row in rows_found
+    }
     if missing := sorted(judged_ids - texts.keys()):
-        kind, place = ("document", "in the corpus") if part == "corpus" else ("query", "among the queries")
-        raise InputError(f"{name}: {kind} {missing[0]!r} is judged but not {place} ({len(missing):,} such)")
+        kind, place = (
+            ("document", "in the corpus") if part == "corpus" else ("query", "among the queries")
+        )
+        raise InputError(
+            f"{name}: {kind} {missing[0]!r} is judged but not {place} ({len(missing):,} such)"
+        )
     return texts
 
 
 def _load_hub_split(
-    name: str, split: str, columns: Collection[str], *, repository: str = "", config: str | None = None, revision: str = ""
+    name: str,
+    split: str,
+    columns: Collection[str],
+    *,
+    repository: str = "",
+    config: str | None = None,
+    revision: str = "",
 ) -> Any:
     """Return a split, with at least `columns`, of a Hub repository (default: that of `name`) or the cache of `datasets`.
 
@@ -255,10 +328,14 @@ def _load_hub_split(
     """
     advice = f"expected a network once, or local files: {name}=FOLDER"
     repository = repository or HUB_DATASETS[name].repository
-    data = load_from_hub(name, repository, config, revision, f"{name}: ", advice, is_retried=True, split=split)
+    data = load_from_hub(
+        name, repository, config, revision, f"{name}: ", advice, is_retried=True, split=split
+    )
     for column in columns:
         if column not in data.column_names:
-            raise InputError(f"{name}: no column `{column}` on the Hub; found {format_names(data.column_names)}")
+            raise InputError(
+                f"{name}: no column `{column}` on the Hub; found {format_names(data.column_names)}"
+            )
     return data
 
 
@@ -289,26 +366,44 @@ def load_from_hub(
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error) or revision:
                 raise
-            return load_dataset(revision=_PARQUET_REVISION)  # the Hub's conversion of a data set with a loading script
+            return load_dataset(
+                revision=_PARQUET_REVISION
+            )  # the Hub's conversion of a data set with a loading script
     except Exception as error:  # no network, no such revision, a damaged cache: of many types
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+            type(error).__name__
+        ]
         reason = " ".join(lines[: 2 if "available configs" in "".join(lines[1:2]) else 1])[:200]
         kind = DataUnavailable if is_retried and _is_temporary(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
             kind = InputError
-            reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
-        raise kind(f"{start}{described} of the Hugging Face Hub cannot be read: {reason}; {advice}") from None
+            reason = (
+                "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+            )
+        raise kind(
+            f"{start}{described} of the Hugging Face Hub cannot be read: {reason}; {advice}"
+        ) from None
 
 
 # Of Python, `requests`, `httpx` and `huggingface_hub`, depending on the version of `datasets`.
-_NETWORK_ERRORS = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
+_NETWORK_ERRORS = {
+    "ConnectionError",
+    "TimeoutError",
+    "Timeout",
+    "TransportError",
+    "LocalEntryNotFoundError",
+}
 
 
 def _is_temporary(error: BaseException | None) -> bool:
     """Return whether `error` or one of its causes is a failure of the network or the Hub's servers."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        if status in (408, 429) or status >= 500 or _NETWORK_ERRORS.intersection(kind.__name__ for kind in type(error).__mro__):
+        if (
+            status in (408, 429)
+            or status >= 500
+            or _NETWORK_ERRORS.intersection(kind.__name__ for kind in type(error).__mro__)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

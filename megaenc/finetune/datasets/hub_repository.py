@@ -9,7 +9,13 @@ from megaenc.data.sources.text_files import format_names
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.hub import HubSpec, build_hub_examples, load_from_hub
-from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names, print_hidden_test, template_rule
+from megaenc.finetune.datasets.local import (
+    DatasetConfig,
+    build_split_reader,
+    find_split_names,
+    print_hidden_test,
+    template_rule,
+)
 from megaenc.finetune.examples import Dataset, Examples, SplitName, TaskFamily, hash_json
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
@@ -17,9 +23,19 @@ _REFERENCE = re.compile(
     rf"(?P<prefix>hf:)?(?P<repository>(?:{_PART}/)?{_PART})(?::(?P<config>[^:@/=\s]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 # Column on the Hub by our field name, the first that are all there; pairs come before single texts.
-_TAG_COLUMNS = [{"tokens": tokens, "tags": tags} for tokens in ("tokens", "words") for tags in ("tags", "ner_tags", "ner")]
+_TAG_COLUMNS = [
+    {"tokens": tokens, "tags": tags}
+    for tokens in ("tokens", "words")
+    for tags in ("tags", "ner_tags", "ner")
+]
 _QA_COLUMNS = [{"question": "question", "context": "context", "answers": "answers"}]
-_PAIRS = ("text text_pair", "sentence1 sentence2", "premise hypothesis", "question1 question2", "question sentence")
+_PAIRS = (
+    "text text_pair",
+    "sentence1 sentence2",
+    "premise hypothesis",
+    "question1 question2",
+    "question sentence",
+)
 _TEXT_COLUMNS = [
     {**dict(zip(("text", "text_pair"), texts.split(), strict=False)), "label": label}
     for texts in (*_PAIRS, "text", "sentence", "content")
@@ -60,23 +76,31 @@ def parse_hub_reference(text: str) -> HubReference | None:
     return HubReference(match["repository"], match["config"] or "", match["revision"] or "")
 
 
-def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig, start: str) -> Dataset:
+def load_hub_repository(
+    name: str, reference: HubReference, flags: DatasetConfig, start: str
+) -> Dataset:
     """Return the Dataset `name` of a repository on the Hub, which is read to find its columns and labels.
 
     `start` is the start of the error if the repository cannot be read. Raises InputError for data of no known task too.
     """
     repository, config, revision = reference
     advice = "expected a data set of the Hub and a network once, or a path of local data"
-    data: Mapping[str, Any] = load_from_hub(name, repository, config or None, revision, start, advice)
+    data: Mapping[str, Any] = load_from_hub(
+        name, repository, config or None, revision, start, advice
+    )
     place = f"data set {name} ({repository})"
     splits = find_split_names(data)
     if not splits:
-        raise InputError(f"{place}: found the splits {format_names(list(data))}, expected train, validation and test")
+        raise InputError(
+            f"{place}: found the splits {format_names(list(data))}, expected train, validation and test"
+        )
     first = data[splits.get("train") or next(iter(splits.values()))]
     family, fields = _find_columns(place, first.column_names, flags.task)
     for on_hub in splits.values():
         if missing := set(fields.values()) - set(columns := data[on_hub].column_names):
-            raise InputError(f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}")
+            raise InputError(
+                f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}"
+            )
     labels = _find_labels(place, family, first, fields, splits)
     if family is TaskFamily.SC and len(splits) == 3:
         test_rows = (("", {"label": label}) for label in data[splits["test"]][fields["label"]])
@@ -86,37 +110,55 @@ def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig
     spec = HubSpec(family, repository, config, fields, template, labels.labels)
     counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}
     rule = template_rule(template, lambda: "text_pair" in fields)
-    fingerprint = hash_json({"hub": [repository, config, revision, dict(fields), labels.labels, rule, splits, counts]})
+    fingerprint = hash_json(
+        {"hub": [repository, config, revision, dict(fields), labels.labels, rule, splits, counts]}
+    )
 
     def read_part(on_hub: str) -> Examples:
         rows = data[on_hub]
         return build_hub_examples(name, on_hub, rows, range(len(rows)), spec, labels)
 
     read_split = build_split_reader(name, place, splits, read_part, noun="split")
-    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+    return Dataset(
+        name, family, labels.labels, name, fingerprint, fingerprint, read_split, template
+    )
 
 
 def _find_columns(place: str, columns: list[str], task: str) -> tuple[TaskFamily, dict[str, str]]:
     """Return the task family of a table with `columns` and its column by our field name; InputError if there is none."""
     for family, candidates in _COLUMNS.items():
-        fields = next((fields for fields in candidates if set(fields.values()) <= set(columns)), None)
+        fields = next(
+            (fields for fields in candidates if set(fields.values()) <= set(columns)), None
+        )
         if fields and task in ("", family):
             return family, fields
     purpose = f" for --task {task}" if task else ""
-    raise InputError(f"{place}: found the columns {format_names(columns)}, expected{purpose} {_EXPECTED}")
+    raise InputError(
+        f"{place}: found the columns {format_names(columns)}, expected{purpose} {_EXPECTED}"
+    )
 
 
 def _find_labels(
-    place: str, family: TaskFamily, data: Any, fields: Mapping[str, str], splits: Mapping[SplitName, str]
+    place: str,
+    family: TaskFamily,
+    data: Any,
+    fields: Mapping[str, str],
+    splits: Mapping[SplitName, str],
 ) -> formats.LabelSet:
     """Return the labels of the Hub's class names, if it has them, else those of the rows of the first split, sorted."""
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
     ours = "label" if family is TaskFamily.SC else "tags"
     feature = data.features[fields[ours]]
-    names = getattr(getattr(feature, "feature", None) if family is TaskFamily.TC else feature, "names", None)
+    names = getattr(
+        getattr(feature, "feature", None) if family is TaskFamily.TC else feature, "names", None
+    )
     if names is not None:
-        return formats.check_label_names(family, list(names), f"{place}: column `{fields[ours]}`", is_encoded=True)
+        return formats.check_label_names(
+            family, list(names), f"{place}: column `{fields[ours]}`", is_encoded=True
+        )
     on_hub = splits.get("train") or next(iter(splits.values()))
     rows = enumerate(data[fields[ours]], start=1)
-    return formats.collect_labels(family, ((f"{place}: {on_hub} row {number}", {ours: value}) for number, value in rows))
+    return formats.collect_labels(
+        family, ((f"{place}: {on_hub} row {number}", {ours: value}) for number, value in rows)
+    )

@@ -31,7 +31,11 @@ PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
 STUDY_PAIRS = "study"
 """Value of --pair-template that stands for PAIR_TEMPLATE."""
 Part = TypeVar("Part", Path, str)
-_SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_SPLIT_WORDS = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,28 @@ class DatasetConfig:
             if fields == {"text", "text_pair"}:
                 self.pair_template.format(text="", text_pair="")
         except (ValueError, LookupError) as error:
-            raise InputError(f"{flag}: {error}; expected {{text}} and {{text_pair}}, other braces doubled") from None
+            raise InputError(
+                f"{flag}: {error}; expected {{text}} and {{text_pair}}, other braces doubled"
+            ) from None
         if fields != {"text", "text_pair"}:
             field_names = ", ".join(sorted(fields)) or "no field"
-            raise InputError(f"{flag}: found {field_names}, expected {{text}} and {{text_pair}} in it")
+            raise InputError(
+                f"{flag}: found {field_names}, expected {{text}} and {{text_pair}} in it"
+            )
 
 
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
     """Return the Dataset `name` of the folder or file `path`; InputError if its format is unknown or not of `flags.task`."""
     if path.is_dir() and beir.is_beir_folder(path):
         if flags.task not in ("", "IR"):
-            raise InputError(f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, expected --task IR")
+            raise InputError(
+                f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, expected --task IR"
+            )
         return beir.load_beir(name, path, flags.whole_corpus)
     if flags.task == "IR":
-        raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
+        raise InputError(
+            f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout"
+        )
     files = find_split_files(path)
     first_file = files.get("train") or next(iter(files.values()))
     location, row = next(formats.read_rows(first_file), ("", {}))
@@ -94,12 +106,18 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
     rule = template_rule(template, lambda: _has_pairs(files.values()))
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
-    if family is TaskFamily.SC and len(files) == 3 and formats.is_hidden_test(formats.read_rows(files["test"]), labels):
+    if (
+        family is TaskFamily.SC
+        and len(files) == 3
+        and formats.is_hidden_test(formats.read_rows(files["test"]), labels)
+    ):
         print_hidden_test(name, files.pop("test").name)
 
     read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
     read_split = build_split_reader(name, f"{path}", files, read_file)
-    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+    return Dataset(
+        name, family, labels.labels, name, fingerprint, fingerprint, read_split, template
+    )
 
 
 def print_hidden_test(name: str, test: str) -> None:
@@ -117,11 +135,17 @@ def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
 
 def _has_pairs(files: Iterable[Path]) -> bool:
     """Return whether a row of the files has a second text."""
-    return any(row.get("text_pair") is not None for file in files for _, row in formats.read_rows(file))
+    return any(
+        row.get("text_pair") is not None for file in files for _, row in formats.read_rows(file)
+    )
 
 
 def build_split_reader(
-    name: str, place: str, parts: Mapping[SplitName, Part], read_part: Callable[[Part], Examples], noun: str = "file"
+    name: str,
+    place: str,
+    parts: Mapping[SplitName, Part],
+    read_part: Callable[[Part], Examples],
+    noun: str = "file",
 ) -> Callable[[SplitName], Examples]:
     """Return a function that reads a split of `parts`: files, or splits on the Hub, by role; a missing one is part of train.
 
@@ -133,7 +157,9 @@ def build_split_reader(
         if split in parts and ("train" not in parts or len(parts) == 3):
             return read_part(parts[split])
         if "train" not in parts or len(parts) == 1:
-            raise InputError(f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}")
+            raise InputError(
+                f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}"
+            )
         other = "test"
         missing = "validation"
         role = ""
@@ -158,11 +184,15 @@ def build_split_reader(
 def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
     """Return the name of each of train, validation and test among `names`, without those that are not there."""
     known = set(names)
-    matches = {split: [word for word in words if word in known] for split, words in _SPLIT_WORDS.items()}
+    matches = {
+        split: [word for word in words if word in known] for split, words in _SPLIT_WORDS.items()
+    }
     return {split: present[0] for split, present in matches.items() if present}
 
 
-def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, template: str) -> Examples:
+def _read_examples(
+    path: Path, family: TaskFamily, labels: formats.LabelSet, template: str
+) -> Examples:
     """Read the examples of a file, without empty sentences."""
     examples = []
     left_out = 0
@@ -179,7 +209,10 @@ def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, tem
         orphan_count = 0  # as in IOB1; seqeval and conlleval start a span there
         for example in examples:
             tags = [labels.labels[index] for index in example.tags]
-            orphan_count += sum(tag.startswith("I-") and before[1:] != tag[1:] for before, tag in pairwise(["O", *tags]))
+            orphan_count += sum(
+                tag.startswith("I-") and before[1:] != tag[1:]
+                for before, tag in pairwise(["O", *tags])
+            )
         if orphan_count:
             print_once(
                 f"{path}: {orphan_count:,} tags I- without a B- or I- of their type before them; metrics start a span there"
@@ -196,12 +229,22 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
         return formats.LabelSet((), is_indexed=False)
     key, column = ("labels", "label") if family is TaskFamily.SC else ("tags", "tags")
     first_file = data_files[0]
-    class_names = {other: read_parquet_label_names(other, column) for other in data_files if other.suffix.lower() == ".parquet"}
-    metadata = read_json_object(file, "an object with labels or tags", unique_keys=True) if file.exists() else {}
+    class_names = {
+        other: read_parquet_label_names(other, column)
+        for other in data_files
+        if other.suffix.lower() == ".parquet"
+    }
+    metadata = (
+        read_json_object(file, "an object with labels or tags", unique_keys=True)
+        if file.exists()
+        else {}
+    )
     label_names = metadata.get(key, metadata.get("labels"))
     first_names = class_names.get(first_file)
     if label_names is not None:
-        return formats.check_label_names(family, label_names, f"{file}: key `{key}`", is_encoded=first_names is not None)
+        return formats.check_label_names(
+            family, label_names, f"{file}: key `{key}`", is_encoded=first_names is not None
+        )
     for other, names in class_names.items():
         if names not in (None, first_names):
             name_list = formats.format_name_list(names)
@@ -218,7 +261,9 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a folder, found by a word of its name (`train`, `en_ewt-ud-train`)."""
     if path.is_file():
         if formats.strip_format_suffix(path) is None:
-            raise InputError(f"{path}: found a file of unknown format, expected {', '.join(formats.SUFFIXES)}")
+            raise InputError(
+                f"{path}: found a file of unknown format, expected {', '.join(formats.SUFFIXES)}"
+            )
         return {"test": path}
     try:
         stems = {
@@ -228,18 +273,28 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
         }
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    stems = {file: stem for file, stem in stems.items() if not file.name.startswith((".", "meta.json"))}
+    stems = {
+        file: stem for file, stem in stems.items() if not file.name.startswith((".", "meta.json"))
+    }
     files: dict[SplitName, Path] = {}
     for split, words in _SPLIT_WORDS.items():
         matches = [file for file, stem in stems.items() if stem in words]
-        matches = matches or [file for file, stem in stems.items() if set(words).intersection(re.split(r"[-_.\s]", stem))]
+        matches = matches or [
+            file
+            for file, stem in stems.items()
+            if set(words).intersection(re.split(r"[-_.\s]", stem))
+        ]
         if len(matches) > 1:
             names = ", ".join(file.name for file in matches)
-            raise InputError(f"{path}: found {names} for the {split} split, expected one file; move the others elsewhere")
+            raise InputError(
+                f"{path}: found {names} for the {split} split, expected one file; move the others elsewhere"
+            )
         if matches:
             files[split] = matches[0]
     if not files:
-        contents = formats.format_name_list([file.name for file in stems]) or "no file of a known format"
+        contents = (
+            formats.format_name_list([file.name for file in stems]) or "no file of a known format"
+        )
         raise InputError(
             f"{path}: found {contents}, expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
         )

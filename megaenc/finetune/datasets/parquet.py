@@ -27,8 +27,15 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for fields in batch.to_pylist():
                     yield f"{path}:row {row}", fields
                     row += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # also text or dates that Python does not know
-        raise InputError(f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # also text or dates that Python does not know
+        raise InputError(
+            f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})"
+        ) from None
 
 
 def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
@@ -45,4 +52,6 @@ def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
     while isinstance(feature, dict) and "names" not in feature:
         feature = feature.get("feature")
     names = feature["names"] if isinstance(feature, dict) else None
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    return (
+        names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    )

@@ -36,21 +36,29 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
         location = _split_name(name_or_path)[1]
         if reference := hub_repository.parse_hub_reference(location):
             _check_name(name_or_path, name)
-            start = f"data set {name_or_path}: " + f"found no file or folder {path}; " * (not location.startswith("hf:"))
-            dataset = hub_repository.load_hub_repository(name, reference, replace(flags, pair_template=template), start)
+            start = f"data set {name_or_path}: " + f"found no file or folder {path}; " * (
+                not location.startswith("hf:")
+            )
+            dataset = hub_repository.load_hub_repository(
+                name, reference, replace(flags, pair_template=template), start
+            )
         else:
             _check_dataset_path(name_or_path, name, path)
             dataset = local.load_local(name, path, flags, template)
     elif name in demo.DEMO_DATASETS:
         folder = demo.ensure_demo_datasets(flags.demo_folder, (name,))
-        dataset = local.load_local(name, folder / name, replace(flags, task=""), local.PAIR_TEMPLATE)
+        dataset = local.load_local(
+            name, folder / name, replace(flags, task=""), local.PAIR_TEMPLATE
+        )
     else:
         dataset = hub.load_hub(name, name_or_path.partition("@")[2])
     if not flags.train_on or dataset.family is not TaskFamily.IR:
         return dataset
     training = find_dataset(flags.train_on, **(options | {"train_on": ""}))
     if training.family is not TaskFamily.IR:
-        raise InputError(f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)")
+        raise InputError(
+            f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)"
+        )
     return replace(
         dataset,
         train_on=training.train_on,
@@ -71,7 +79,9 @@ def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     path = Path(location)  # os.path.isfile is False for a name that is too long
     if not name and (reference := hub_repository.parse_hub_reference(location)):
         name = reference.name
-    return name or (formats.strip_format_suffix(path) if os.path.isfile(path) else None) or path.resolve().name, path
+    return name or (
+        formats.strip_format_suffix(path) if os.path.isfile(path) else None
+    ) or path.resolve().name, path
 
 
 def _split_name(name_or_path: str) -> tuple[str, str]:
@@ -84,7 +94,9 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
     """Raise InputError if the path does not exist, or the name is not valid as a folder's name in results."""
     if not os.path.exists(path):
         if name_or_path.partition("=")[1] or "/" in name_or_path:
-            raise InputError(f"data set {name_or_path}: found no file or folder {path}, expected one with labelled data")
+            raise InputError(
+                f"data set {name_or_path}: found no file or folder {path}, expected one with labelled data"
+            )
         closest_name = closest_match(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
         raise InputError(
             f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, ORG/NAME of the Hub, a path or NAME=PATH"

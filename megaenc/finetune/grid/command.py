@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megaenc import flags
-from megaenc.console import capture_messages, format_count, format_duration, print_rank_0, silence_libraries
+from megaenc.console import (
+    capture_messages,
+    format_count,
+    format_duration,
+    print_rank_0,
+    silence_libraries,
+)
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
@@ -22,7 +28,11 @@ from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
 from megaenc.flags import PositiveFloat, PositiveInt
 from megaenc.machine import check_process_count
-from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
+from megaenc.output_paths import (
+    check_parent_writable,
+    create_parent_dir,
+    remove_new_parents_on_error,
+)
 from megaenc.processes import exit_on_sigterm
 
 
@@ -78,25 +88,45 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     output = settings.output
     protocol = settings.protocol
     data = settings.data
-    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset)
+    jobs = build_jobs(
+        settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset
+    )
     jobs = [replace(job, keep=settings.keep) for job in jobs]
-    states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
+    states = [
+        (job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs
+    ]
     pending = [unfinished for _, unfinished, _ in states if unfinished is not None]
-    return GridPlan(jobs, pending, [(job, failure_file) for job, _, failure_file in states if failure_file is not None])
+    return GridPlan(
+        jobs,
+        pending,
+        [(job, failure_file) for job, _, failure_file in states if failure_file is not None],
+    )
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     """Print the numbers of results and trainings of a grid, and how many trainings are finished, failed before and to do."""
     trainings = len(plan.jobs)
     evaluations = sum(len(job.evaluate_on) for job in plan.jobs)
-    sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
-    size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
+    sizes = {
+        "model": len(settings.model),
+        "data set": len(settings.datasets),
+        "rate": len(settings.learning_rates),
+    }
+    size = " x ".join(
+        format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items()
+    )
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
-    print_rank_0(f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}")
+    print_rank_0(
+        f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}"
+    )
     failed_text = f", {len(plan.failed):,} failed before" if plan.failed else ""
-    print_rank_0(f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, {len(plan.pending):,} to do")
+    print_rank_0(
+        f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, {len(plan.pending):,} to do"
+    )
     if unkept := _count_unkept(plan):
-        print_rank_0(f"--keep {settings.keep}: {format_count(unkept, 'finished run')} without a model; choose another --output")
+        print_rank_0(
+            f"--keep {settings.keep}: {format_count(unkept, 'finished run')} without a model; choose another --output"
+        )
 
 
 def _count_unkept(plan: GridPlan) -> int:
@@ -112,7 +142,10 @@ def _count_unkept(plan: GridPlan) -> int:
 
 
 def print_grid_result(
-    output: str, failed: Sequence[FailedJob], failed_before: Sequence[tuple[FinetuneJob, Path]], seconds: float
+    output: str,
+    failed: Sequence[FailedJob],
+    failed_before: Sequence[tuple[FinetuneJob, Path]],
+    seconds: float,
 ) -> None:
     """Print the jobs without result by reason, and the time; if there are any, exit with 2 (all had wrong input) or 1."""
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
@@ -123,29 +156,41 @@ def print_grid_result(
         print_rank_0(f"without result: {jobs[0].name}{more}: {reason}")
     for job, file in failed_before:
         print_rank_0(f"without result: {job.name}: failed before; {file} says why")
-    print_rank_0(f"done in {format_duration(seconds)}; print the results with `megaenc finetune summary {output}`")
+    print_rank_0(
+        f"done in {format_duration(seconds)}; print the results with `megaenc finetune summary {output}`"
+    )
     if failed or failed_before:
         trainings = format_count(len(failed) + len(failed_before), "training")
         print_rank_0(
             f"without result: {trainings}; the same command repeats those that crashed, "
             "with --retry-failed also those with a failed.json"
         )
-        sys.exit(2 if not failed_before and all(failure.is_input_error for failure in failed) else 1)
+        sys.exit(
+            2 if not failed_before and all(failure.is_input_error for failure in failed) else 1
+        )
 
 
 @handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune grid`: do the missing trainings of all models, data sets, rates and seeds, here or on Slurm."""
     silence_libraries()
-    settings = flags.parse_with_config(GridConfig, argv, prog="megaenc finetune grid", description=__doc__)
+    settings = flags.parse_with_config(
+        GridConfig, argv, prog="megaenc finetune grid", description=__doc__
+    )
     from megaenc.finetune.datasets.registry import find_dataset
 
     run_grid(settings, find_dataset)
 
 
-def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION) -> None:
+def run_grid(
+    settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION
+) -> None:
     """Run a grid's unfinished jobs here, exiting with 1 (wrong input: 2) if one has no result, or submit them to Slurm."""
-    settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
+    settings = (
+        replace(settings, output=str(Path(settings.output).resolve()))
+        if settings.slurm.slurm
+        else settings
+    )
     messages: list[str] = []
     with capture_messages(messages.append):
         plan = plan_grid(settings, find_dataset)
@@ -156,13 +201,17 @@ def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: st
         save_fingerprints(settings.output)
         return
     logs = [log_path(job) for job in plan.pending]
-    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in plan.pending)):
+    with remove_new_parents_on_error(
+        *logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in plan.pending)
+    ):
         create_parent_dir(Path(settings.output, "model"), "--output")
         with exit_on_sigterm():
             try:
                 failed = execute_jobs(plan.pending, run_function, settings.local, messages)
             except (KeyboardInterrupt, SystemExit):
-                print_rank_0("stopped; finished runs are kept, and the same command resumes the rest")
+                print_rank_0(
+                    "stopped; finished runs are kept, and the same command resumes the rest"
+                )
                 raise
             finally:
                 if any(path.is_file() for path in Path(settings.output).rglob("*")):

@@ -8,7 +8,14 @@ from typing import NamedTuple
 from megaenc.console import print_rank_0
 from megaenc.finetune.grid.jobs import is_run_locked
 from megaenc.finetune.grid.progress import GridProgress
-from megaenc.finetune.grid.worker import ForkedRun, JobOutcome, build_slots, log_path, start_fork_server, wait_for_messages
+from megaenc.finetune.grid.worker import (
+    ForkedRun,
+    JobOutcome,
+    build_slots,
+    log_path,
+    start_fork_server,
+    wait_for_messages,
+)
 from megaenc.finetune.job import FinetuneJob
 from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -40,7 +47,10 @@ class FailedJob(NamedTuple):
 
 
 def execute_jobs(
-    jobs: Sequence[FinetuneJob], run_function: str, local: LocalExecution, printed_messages: Iterable[str] = ()
+    jobs: Sequence[FinetuneJob],
+    run_function: str,
+    local: LocalExecution,
+    printed_messages: Iterable[str] = (),
 ) -> list[FailedJob]:
     """Run `jobs` in child processes, a crashed one twice; return a FailedJob per job without results, in `jobs` order.
 
@@ -66,7 +76,15 @@ def execute_jobs(
                         break
                     if not is_run_locked(job):  # another process runs it
                         waiting.remove(job)
-                        running.append(ForkedRun(context, run_function, job, free_slots.pop(0), retry_failed=local.retry_failed))
+                        running.append(
+                            ForkedRun(
+                                context,
+                                run_function,
+                                job,
+                                free_slots.pop(0),
+                                retry_failed=local.retry_failed,
+                            )
+                        )
                 wait_for_messages(running, _POLL_SECONDS)
                 for worker in list(running):
                     outcome = worker.poll(60 * local.hang_minutes)
@@ -85,14 +103,18 @@ def execute_jobs(
                     elif outcome.kind == "busy":
                         waiting.append(job)
                     elif outcome.kind == "crashed" and attempts[job] < _MAX_ATTEMPTS:
-                        display.print_line(f"{job.name}: {outcome.reason}; is retried once, after the others")
+                        display.print_line(
+                            f"{job.name}: {outcome.reason}; is retried once, after the others"
+                        )
                         waiting.append(job)
                     else:
                         reason = _describe_failure(job, outcome)
                         if reason not in [one.reason for one in failed]:
                             display.print_line(f"{job.name}: {reason.splitlines()[0]}")
                         failed.append(FailedJob(job, reason, outcome.kind == "refused"))
-                display.show({worker.job: worker.progress for worker in running}, finished, len(failed))
+                display.show(
+                    {worker.job: worker.progress for worker in running}, finished, len(failed)
+                )
         finally:
             for worker in running:
                 worker.kill()
@@ -104,5 +126,7 @@ def _describe_failure(job: FinetuneJob, outcome: JobOutcome) -> str:
     """Return the reason of a failed or refused job; of a crashed one, also its log file and last lines."""
     if outcome.kind in ("failed", "refused"):
         return outcome.reason
-    last = f":\n    {outcome.log_tail.replace(chr(10), chr(10) + '    ')}" if outcome.log_tail else ""
+    last = (
+        f":\n    {outcome.log_tail.replace(chr(10), chr(10) + '    ')}" if outcome.log_tail else ""
+    )
     return f"crashed twice, {outcome.reason}; {log_path(job)}{last}"

@@ -40,7 +40,9 @@ def build_jobs(
     InputError for an unusable model or data set.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
-    loaded_datasets = [(name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets]
+    loaded_datasets = [
+        (name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets
+    ]
     rename_hint = "; name one of them otherwise, NAME=FOLDER"
     for flag, values, advice in (
         ("--model", [model.name for model in sources], rename_hint),
@@ -59,11 +61,17 @@ def build_jobs(
         first_dataset = members[0][1]
         for _, other in members:
             if other.train_fingerprint != first_dataset.train_fingerprint:
-                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first_dataset.name} has")
-        evaluate_on = tuple(NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members)
+                raise InputError(
+                    f"--datasets {other.name}: found other pairs named {train_on} than {first_dataset.name} has"
+                )
+        evaluate_on = tuple(
+            NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members
+        )
         dataset_fingerprints = {dataset.name: dataset.fingerprint for _, dataset in members}
         if protocol.head == "native" and family == TaskFamily.IR:
-            raise InputError(f"--head native: found {first_dataset.name}, and retrieval has no head; expected --head linear")
+            raise InputError(
+                f"--head native: found {first_dataset.name}, and retrieval has no head; expected --head linear"
+            )
         if protocol.pooling != "mean" and family not in (TaskFamily.SC, TaskFamily.IR):
             raise InputError(
                 f"--pooling {protocol.pooling}: found {first_dataset.name}, and {family} reads the states of all tokens; "
@@ -72,9 +80,22 @@ def build_jobs(
         for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer = compute_tokenizer_fingerprint(model.location)
             stamp = compute_model_stamp(model.location)
-            fingerprints = Fingerprints(weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp)
+            fingerprints = Fingerprints(
+                weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp
+            )
             jobs += [
-                FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocols[model.name], data, fingerprints)
+                FinetuneJob(
+                    model,
+                    family,
+                    train_on,
+                    evaluate_on,
+                    rate,
+                    seed,
+                    output,
+                    protocols[model.name],
+                    data,
+                    fingerprints,
+                )
                 for seed in seeds
                 for rate in rates
             ]
@@ -104,17 +125,23 @@ def parse_model(name_or_path: str) -> NamedSource:
     path = Path(folder).resolve()
     name = name or path.name
     if not name or name.startswith(".") or not name.isprintable():
-        raise InputError(f"--model {name_or_path}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
+        raise InputError(
+            f"--model {name_or_path}: found the name {name!r}, expected one for a folder; say NAME=FOLDER"
+        )
     return NamedSource(name, str(path))
 
 
-def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[FinetuneJob | None, Path | None]:
+def select_remaining_work(
+    job: FinetuneJob, *, retry_failed: bool
+) -> tuple[FinetuneJob | None, Path | None]:
     """Return (`job` on its unfinished data sets, None), (None, failed.json) if failed unless `retry_failed`, or Nones.
 
     A failed training has failed for all its data sets; it is selected only if `retry_failed`. Raises InputError for results of
     another protocol.
     """
-    states = [(dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on]
+    states = [
+        (dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on
+    ]
     failed = next((dataset for dataset, state in states if state == "failed"), None)
     if failed is not None and not retry_failed:
         return None, result_files.job_folder(job, failed.name) / result_files.FAILED

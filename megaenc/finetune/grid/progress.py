@@ -7,7 +7,12 @@ from megaenc.console import ProgressLine, ProgressRow, format_duration, format_n
 from megaenc.finetune.job import FinetuneJob, RunProgress
 
 # Start and length of each stage as fractions of a run: a rule of thumb for the time left.
-_STAGES = {"loading": (0.0, 0.05), "training": (0.05, 0.65), "validation": (0.7, 0.15), "test": (0.85, 0.15)}
+_STAGES = {
+    "loading": (0.0, 0.05),
+    "training": (0.05, 0.65),
+    "validation": (0.7, 0.15),
+    "test": (0.85, 0.15),
+}
 
 
 def estimate_completion(progress: RunProgress) -> float:
@@ -28,18 +33,27 @@ class GridProgress(ProgressLine):
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}
         self._stage_starts = {stage: self._stage_starts.get(stage, now) for stage in stages}
-        done = finished + failed + sum(estimate_completion(progress) for progress in running.values())
-        words = f"grid: {finished:,} of {self.total:,} finished" + (f", {failed:,} failed" if failed else "")
+        done = (
+            finished + failed + sum(estimate_completion(progress) for progress in running.values())
+        )
+        words = f"grid: {finished:,} of {self.total:,} finished" + (
+            f", {failed:,} failed" if failed else ""
+        )
         rows = {None: ProgressRow(words, done, self.total, "".join(self.time_left(now)))}
         rows |= {
-            job: _format_row(job, progress, now - self._stage_starts[job, progress.stage]) for job, progress in running.items()
+            job: _format_row(job, progress, now - self._stage_starts[job, progress.stage])
+            for job, progress in running.items()
         }
         first = ""
         if running:
             job, progress = next(iter(running.items()))
             percent = f" {100 * progress.done / progress.total:.0f} %" if progress.total else ""
             first = f" ({job.name}: {progress.stage}{percent})"
-        counts = {"finished": finished, **({"failed": failed} if failed else {}), "running": len(running)}
+        counts = {
+            "finished": finished,
+            **({"failed": failed} if failed else {}),
+            "running": len(running),
+        }
         self.update(done, description=f"grid{first}", rows=rows, **counts)
 
 
@@ -47,6 +61,10 @@ def _format_row(job: FinetuneJob, progress: RunProgress, seconds: float) -> Prog
     """Build the display row of a run that has spent `seconds` in its stage."""
     parts = []
     if progress.total and 0 < progress.done < progress.total and seconds:
-        parts.append(f"{format_duration((progress.total - progress.done) * seconds / progress.done)} left")
+        parts.append(
+            f"{format_duration((progress.total - progress.done) * seconds / progress.done)} left"
+        )
     parts += [f"{name} {format_number(value)}" for name, value in progress.fields.items()]
-    return ProgressRow(job.name, progress.done, progress.total or None, "  ".join(parts), progress.stage)
+    return ProgressRow(
+        job.name, progress.done, progress.total or None, "  ".join(parts), progress.stage
+    )

@@ -43,19 +43,30 @@ class SlurmTask:
 
 
 def submit_jobs(
-    jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmConfig, local: LocalExecution, output: str
+    jobs: Sequence[FinetuneJob],
+    run_function: str,
+    settings: SlurmConfig,
+    local: LocalExecution,
+    output: str,
 ) -> list[Any]:
     """Submit `jobs` to Slurm as one array and print its ids; return submitit's job of each task. InputError if it fails."""
     if not jobs:
         print_rank_0("nothing to submit")
         return []
     size = settings.jobs_per_task
-    tasks = [SlurmTask(tuple(jobs[at : at + size]), run_function, local) for at in range(0, len(jobs), size)]
+    tasks = [
+        SlurmTask(tuple(jobs[at : at + size]), run_function, local)
+        for at in range(0, len(jobs), size)
+    ]
     logs = Path(output, ".slurm")
-    submitted = submit_tasks(tasks, logs, "megaenc-finetune", settings, settings.build_submitit_parameters())
+    submitted = submit_tasks(
+        tasks, logs, "megaenc-finetune", settings, settings.build_submitit_parameters()
+    )
     ids = [job.job_id for job in submitted]
     id_range = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
-    print_rank_0(f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; logs: {logs}")
+    print_rank_0(
+        f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; logs: {logs}"
+    )
     print_rank_0(
         f"`squeue --me` lists them, `megaenc finetune summary {output}` prints finished results; run the same command again to "
         "submit missing ones"

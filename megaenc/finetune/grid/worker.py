@@ -63,7 +63,9 @@ class JobOutcome:
 def start_fork_server(run_function: str) -> ForkServerContext:
     """Start the fork server, which imports the module of `run_function`, unless it runs; return the fork context."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megaenc.finetune.grid.fork_preload", __name__, run_function.partition(":")[0], "__main__"])
+    context.set_forkserver_preload(
+        ["megaenc.finetune.grid.fork_preload", __name__, run_function.partition(":")[0], "__main__"]
+    )
     with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
         multiprocessing.forkserver.ensure_running()
     return context
@@ -85,19 +87,31 @@ class ForkedRun(ChildProcess):
     """Child process, forked from the fork server, that attempts a job; holds the job, environment and latest progress."""
 
     def __init__(
-        self, context: ForkServerContext, run_function: str, job: FinetuneJob, environment: dict[str, str], *, retry_failed: bool
+        self,
+        context: ForkServerContext,
+        run_function: str,
+        job: FinetuneJob,
+        environment: dict[str, str],
+        *,
+        retry_failed: bool,
     ) -> None:
         """Start the process with `environment` added to its own; `retry_failed`: repeat a job with a failed.json."""
         self.job = job
         self.environment = environment
         self.progress = RunProgress("loading")
         self.connection, child_connection = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_child, args=(run_function, job, environment, retry_failed, child_connection))
+        self.process = context.Process(
+            target=_run_child, args=(run_function, job, environment, retry_failed, child_connection)
+        )
         try:
-            with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):  # a killed fork server is started again
+            with set_child_environment(
+                python_environment() | _SERVER_ENVIRONMENT
+            ):  # a killed fork server is started again
                 self.process.start()
         except ConnectionError:  # it was killed at this moment
-            raise InputError("the fork server of the grid was killed; run the same command again to resume") from None
+            raise InputError(
+                "the fork server of the grid was killed; run the same command again to resume"
+            ) from None
         child_connection.close()
         self.last_message_time = time.monotonic()
         self._outcome: JobOutcome | None = None
@@ -134,7 +148,12 @@ class ForkedRun(ChildProcess):
             return None
         log_lines: list[str] = []
         with contextlib.suppress(OSError):  # without a log
-            log_lines = log_path(self.job).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            log_lines = (
+                log_path(self.job)
+                .read_text(encoding="utf-8", errors="replace")
+                .strip()
+                .splitlines()
+            )
         return JobOutcome("crashed", reason, "\n".join(log_lines[-_LOG_TAIL_LINES:]))
 
     def take_messages(self) -> list[str]:
@@ -165,7 +184,11 @@ def log_path(job: FinetuneJob) -> Path:
 
 
 def _run_child(
-    run_function: str, job: FinetuneJob, environment: dict[str, str], retry_failed: bool, connection: Connection
+    run_function: str,
+    job: FinetuneJob,
+    environment: dict[str, str],
+    retry_failed: bool,
+    connection: Connection,
 ) -> None:
     """Attempt the job in the child process and send its outcome through `connection`."""
     from megaenc.finetune.grid import fork_preload
@@ -180,16 +203,22 @@ def _run_child(
             connection.send(JobOutcome("refused", " ".join(str(error).split())))
 
 
-def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connection: Connection) -> JobOutcome:
+def _attempt_job(
+    run_function: str, job: FinetuneJob, retry_failed: bool, connection: Connection
+) -> JobOutcome:
     """Run the job under its lock, unless it is done already, with output redirected to its log; return the outcome."""
     with try_lock_run(job) as is_locked:
         if not is_locked:
             return JobOutcome("busy")
-        pending, failed = select_remaining_work(job, retry_failed=retry_failed)  # another grid may have run it meanwhile
+        pending, failed = select_remaining_work(
+            job, retry_failed=retry_failed
+        )  # another grid may have run it meanwhile
         if pending is None:
             return _build_outcome(failed)
         if compute_model_stamp(job.model.location) != job.fingerprints.model_stamp:
-            raise InputError(f"{job.model.location}: has changed since the grid began; run the same command again")
+            raise InputError(
+                f"{job.model.location}: has changed since the grid began; run the same command again"
+            )
         result_files.remove_partial_files(pending)
         log = log_path(pending)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +229,9 @@ def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connec
         module, _, function = run_function.partition(":")
         try:
             with capture_messages(connection.send):
-                getattr(importlib.import_module(module), function)(pending, _throttle_progress(connection))
+                getattr(importlib.import_module(module), function)(
+                    pending, _throttle_progress(connection)
+                )
         except InputError:
             log.unlink(missing_ok=True)  # the message says all
             raise
@@ -218,7 +249,11 @@ def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connec
 
 def _build_outcome(failed: Path | None) -> JobOutcome:
     """Return the outcome of a completed job: finished, or failed as explained in the file `failed`."""
-    return JobOutcome("finished") if failed is None else JobOutcome("failed", f"failed; {failed} says why")
+    return (
+        JobOutcome("finished")
+        if failed is None
+        else JobOutcome("failed", f"failed; {failed} says why")
+    )
 
 
 def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
@@ -238,6 +273,8 @@ def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
 def wait_for_messages(workers: Sequence[ForkedRun], seconds: float) -> None:
     """Wait up to `seconds` until one of `workers` has sent a message or ended; without workers, sleep for `seconds`."""
     if workers:
-        multiprocessing.connection.wait([source for worker in workers for source in worker.wait_handles], timeout=seconds)
+        multiprocessing.connection.wait(
+            [source for worker in workers for source in worker.wait_handles], timeout=seconds
+        )
     else:
         time.sleep(seconds)

@@ -20,7 +20,9 @@ from megaenc.hf.model import find_position_offset
 AttentionDirection = Literal["bidirectional", "causal"]
 
 # torch 2.11 detects grouped heads itself; later versions require the keyword.
-_GQA_OPTIONS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA_OPTIONS = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 _ATTENTION_NAME = "megaenc_packed"
 """Name of packed attention in transformers. As no mask function has this name, models build no mask."""
 _ACTIVE_PACK: ContextVar[tuple["Backbone", "PackedTexts"]] = ContextVar("reading")
@@ -46,14 +48,18 @@ class PackedTexts:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Return int32[texts + 1]: the start offset of each text in `tokens`, followed by T, the number of all tokens."""
-        return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device)
+        return torch.tensor(
+            np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device
+        )
 
 
 def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
     """Return `texts` (int[tokens] each) as PackedTexts on `device`; ValueError if one is empty or not shortest first."""
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
-        raise ValueError("found no text or an empty one, expected at least one token in each, and the shortest text first")
+        raise ValueError(
+            "found no text or an empty one, expected at least one token in each, and the shortest text first"
+        )
     tokens = torch.from_numpy(np.concatenate(texts).astype(np.int64))
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     return PackedTexts(tokens.to(device), tuple(lengths), position_ids.to(device))
@@ -98,7 +104,9 @@ class Backbone(nn.Module):
         """Maximum length of a text in tokens."""
         self.sliding_windows: set[int] = set()
         """Sizes of the sliding windows that the layers have passed to packed attention."""
-        self.has_wide_window = not self._is_gemma3 and any(getattr(module, "is_causal", False) for module in model.modules())
+        self.has_wide_window = not self._is_gemma3 and any(
+            getattr(module, "is_causal", False) for module in model.modules()
+        )
         """True if a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
         `is_causal: false`. Encoders pass a window that is one too large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
@@ -115,10 +123,18 @@ class Backbone(nn.Module):
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
-            return torch.cat([self._forward_padded(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
+            return torch.cat(
+                [
+                    self._forward_padded(*shape, positions=True)
+                    for shape in zip(rows, shapes, strict=True)
+                ]
+            )
         before = _ACTIVE_PACK.set((self, packed))
         try:
-            out = self.model(input_ids=packed.tokens[None], position_ids=packed.position_ids[None] + self.position_offset)
+            out = self.model(
+                input_ids=packed.tokens[None],
+                position_ids=packed.position_ids[None] + self.position_offset,
+            )
         finally:
             _ACTIVE_PACK.reset(before)
         return out.last_hidden_state[0]
@@ -131,13 +147,17 @@ class Backbone(nn.Module):
         """Compute the states of one right-padded batch, [T, hidden_size]; `positions`: pass position ids to the model."""
         columns = torch.arange(lengths[-1], device=tokens.device)
         attention_mask = columns < torch.tensor(lengths, device=tokens.device)[:, None]
-        ids = torch.full(attention_mask.shape, self._padding, device=tokens.device).masked_scatter(attention_mask, tokens)
-        position_arguments = (
-            {"position_ids": (columns + self.position_offset).expand_as(ids)} if positions and self.accepts_position_ids else {}
+        ids = torch.full(attention_mask.shape, self._padding, device=tokens.device).masked_scatter(
+            attention_mask, tokens
         )
-        return self.model(input_ids=ids, attention_mask=attention_mask.long(), **position_arguments).last_hidden_state[
-            attention_mask
-        ]
+        position_arguments = (
+            {"position_ids": (columns + self.position_offset).expand_as(ids)}
+            if positions and self.accepts_position_ids
+            else {}
+        )
+        return self.model(
+            input_ids=ids, attention_mask=attention_mask.long(), **position_arguments
+        ).last_hidden_state[attention_mask]
 
     def set_packed(self, packed: bool) -> None:
         """Switch to this project's packed attention (True), or to the model's own attention on padded batches (False)."""
@@ -187,8 +207,17 @@ def packed_attention_forward(
     bias, softcap, sinks, a cache, an attention mask, a batch of more than one row, or cross-attention.
     """
     backbone, packed = _ACTIVE_PACK.get()
-    unsupported = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]
-    if unsupported or attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+    unsupported = [
+        name
+        for name in ("position_bias", "softcap", "s_aux", "cache")
+        if others.get(name) is not None
+    ]
+    if (
+        unsupported
+        or attention_mask is not None
+        or query.shape[0] != 1
+        or query.shape[2] != key.shape[2]
+    ):
         raise NotImplementedError(
             f"packed attention: found {unsupported or 'another mask or shape'}, expected plain self-attention"
         )
@@ -199,11 +228,18 @@ def packed_attention_forward(
         before = sliding_window if backbone.has_wide_window and not causal else sliding_window - 1
     reach = (before, 0 if causal else before)  # visible tokens before and after a token; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
-    if backbone.use_varlen_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
+    if (
+        backbone.use_varlen_kernel
+        and query.is_cuda
+        and query.dtype != torch.float32
+        and not dropout
+    ):
         # The kernel supports only 16-bit numbers on a GPU and no dropout.
         ends = packed.cu_seqlens
         longest = packed.lengths[-1]
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS)
+        out = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS
+        )
     else:
         out = _sdpa_by_length(q, k, v, packed, reach, scaling, dropout)
     return out.unsqueeze(0), None
@@ -213,7 +249,13 @@ AttentionInterface.register(_ATTENTION_NAME, packed_attention_forward)
 
 
 def _sdpa_by_length(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedTexts, reach: tuple[int, int], scaling: float | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedTexts,
+    reach: tuple[int, int],
+    scaling: float | None,
+    dropout: float,
 ) -> Tensor:
     """Compute attention with torch's SDPA, one batch per text length, on views without padding; [T, heads, dim].
 
@@ -223,13 +265,23 @@ def _sdpa_by_length(
     before, after = reach
     sizes = [texts * length for texts, length in packed.length_groups]
     parts = []
-    for (texts, length), *states in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        q_, k_, v_ = (x.unflatten(0, (texts, length)).transpose(1, 2) for x in states)  # [texts, heads, length, dim]
+    for (texts, length), *states in zip(
+        packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True
+    ):
+        q_, k_, v_ = (
+            x.unflatten(0, (texts, length)).transpose(1, 2) for x in states
+        )  # [texts, heads, length, dim]
         mask = None  # or bool[length, length]: the visible keys (columns) of each query
         if 0 <= before < length - 1:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(-before).tril(after)
+            mask = (
+                torch.ones(length, length, dtype=torch.bool, device=q.device)
+                .triu(-before)
+                .tril(after)
+            )
         causal = mask is None and after == 0 and length > 1
         grouped = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(q_, k_, v_, mask, dropout, causal, scale=scaling, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q_, k_, v_, mask, dropout, causal, scale=scaling, enable_gqa=grouped
+        )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

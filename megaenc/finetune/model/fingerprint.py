@@ -16,7 +16,12 @@ FINGERPRINT_FILE = ".fingerprints.json"
 """Name of the file in the results folder that caches fingerprints of weights."""
 _REQUIRED_FILES = ("config.json", "*.safetensors", "tokenizer.json")
 _MODEL_FILES = ("config.json", "*.safetensors")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 _COMPUTED_DIGESTS: dict[str, str] = {}
 """Fingerprints computed by this process, by file key (see `_compute_file_key`)."""
 
@@ -47,12 +52,19 @@ def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
     if not new:
         return [known[mark] for mark in marks]
-    sizes = {mark: sum(file.stat().st_size for file in _list_files(Path(folder), _MODEL_FILES)) for mark, folder in new.items()}
+    sizes = {
+        mark: sum(file.stat().st_size for file in _list_files(Path(folder), _MODEL_FILES))
+        for mark, folder in new.items()
+    }
     before = 0
-    with ProgressLine("reading the models' weights once", total=sum(sizes.values()), closing=False) as line:
+    with ProgressLine(
+        "reading the models' weights once", total=sum(sizes.values()), closing=False
+    ) as line:
         for mark, folder in new.items():
             line.update(before, model=Path(folder).name)
-            known[mark] = _hash_files(Path(folder), _MODEL_FILES, lambda done, before=before: line.update(before + done))
+            known[mark] = _hash_files(
+                Path(folder), _MODEL_FILES, lambda done, before=before: line.update(before + done)
+            )
             before += sizes[mark]
             if _compute_file_key(folder) == mark:
                 _COMPUTED_DIGESTS[mark] = known[mark]
@@ -70,21 +82,31 @@ def save_fingerprints(results: str) -> None:
 def _read_fingerprint_file(results: str) -> dict[str, str]:
     """Read cached fingerprints by file key; empty without a readable file."""
     return {
-        mark: digest for mark, digest in read_json_or_empty(Path(results, FINGERPRINT_FILE)).items() if isinstance(digest, str)
+        mark: digest
+        for mark, digest in read_json_or_empty(Path(results, FINGERPRINT_FILE)).items()
+        if isinstance(digest, str)
     }
 
 
 def _compute_file_key(folder: str) -> str:
     """Return a SHA-256 of paths, inodes, sizes and times of a model's files; unlike mtime, ctime cannot be set."""
     files = [(path, path.stat()) for path in _list_files(Path(folder), _MODEL_FILES)]
-    about = [(str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files]
+    about = [
+        (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for path, stat in files
+    ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def compute_model_stamp(folder: str) -> str:
     """Return a SHA-256 of names, sizes and mtimes of a model's and its tokenizer's files, without reading their contents."""
-    files = [(path.name, path.stat()) for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))]
-    return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
+    files = [
+        (path.name, path.stat())
+        for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))
+    ]
+    return hashlib.sha256(
+        str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()
+    ).hexdigest()
 
 
 def compute_tokenizer_fingerprint(folder: str) -> str:
@@ -97,7 +119,9 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _hash_files(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
+def _hash_files(
+    folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None
+) -> str:
     """Return the SHA-256 of names and contents of the files that match `patterns`; `progress` receives the bytes read."""
     digest = hashlib.sha256()
     done = 0

@@ -9,7 +9,9 @@ from megaenc.finetune.model.backbone import PackedTexts
 
 
 def backward_by_packs(
-    packs: Sequence[PackedTexts], embed: Callable[[PackedTexts], Tensor], compute_loss: Callable[[Tensor], Tensor]
+    packs: Sequence[PackedTexts],
+    embed: Callable[[PackedTexts], Tensor],
+    compute_loss: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Backpropagate a loss of the embeddings of all `packs`, with the graph of one pack in memory; return the detached loss.
 
@@ -24,7 +26,9 @@ def backward_by_packs(
     embedded = [first.detach()]
     with torch.no_grad():
         for packed in packs[1:]:
-            random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))
+            random_states.append(
+                (torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None)
+            )
             embedded.append(embed(packed))
     vectors = torch.cat(embedded).requires_grad_()
     loss = compute_loss(vectors)

@@ -66,7 +66,9 @@ def load_with_native_head(
     base = model.base_model
     head = NativeHead(model, has_pooler_weights=has_pooler_weights).to(device)
     head.reset_parameters()
-    return _build_backbone(base, folder, attention, device, dtype, lambda backbone, texts: check(backbone, head, texts)), head
+    return _build_backbone(
+        base, folder, attention, device, dtype, lambda backbone, texts: check(backbone, head, texts)
+    ), head
 
 
 def _build_backbone(
@@ -130,8 +132,14 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
     options = {}
     prefix = ""
     if family == TaskFamily.IR:
-        if kind is None or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
-            raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
+        if (
+            kind is None
+            or config.is_encoder_decoder
+            or not hasattr(config, "max_position_embeddings")
+        ):
+            raise InputError(
+                f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text"
+            )
         if "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
             options["add_pooling_layer"] = False  # unused, and few folders have its weights
     else:
@@ -141,12 +149,18 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
             )
         set_labels(config, labels)
         prefix = f"{kind.base_model_prefix}."
-    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model", **options)
-    missing = sorted(name for name in report["missing_keys"] if name.startswith(prefix) and "pooler" not in name)
+    model, report = load_model(
+        hf, config, kind, f"the weights of a {config.model_type} model", **options
+    )
+    missing = sorted(
+        name for name in report["missing_keys"] if name.startswith(prefix) and "pooler" not in name
+    )
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         problem = f"{len(missing)} weights are missing ({some})"
-        raise InputError(f"--model {folder}: {problem}, expected those of a {config.model_type} model")
+        raise InputError(
+            f"--model {folder}: {problem}, expected those of a {config.model_type} model"
+        )
     return model, not any("pooler" in name for name in report["missing_keys"])
 
 
@@ -155,22 +169,30 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
     try:
         probe = AttentionProbe(backbone)
         own_direction = probe.detect_direction(backbone.compute_padded_states)
-    except Exception as error:  # a config.json that a model can be built from may still fail in any way
+    except (
+        Exception
+    ) as error:  # a config.json that a model can be built from may still fail in any way
         raise InputError(
             f"--model {folder}: the model computes no states: {first_error_line(error)}; check its config.json"
         ) from None
     if backbone.attention is None:
         if own_direction is None:
-            raise InputError(f"--model {folder}: its own attention is neither bidirectional nor causal; choose one, --attention")
+            raise InputError(
+                f"--model {folder}: its own attention is neither bidirectional nor causal; choose one, --attention"
+            )
         backbone.attention = own_direction
     problem = (
-        "its own attention is neither bidirectional nor causal" if own_direction is None else probe.enable_packing(own_direction)
+        "its own attention is neither bidirectional nor causal"
+        if own_direction is None
+        else probe.enable_packing(own_direction)
     )
     if problem is None:
         return
     backbone.set_direction(backbone.attention)
     direction = probe.detect_direction(backbone.compute_states)
-    if direction != backbone.attention or probe.is_different(backbone.compute_states, backbone.compute_padded_states):
+    if direction != backbone.attention or probe.is_different(
+        backbone.compute_states, backbone.compute_padded_states
+    ):
         raise InputError(
             f"--model {folder}: found {direction or 'another'} attention in {backbone.model.config.model_type}, "
             f"expected a model that supports {backbone.attention} attention (packing is impossible: {problem}); try --attention"
@@ -184,16 +206,29 @@ class AttentionProbe:
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
         config = backbone.model.config
-        special = {getattr(config, f"{role}_token_id", None) for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk")}
-        self._usable = np.array([token for token in range(min(config.vocab_size, 1000)) if token not in special])
+        special = {
+            getattr(config, f"{role}_token_id", None)
+            for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk")
+        }
+        self._usable = np.array(
+            [token for token in range(min(config.vocab_size, 1000)) if token not in special]
+        )
         # Shorter than a sliding window, which would hide further tokens.
-        self._length = min(6, backbone.context_length - 1, getattr(config, "sliding_window", None) or 6)
+        self._length = min(
+            6, backbone.context_length - 1, getattr(config, "sliding_window", None) or 6
+        )
 
     def detect_direction(self, read: Callable[[PackedTexts], Tensor]) -> AttentionDirection | None:
         """Return "bidirectional" or "causal", the attention of `read` (packed texts to states), or None if it is neither."""
         moved = self._compute_influence(read)
         every = torch.ones_like(moved)
-        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
+        return (
+            "bidirectional"
+            if torch.equal(moved, every)
+            else "causal"
+            if torch.equal(moved, every.triu())
+            else None
+        )
 
     def compute_states(self) -> Tensor:
         """Return the backbone's states of fixed random texts of several lengths, float32[T, hidden_size]."""
@@ -206,7 +241,9 @@ class AttentionProbe:
             if _is_different(self.compute_states(), reference, _TOLERANCE_16_BIT):
                 return "computes other states"
             # Weak dependencies vanish in 16 bits, so only forbidden ones are tested.
-            leaks_ahead = backbone.attention == "causal" and bool(self._compute_influence(backbone.compute_states).tril(-1).any())
+            leaks_ahead = backbone.attention == "causal" and bool(
+                self._compute_influence(backbone.compute_states).tril(-1).any()
+            )
             return (
                 "sees what the direction or another text hides"
                 if leaks_ahead or (backbone.is_packed and self._are_texts_mixed())
@@ -220,9 +257,13 @@ class AttentionProbe:
         size = self._length
         text = self._draw_texts(size)[0]
         changed = np.tile(text, (size, 1))
-        np.fill_diagonal(changed, self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)])
+        np.fill_diagonal(
+            changed, self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)]
+        )
         # A longer text is added, so that padded batches have padding.
-        states = read(pack_texts([text, *changed, *self._draw_texts(size + 1)], self.backbone.device))
+        states = read(
+            pack_texts([text, *changed, *self._draw_texts(size + 1)], self.backbone.device)
+        )
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
         return (states[1:] - states[0]).abs().amax(-1) > _MIN_INFLUENCE * states.abs().max()
 
@@ -246,9 +287,13 @@ class AttentionProbe:
             backbone.set_packed(True)
             for direction in (own_direction, target):
                 backbone.attention = direction
-                backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))  # collects the sliding windows
+                backbone.compute_states(
+                    pack_texts(self._draw_texts(1, 2), backbone.device)
+                )  # collects the sliding windows
                 states[direction] = backbone.compute_states(self.pack_probe_texts())
-            wrong = self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
+            wrong = (
+                self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
+            )
         except Exception as error:  # an unknown model may fail in any way
             return f"{kind} fails: {first_error_line(error)}"
         finally:
@@ -261,7 +306,9 @@ class AttentionProbe:
                 backbone.set_direction(direction)
                 if self.detect_direction(backbone.compute_padded_states) != direction:
                     continue  # transformers does not support this direction, so there is no reference
-            if _is_different(states[direction], backbone.compute_padded_states(self.pack_probe_texts())):
+            if _is_different(
+                states[direction], backbone.compute_padded_states(self.pack_probe_texts())
+            ):
                 return f"{kind} computes other states packed"
         backbone.set_packed(True)
         return None
@@ -278,8 +325,13 @@ class AttentionProbe:
     def pack_probe_texts(self) -> PackedTexts:
         """Return packed random texts of several lengths, some longer than each sliding window."""
         context = self.backbone.context_length
-        beyond = sorted(min(window + 8, context) for window in self.backbone.sliding_windows if window < context)
-        return pack_texts(self._draw_texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond), self.backbone.device)
+        beyond = sorted(
+            min(window + 8, context) for window in self.backbone.sliding_windows if window < context
+        )
+        return pack_texts(
+            self._draw_texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond),
+            self.backbone.device,
+        )
 
     def _draw_texts(self, *lengths: int) -> list[np.ndarray]:
         """Draw random texts of these lengths, int64[length] each, always the same."""

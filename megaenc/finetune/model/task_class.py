@@ -51,7 +51,9 @@ class _GivenStates(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Return `states`, float[B, L, hidden_size], as the output of a base model."""
         pooled = self.pooler(self.states) if self.pooler is not None else None
-        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states, pooler_output=pooled)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=self.states, pooler_output=pooled
+        )
 
 
 class NativeHead(nn.Module):
@@ -70,7 +72,9 @@ class NativeHead(nn.Module):
         setattr(task_model, prefix, _GivenStates(pooler))
         self.model = task_model
         self._new_modules = [
-            module for module in task_model.modules() if not (has_pooler_weights and pooler and module in [*pooler.modules()])
+            module
+            for module in task_model.modules()
+            if not (has_pooler_weights and pooler and module in [*pooler.modules()])
         ]
 
     @property
@@ -94,7 +98,10 @@ class NativeHead(nn.Module):
         padded[mask] = states.to(dtype)
         self.base.states = padded
         try:
-            logits = self.model(input_ids=pad_tokens(packed, self.model.config.pad_token_id), attention_mask=mask.long()).logits
+            logits = self.model(
+                input_ids=pad_tokens(packed, self.model.config.pad_token_id),
+                attention_mask=mask.long(),
+            ).logits
         finally:
             self.base.states = None
         return (logits if logits.dim() == 2 else logits[mask]).float()
@@ -109,7 +116,9 @@ def build_padding_mask(packed: PackedTexts) -> Tensor:
 def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
     """Return the token ids of packed texts right-padded with the id `padding` (None: 0), int64[texts, longest]."""
     mask = build_padding_mask(packed)
-    return torch.full(mask.shape, padding or 0, device=mask.device).masked_scatter(mask, packed.tokens)
+    return torch.full(mask.shape, padding or 0, device=mask.device).masked_scatter(
+        mask, packed.tokens
+    )
 
 
 @torch.no_grad()
@@ -126,7 +135,9 @@ def build_hf_model(
     `padding`: the tokenizer's padding id, for a config without one; `pooling`: of a linear head. Raises InputError if
     transformers has no class for the family, or none that can represent a linear head.
     """
-    config = copy.deepcopy(head.model.config if isinstance(head, NativeHead) else backbone.model.config)
+    config = copy.deepcopy(
+        head.model.config if isinstance(head, NativeHead) else backbone.model.config
+    )
     config._attn_implementation = None  # transformers selects its best one
     for name in ("is_causal", "use_bidirectional_attention"):
         if hasattr(backbone.model.config, name):
@@ -135,14 +146,21 @@ def build_hf_model(
         config.pad_token_id = padding
     kind = find_task_class(config, family)
     if kind is None:
-        raise InputError(f"--save-model: transformers has no class of {config.model_type} for {family}; expected another model")
-    weights = {name: tensor.detach().float().cpu() for name, tensor in backbone.model.state_dict().items()}
+        raise InputError(
+            f"--save-model: transformers has no class of {config.model_type} for {family}; expected another model"
+        )
+    weights = {
+        name: tensor.detach().float().cpu() for name, tensor in backbone.model.state_dict().items()
+    }
     if family != TaskFamily.IR:
         set_labels(config, labels)
         prefix = kind.base_model_prefix
         weights = {f"{prefix}.{name}": tensor for name, tensor in weights.items()}
         if isinstance(head, NativeHead):
-            weights |= {name: tensor.detach().float().cpu() for name, tensor in head.model.state_dict().items()}
+            weights |= {
+                name: tensor.detach().float().cpu()
+                for name, tensor in head.model.state_dict().items()
+            }
         else:
             weights |= _express_linear_head(head, config, kind, family, pooling)
     model, report = kind.from_pretrained(
@@ -154,20 +172,30 @@ def build_hf_model(
         trust_remote_code=False,
         output_loading_info=True,
     )
-    missing = [name for name in report["missing_keys"] if family != TaskFamily.IR or "pooler" not in name]
+    missing = [
+        name for name in report["missing_keys"] if family != TaskFamily.IR or "pooler" not in name
+    ]
     if missing:
-        raise InputError(f"--save-model: {kind.__name__} has weights that a linear head lacks ({missing[0]}); {USE_NATIVE}")
+        raise InputError(
+            f"--save-model: {kind.__name__} has weights that a linear head lacks ({missing[0]}); {USE_NATIVE}"
+        )
     return model.eval()
 
 
-def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskFamily, pooling: str) -> dict[str, Tensor]:
+def _express_linear_head(
+    head: nn.Linear, config: Any, kind: type, family: TaskFamily, pooling: str
+) -> dict[str, Tensor]:
     """Return the head's weights of class `kind`, by name, that compute the linear `head`; sets `config` if needed.
 
     Raises InputError if the class cannot compute it.
     """
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
-    own = [name for name, _ in empty.named_parameters() if not name.startswith(f"{kind.base_model_prefix}.")]
+    own = [
+        name
+        for name, _ in empty.named_parameters()
+        if not name.startswith(f"{kind.base_model_prefix}.")
+    ]
     weight = head.weight.detach().float().cpu()
     bias = head.bias.detach().float().cpu()
     labels, hidden_size = weight.shape
@@ -178,7 +206,9 @@ def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskF
     if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:
         # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
         if pooling not in _EUROBERT_POOLING:
-            raise InputError(f"--save-model: {kind.__name__} has no --pooling {pooling}; expected mean or cls")
+            raise InputError(
+                f"--save-model: {kind.__name__} has no --pooling {pooling}; expected mean or cls"
+            )
         config.classifier_pooling = _EUROBERT_POOLING[pooling]
         filler = hidden_size - 2 * labels
         eye = torch.eye(labels)
@@ -188,19 +218,25 @@ def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskF
             "classifier.weight": torch.cat([eye, -eye, eye.new_zeros(labels, filler)], dim=1),
             "classifier.bias": torch.zeros(labels),
         }
-    raise InputError(f"--save-model: {kind.__name__} has no linear head ({', '.join(sorted(modules))}); {USE_NATIVE}")
+    raise InputError(
+        f"--save-model: {kind.__name__} has no linear head ({', '.join(sorted(modules))}); {USE_NATIVE}"
+    )
 
 
 @torch.no_grad()
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
     """Return the logits (without a head: states) of a transformers model on packed texts, float32[texts or T, size]."""
     mask = build_padding_mask(packed)
-    output = model(input_ids=pad_tokens(packed, model.config.pad_token_id), attention_mask=mask.long())
+    output = model(
+        input_ids=pad_tokens(packed, model.config.pad_token_id), attention_mask=mask.long()
+    )
     values = output.logits if "logits" in output else output.last_hidden_state
     return (values if values.dim() == 2 else values[mask]).float()
 
 
-def check_same_outputs(model: Any, packed: PackedTexts, compute: Callable[[], Tensor], flag: str, advice: str) -> None:
+def check_same_outputs(
+    model: Any, packed: PackedTexts, compute: Callable[[], Tensor], flag: str, advice: str
+) -> None:
     """Raise InputError unless the transformers model has the run's outputs on `packed`, of `compute`, up to float32 rounding.
 
     The error begins with `flag` and ends with `advice`.

@@ -87,7 +87,10 @@ class ScoreCell:
 
     def runs_at_rate(self, rate: float) -> list[Result]:
         """Return the finished runs (those with test scores) of learning rate `rate`, sorted by seed."""
-        return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
+        return sorted(
+            (run for run in self.runs if run.learning_rate == rate and run.test is not None),
+            key=lambda run: run.seed,
+        )
 
     @property
     def complete_rates(self) -> tuple[float, ...]:
@@ -103,7 +106,8 @@ class ScoreCell:
     def chosen_rate(self) -> float | None:
         """Return the complete rate with the best mean validation score, the lower of equals; None if no rate is complete."""
         means = {
-            rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates
+            rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean
+            for rate in self.complete_rates
         }
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
@@ -127,10 +131,13 @@ class ScoreCell:
             seeds = {run.seed for run in self.runs if run.learning_rate == rate}
             if missing := tuple(seed for seed in self.seeds if seed not in seeds):
                 chosen, other = (
-                    {run.seed: run.validation.score for run in self.runs_at_rate(one)} for one in (chosen_rate, rate)
+                    {run.seed: run.validation.score for run in self.runs_at_rate(one)}
+                    for one in (chosen_rate, rate)
                 )
                 leads = [other[seed] - chosen[seed] for seed in other.keys() & chosen.keys()]
-                incomplete.append(IncompleteRate(rate, missing, math.fsum(leads) / len(leads) if leads else None))
+                incomplete.append(
+                    IncompleteRate(rate, missing, math.fsum(leads) / len(leads) if leads else None)
+                )
         return tuple(incomplete)
 
 
@@ -140,7 +147,9 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
     Results outside `grid` are dropped. By default the grid of a data set is all rates and seeds of any model on it.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
+    rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(
+        lambda: (set(), set())
+    )
     for result in results:
         if grid is None or (result.learning_rate in grid.rates and result.seed in grid.seeds):
             place = (result.family, result.dataset, result.train_on)
@@ -148,9 +157,13 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
             rates_and_seeds[place][0].add(result.learning_rate)
             rates_and_seeds[place][1].add(result.seed)
     grids = {
-        place: grid or GridSpec(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in rates_and_seeds.items()
+        place: grid or GridSpec(tuple(sorted(rates)), tuple(sorted(seeds)))
+        for place, (rates, seeds) in rates_and_seeds.items()
     }
-    return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in runs_by_cell.items()]
+    return [
+        ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds)
+        for key, runs in runs_by_cell.items()
+    ]
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
@@ -164,7 +177,12 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
         groups[cell.train_on if is_repeated else ""].append(cell)
     averages = []
     for group in groups.values():
-        of_study = [cell for name in STUDY_DATASETS.get(family, ()) for cell in group if cell.dataset == name]
+        of_study = [
+            cell
+            for name in STUDY_DATASETS.get(family, ())
+            for cell in group
+            if cell.dataset == name
+        ]
         averages.append(of_study if len(of_study) == 3 else group)
     return [group for group in averages if len(group) > 1]
 
@@ -174,7 +192,9 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
     return len({cell.dataset for cell in members}) < len(members)
 
 
-def average_by_seed(members: Sequence[ScoreCell], metric: str = PAPER_SCORE) -> dict[int, float] | None:
+def average_by_seed(
+    members: Sequence[ScoreCell], metric: str = PAPER_SCORE
+) -> dict[int, float] | None:
     """Return by seed the cells' mean of a metric, each at its chosen rate.
 
     None if the seeds of the cells differ, or if a number is missing.
@@ -182,7 +202,10 @@ def average_by_seed(members: Sequence[ScoreCell], metric: str = PAPER_SCORE) -> 
     by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None
-    return {seed: math.fsum(seed_scores[seed] for seed_scores in by_set) / len(by_set) for seed in by_set[0]}
+    return {
+        seed: math.fsum(seed_scores[seed] for seed_scores in by_set) / len(by_set)
+        for seed in by_set[0]
+    }
 
 
 @dataclass(frozen=True)
@@ -198,11 +221,20 @@ class RateSensitivity:
 
     def count_near_best(self, within: float = 0.01) -> int:
         """Return the number of learning rates whose mean score is at most `within` (0.01: one point) below the best."""
-        return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
+        return sum(
+            max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values()
+        )
 
 
-def compute_sensitivity(scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
+def compute_sensitivity(
+    scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]
+) -> RateSensitivity | None:
     """Return the RateSensitivity of `scores` (by rate and seed), with the rates that have all `seeds`; None without one."""
-    complete = {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)}
-    means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in complete.items()}
+    complete = {
+        rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)
+    }
+    means = {
+        rate: compute_interval([of_seeds[seed] for seed in seeds]).mean
+        for rate, of_seeds in complete.items()
+    }
     return RateSensitivity(means) if means else None

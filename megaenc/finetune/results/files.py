@@ -39,16 +39,26 @@ TIMING = "timing.json"
 KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
 """Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with protocol and scores."""
 
-_RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
+_RUN_FOLDER = re.compile(
+    r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)"
+)
 # Values that a run replaces by one that fits the model and the machine.
 _AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
 # Values of fields that older files lack; fields with these values are not written.
-_LATER_DEFAULTS = {"head": "linear", "eval_interval": 0, "best_checkpoint": False, "early_stopping": 0, "pooling": "mean"}
+_LATER_DEFAULTS = {
+    "head": "linear",
+    "eval_interval": 0,
+    "best_checkpoint": False,
+    "early_stopping": 0,
+    "pooling": "mean",
+}
 _LATER_DEFAULTS |= {"special_tokens": "", "add_bos": None, "add_eos": None}
 _MISSING = object()
 _MAX_RESULT_BYTES = 2 << 30  # a results.json holds the scores of each example
 # Much faster than parsing. Inside a string, the quotes of the keys would be escaped.
-_SCORE_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
+_SCORE_LISTS = re.compile(
+    rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})'
+)
 # Test scores of constant predictions, to detect collapse in published results.
 _CONSTANT_PREDICTION_SCORES = {
     "sst2": ("constant prediction", 428 / 872, 444 / 872),
@@ -56,7 +66,9 @@ _CONSTANT_PREDICTION_SCORES = {
     "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
     "squad_v2": ("never answers", 5945 / 11873),
 }
-_UNSEEDED_TEST_SETS = ("nq",)  # the study drew the validation and test halves anew in each evaluation
+_UNSEEDED_TEST_SETS = (
+    "nq",
+)  # the study drew the validation and test halves anew in each evaluation
 
 
 _ADVICE = "remove the file"
@@ -147,10 +159,19 @@ class Result:
 
 def job_folder(job: FinetuneJob, dataset: str) -> Path:
     """Return the folder of the results of `job` on `dataset`: OUTPUT/MODEL/FAMILY/DATASET/RUN, RUN like lr2e-05_sd0."""
-    return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
+    return run_folder(
+        Path(job.output, job.model.name),
+        job.family,
+        dataset,
+        job.train_on,
+        job.learning_rate,
+        job.seed,
+    )
 
 
-def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
+def run_folder(
+    tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int
+) -> Path:
     """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0, for IR TRAINSET_lr2e-05_sd0; `tree`: its model's folder."""
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
@@ -179,10 +200,15 @@ def write_result(job: FinetuneJob, result: DatasetResult) -> None:
     """Write results.json and timing.json of `job` on a data set; drop failed.json."""
     place = job_folder(job, result.dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in result.seconds.items()})
-    values = _build_identity(job, result.dataset, result.protocol) | {"steps": result.steps, "trained": result.trained}
+    values = _build_identity(job, result.dataset, result.protocol) | {
+        "steps": result.steps,
+        "trained": result.trained,
+    }
     values |= {name: dataclasses.asdict(split) for name, split in result.scores.items()}
     if result.evaluations:
-        values["evaluations"] = [{"step": step, "score": score} for step, score in result.evaluations]
+        values["evaluations"] = [
+            {"step": step, "score": score} for step, score in result.evaluations
+        ]
         values["best_step"] = result.best_step
     _write_json(place / RESULTS, values)
     (place / FAILED).unlink(missing_ok=True)
@@ -205,7 +231,9 @@ def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) ->
         "learning_rate": job.learning_rate,
         "seed": job.seed,
         "protocol": {
-            name: value for name, value in dataclasses.asdict(protocol).items() if _LATER_DEFAULTS.get(name, _MISSING) != value
+            name: value
+            for name, value in dataclasses.asdict(protocol).items()
+            if _LATER_DEFAULTS.get(name, _MISSING) != value
         },
         "fingerprints": job.fingerprints.for_dataset(dataset),
     }
@@ -217,7 +245,11 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     for key, value in values.items():
         dump = functools.partial(json.dumps, allow_nan=False)
         is_split = key in ("validation", "test")
-        fields[key] = _format_object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
+        fields[key] = (
+            _format_object({name: dump(part) for name, part in value.items()}, "  ")
+            if is_split
+            else dump(value)
+        )
     create_parent_dir(path, "--output")
     atomic_write(path, _format_object(fields, "") + "\n")
 
@@ -231,7 +263,9 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 def remove_partial_files(job: FinetuneJob) -> None:
     """Delete temporary files of killed runs from the job's result folders; call only with the run's lock."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
-        for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL):
+        for file in find_stale_temp_files(
+            path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL
+        ):
             remove_path(file)
 
 
@@ -241,9 +275,13 @@ def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "faile
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
             continue
-        for field, recorded_value, value in _compare_with_file(values, job.protocol, job.fingerprints.for_dataset(dataset)):
+        for field, recorded_value, value in _compare_with_file(
+            values, job.protocol, job.fingerprints.for_dataset(dataset)
+        ):
             if "." not in field:
-                raise InputError(f"{path}: field `{field}`: missing, so the run cannot be resumed; choose another --output")
+                raise InputError(
+                    f"{path}: field `{field}`: missing, so the run cannot be resumed; choose another --output"
+                )
             recorded = "none" if recorded_value is _MISSING else repr(recorded_value)
             advice = "use the recorded value"
             if field == "protocol.special_tokens":
@@ -265,18 +303,24 @@ def _format_special_tokens(protocol: Mapping[str, Any]) -> str:
     return f"{begin} {end}"
 
 
-def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
+def find_protocol_difference(
+    file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]
+) -> str | None:
     """Return the first protocol or fingerprint value that differs in a result file, as text; None if none, or unreadable.
 
     None also if the file is unreadable or lacks them. Only its start is read.
     """
     try:
         with open(file, "rb") as stream:
-            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')  # starts after some 1,200 bytes
+            head, scores, _ = stream.read(8192).partition(
+                b',\n  "validation"'
+            )  # starts after some 1,200 bytes
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
-    for field, recorded, value in _compare_with_file(values, protocol, fingerprints) if isinstance(values, dict) else ():
+    for field, recorded, value in (
+        _compare_with_file(values, protocol, fingerprints) if isinstance(values, dict) else ()
+    ):
         section, _, name = field.partition(".")
         if name and recorded is not _MISSING:
             length = 12 if section == "fingerprints" else None
@@ -288,7 +332,10 @@ def _compare_with_file(
     values: dict[str, Any], protocol: FinetuneConfig, fingerprints: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, recorded value or _MISSING, expected value) of each difference; field is like `protocol.batch_size`."""
-    for section, expected in (("protocol", dataclasses.asdict(protocol)), ("fingerprints", fingerprints)):
+    for section, expected in (
+        ("protocol", dataclasses.asdict(protocol)),
+        ("fingerprints", fingerprints),
+    ):
         recorded = values.get(section)
         if not isinstance(recorded, dict):
             yield section, _MISSING, expected
@@ -307,11 +354,17 @@ def read_result_tree(root: str | Path) -> list[Result]:
     results: dict[tuple, Result] = {}
     for path in _iterate_run_folders(Path(root)):
         if (result := read_result(path)) is not None:
-            first = results.setdefault((path.parent, result.train_on, result.learning_rate, result.seed), result)
+            first = results.setdefault(
+                (path.parent, result.train_on, result.learning_rate, result.seed), result
+            )
             if first is not result:
-                raise InputError(f"{path}: the same run as {first.path.name}; expected one of them, remove the other")
+                raise InputError(
+                    f"{path}: the same run as {first.path.name}; expected one of them, remove the other"
+                )
     if not results:
-        raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
+        raise InputError(
+            f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it"
+        )
     return list(results.values())
 
 
@@ -319,14 +372,18 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
     """Yield the folders `levels` below `path` (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
     try:
         with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+            names = sorted(
+                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
+            )
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise InputError(f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8") from None
+            raise InputError(
+                f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8"
+            ) from None
         if levels == 1:
             yield path / name
         elif levels != 3 or name in list(TaskFamily):
@@ -359,7 +416,10 @@ def read_result(path: Path) -> Result | None:
             test=_build_split(dataset, "test", checked["test"]),
             evaluations=evaluations,
             best_step=checked.get("best_step", 0),
-            scores_only=all(isinstance(part, dict) and part.keys() <= {"score", "scores_i"} for part in values.values()),
+            scores_only=all(
+                isinstance(part, dict) and part.keys() <= {"score", "scores_i"}
+                for part in values.values()
+            ),
         )
     file = path / FAILED
     values = read_fields(file)
@@ -376,7 +436,9 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
+        raise InputError(
+            f"{path}: not JSON ({error}), expected what a run wrote there; remove it"
+        ) from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected an object; remove it")
     return values
@@ -417,7 +479,9 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
     try:
         test = parse_json(_read_bytes(path))["test"]
         mean = test["score"] if metric is None else test["metrics"][metric]
-        listed = test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
+        listed = (
+            test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
+        )
         numbers = [float(number) for number in listed or ()]
         if not all(-1e100 <= number <= 1e100 for number in numbers):  # with more cannot be computed
             raise ValueError("found a score of an example that is no number")
@@ -425,7 +489,9 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
+        raise InputError(
+            f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it"
+        ) from None
 
 
 def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
@@ -433,12 +499,18 @@ def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
     for name, value in metrics.items():
         low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
         if not low - _ROUNDING <= value <= high + _ROUNDING:
-            raise InputError(f"{place}{name}`: found {value}, expected a number from {low:g} to {high:g}; {_ADVICE}")
+            raise InputError(
+                f"{place}{name}`: found {value}, expected a number from {low:g} to {high:g}; {_ADVICE}"
+            )
 
 
 def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:
     """Build the scores of `validation` or `test` from checked fields."""
-    collapsed = split["collapsed"] if "collapsed" in split else _detect_collapse(dataset, split["score"], name, split)
+    collapsed = (
+        split["collapsed"]
+        if "collapsed" in split
+        else _detect_collapse(dataset, split["score"], name, split)
+    )
     return SplitScores(
         score=split["score"],
         metrics=split.get("metrics") or {},
@@ -452,7 +524,9 @@ def _detect_collapse(dataset: str, score: float, name: str, split: Mapping[str, 
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
     why, *scores = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))
-    return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
+    return (
+        why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
+    )
 
 
 def _join_lines(text: str) -> str:

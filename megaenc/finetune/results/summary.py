@@ -98,7 +98,9 @@ class GridSummary:
     def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
         """Return the row's data set, as `DATASET after TRAINSET` if a set was evaluated after several trainings."""
         is_repeated = (row.model, row.family) in self.repeated_families
-        return f"{row.dataset} after {row.train_on}" if is_repeated and row.train_on else row.dataset
+        return (
+            f"{row.dataset} after {row.train_on}" if is_repeated and row.train_on else row.dataset
+        )
 
     @property
     def learning_rates(self) -> list[float]:
@@ -106,20 +108,26 @@ class GridSummary:
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
-def build_summary(results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal") -> GridSummary:
+def build_summary(
+    results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal"
+) -> GridSummary:
     """Return the GridSummary of `results`, by family, model and data set; `metrics`: "paper", "standard" or "both"."""
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
     for cell in aggregate.group_cells(results):
         by_model[TaskFamily(cell.family), cell.model].append(cell)
     collapsed = [result for result in results if result.test is not None and result.test.collapsed]
-    summary = GridSummary([], [], collapsed, [result for result in results if result.failure is not None], set())
+    summary = GridSummary(
+        [], [], collapsed, [result for result in results if result.failure is not None], set()
+    )
     for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
         members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
         if aggregate.has_repeated_datasets(members):
             summary.repeated_families.add((model, str(family)))
         for over in [*([cell] for cell in members), *aggregate.group_for_averages(family, members)]:
-            summary.rows.extend(_build_row(over, metric, kind) for metric in _select_metrics(over, metrics))
+            summary.rows.extend(
+                _build_row(over, metric, kind) for metric in _select_metrics(over, metrics)
+            )
         summary.rates.extend(row for cell in members if (row := _build_rate_row(cell)) is not None)
     return summary
 
@@ -128,8 +136,14 @@ def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[s
     """Return the metrics of --metrics that every finished run of `members` has."""
     metrics = [] if metrics_option == "standard" else [PAPER_SCORE]
     if metrics_option != "paper":
-        finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
-        metrics += [name for name in (finished[0] if finished else ()) if all(name in of_run for of_run in finished)]
+        finished = [
+            run.test.metrics for cell in members for run in cell.runs if run.test is not None
+        ]
+        metrics += [
+            name
+            for name in (finished[0] if finished else ())
+            if all(name in of_run for of_run in finished)
+        ]
     return metrics
 
 
@@ -153,7 +167,10 @@ def _build_row(members: Sequence[ScoreCell], metric: str, kind: IntervalKind) ->
         mean = 100 * interval.mean
         half = None if math.isnan(interval.half) else 100 * interval.half
     # Every run on a data set has the same baseline.
-    bases = [next((run.test.baseline.get(metric) for run in cell.runs if run.test is not None), None) for cell in members]
+    bases = [
+        next((run.test.baseline.get(metric) for run in cell.runs if run.test is not None), None)
+        for cell in members
+    ]
     return SummaryRow(
         model=first.model,
         family=first.family,
@@ -178,7 +195,14 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
     if sensitivity is None:
         return RateRow(*cell_key, None, {}, math.nan, 0, incomplete) if incomplete else None
     means = {rate: 100 * mean for rate, mean in sensitivity.means.items()}
-    return RateRow(*cell_key, cell.chosen_rate, means, 100 * sensitivity.spread, sensitivity.count_near_best(), incomplete)
+    return RateRow(
+        *cell_key,
+        cell.chosen_rate,
+        means,
+        100 * sensitivity.spread,
+        sensitivity.count_near_best(),
+        incomplete,
+    )
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
@@ -196,7 +220,9 @@ def build_tables(summary: GridSummary) -> list[Any]:
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
         names = ("model", "data set", "metric")
         numbers = ("mean (half)", *compared, "rate", "runs")
-        table = tables.build_rich_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
+        table = tables.build_rich_table(
+            f"{family}, percent on test, 95 % interval over seeds", names, numbers
+        )
         before: tuple[str, str] = ("", "")
         for row in rows:
             place = summary.format_dataset(row)
@@ -216,15 +242,24 @@ def build_tables(summary: GridSummary) -> list[Any]:
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
         table = tables.build_rich_table(
-            title, ("model", "data set"), (*map(format_learning_rate, summary.learning_rates), "spread", "near")
+            title,
+            ("model", "data set"),
+            (*map(format_learning_rate, summary.learning_rates), "spread", "near"),
         )
         model = ""
         for row in summary.rates:
-            means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
+            means = {
+                rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()
+            }
             means |= dict.fromkeys(row.incomplete, "x")
             numbers_by_rate = [means.get(rate, "") for rate in summary.learning_rates]
             ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
-            table.add_row(row.model if row.model != model else "", summary.format_dataset(row), *numbers_by_rate, *ends)
+            table.add_row(
+                row.model if row.model != model else "",
+                summary.format_dataset(row),
+                *numbers_by_rate,
+                *ends,
+            )
             model = row.model
         rendered_tables.append(table)
     return rendered_tables
@@ -246,10 +281,16 @@ def format_notes(summary: GridSummary) -> list[str]:
     for kind, result, why in _iterate_unusable_runs(
         summary
     ):  # failures differ in their step, so they are grouped without the reason
-        groups[kind, result.model, summary.format_dataset(result), why if kind == "collapsed" else ""].append((result, why))
+        groups[
+            kind, result.model, summary.format_dataset(result), why if kind == "collapsed" else ""
+        ].append((result, why))
     lines = []
     for (kind, model, place, _), runs in groups.items():
-        run_list = ", ".join(dict.fromkeys(f"{format_learning_rate(run.learning_rate)} sd{run.seed}" for run, _ in runs))
+        run_list = ", ".join(
+            dict.fromkeys(
+                f"{format_learning_rate(run.learning_rate)} sd{run.seed}" for run, _ in runs
+            )
+        )
         lines.append(" ".join(f"{kind}: {model} {place}: {runs[0][1]}: {run_list}".split()))
     return lines
 
@@ -257,30 +298,68 @@ def format_notes(summary: GridSummary) -> list[str]:
 def format_summary(summary: GridSummary, suffix: str) -> str:
     """Return the text of a file of the summary, by `suffix`: JSON (.json), CSV of the scores (.csv), or Markdown tables."""
     if suffix == ".json":
-        values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
+        values: dict[str, list] = {
+            "rows": [vars(row) for row in summary.rows],
+            "rates": [],
+            "collapsed": [],
+            "failed": [],
+        }
         for row in summary.rates:
             means = {format_learning_rate(rate): mean for rate, mean in row.means.items()}
-            values["rates"].append(vars(row) | {"means": means, "spread": None if math.isnan(row.spread) else row.spread})
+            values["rates"].append(
+                vars(row)
+                | {"means": means, "spread": None if math.isnan(row.spread) else row.spread}
+            )
         for kind, result, why in _iterate_unusable_runs(summary):
             names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
             values[kind].append({name: getattr(result, name) for name in names} | {"why": why})
         return json.dumps(values, indent=1) + "\n"
     if suffix == ".csv":
-        return tables.format_csv([SummaryRow.__dataclass_fields__, *(vars(row).values() for row in summary.rows)])
+        return tables.format_csv(
+            [SummaryRow.__dataclass_fields__, *(vars(row).values() for row in summary.rows)]
+        )
     scores = []
     for row in summary.rows:
         names = [row.model, row.family, row.dataset, row.train_on, row.metric]
-        numbers = [format_interval(row.mean, row.half), format_interval(row.baseline), _format_rate(row), row.runs]
+        numbers = [
+            format_interval(row.mean, row.half),
+            format_interval(row.baseline),
+            _format_rate(row),
+            row.runs,
+        ]
         scores.append([*names, *numbers, row.collapsed])
     rates = []
     for row in summary.rates:
-        means = ", ".join(f"{format_learning_rate(rate)}: {mean:.2f}" for rate, mean in row.means.items())
+        means = ", ".join(
+            f"{format_learning_rate(rate)}: {mean:.2f}" for rate, mean in row.means.items()
+        )
         ends = [f"{row.spread:.2f}", f"{row.near_best} of {len(row.means)}"]
         rates.append([row.model, summary.format_dataset(row), means, *ends])
-    score_names = ["model", "family", "data set", "trained on", "metric", "mean (half)", "baseline", "rate", "runs", "collapsed"]
-    rate_names = ["model", "data set", "mean by learning rate", "spread", "within a point of the best"]
+    score_names = [
+        "model",
+        "family",
+        "data set",
+        "trained on",
+        "metric",
+        "mean (half)",
+        "baseline",
+        "rate",
+        "runs",
+        "collapsed",
+    ]
+    rate_names = [
+        "model",
+        "data set",
+        "mean by learning rate",
+        "spread",
+        "within a point of the best",
+    ]
     notes = "\n".join(f"- {escape_markdown(line)}" for line in format_notes(summary))
-    parts = [tables.format_markdown(score_names, (), scores), tables.format_markdown(rate_names, (), rates), notes]
+    parts = [
+        tables.format_markdown(score_names, (), scores),
+        tables.format_markdown(rate_names, (), rates),
+        notes,
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -288,13 +367,21 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune summary`: print score and learning-rate tables of a results folder; write them to --output."""
     silence_libraries()
-    settings = flags.parse(GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__)
+    settings = flags.parse(
+        GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__
+    )
     output = Path(settings.output)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
-        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+        raise InputError(
+            f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md"
+        )
     if settings.output:
         check_output_file(output, "--output")
-    with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
+    with (
+        create_parent_with_rollback(output, "--output")
+        if settings.output
+        else contextlib.nullcontext()
+    ):
         results = read_result_tree(settings.results)
         if settings.output:
             refuse_input(output, "--output", [result.path for result in results])
@@ -307,9 +394,15 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     for line in format_notes(summary):
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
-        print_rank_0("! marks a mean over a collapsed run, whose predictions are worthless whatever its score")
-    if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in results):
+        print_rank_0(
+            "! marks a mean over a collapsed run, whose predictions are worthless whatever its score"
+        )
+    if settings.metrics == "standard" and not any(
+        run.test is not None and run.test.metrics for run in results
+    ):
         print_rank_0("these files hold only the paper's scores; use --metrics paper")
-    print_rank_0(f"{len(results) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
+    print_rank_0(
+        f"{len(results) - len(summary.failed):,} results, {len(summary.failed):,} failed runs"
+    )
     if settings.output:
         print_rank_0(f"written: {settings.output}")

@@ -8,7 +8,8 @@ from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
 
 TASKS: dict[TaskFamily, type[FinetuneTask]] = {
-    task.family: task for task in (Classification, TokenClassification, QuestionAnswering, RetrievalTask)
+    task.family: task
+    for task in (Classification, TokenClassification, QuestionAnswering, RetrievalTask)
 }
 
 __all__ = ["TASKS", "FinetuneTask", "NonFinitePredictionError", "Scores", "TaskModel"]

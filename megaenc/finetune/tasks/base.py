@@ -44,9 +44,18 @@ class Scores(SplitScores):
         metrics: dict[str, float] | None = None,
     ) -> Self:
         """Return Scores: `score` is the mean of `scores_i`, `metrics` defaults to the means of `metrics_i`."""
-        by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
+        by_example = {
+            name: [float(value) for value in values] for name, values in metrics_i.items()
+        }
         metrics = metrics or {name: float(np.mean(values)) for name, values in metrics_i.items()}
-        return cls(float(np.mean(scores_i)), metrics, collapsed, baseline, [float(score) for score in scores_i], by_example)
+        return cls(
+            float(np.mean(scores_i)),
+            metrics,
+            collapsed,
+            baseline,
+            [float(score) for score in scores_i],
+            by_example,
+        )
 
 
 class NonFinitePredictionError(ArithmeticError):
@@ -139,9 +148,13 @@ class FinetuneTask(ABC):
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
-            outputs = self.compute_outputs(model, pack_texts(data.gather_rows(rows[part]), model.device))
+            outputs = self.compute_outputs(
+                model, pack_texts(data.gather_rows(rows[part]), model.device)
+            )
             targets = torch.from_numpy(self.get_targets(data, rows[part])).to(outputs.device)
-            loss = cross_entropy(outputs, targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
+            loss = (
+                cross_entropy(outputs, targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
+            )
             loss.backward()
             total += loss.detach()
         return total.item()
@@ -152,7 +165,13 @@ class FinetuneTask(ABC):
 
     @torch.inference_mode()
     def predict(
-        self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
+        self,
+        model: TaskModel,
+        data: TokenizedTexts,
+        rows: np.ndarray,
+        *,
+        before: int = 0,
+        after: int = 0,
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (indices into `rows`, outputs) per forward pass in eval mode; NonFinitePredictionError at NaN or inf.
 
@@ -161,16 +180,24 @@ class FinetuneTask(ABC):
         model.eval()
         done = before
         for part in self.split_into_forwards(data.lengths[rows]):
-            outputs = self.compute_outputs(model, pack_texts(data.gather_rows(rows[part]), model.device))
+            outputs = self.compute_outputs(
+                model, pack_texts(data.gather_rows(rows[part]), model.device)
+            )
             if not bool(torch.isfinite(outputs).all()):
                 raise NonFinitePredictionError("a prediction of the model is NaN or inf")
             yield part, outputs
             self.progress(done := done + len(part), before + len(rows) + after)
 
-    def predict_texts(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
+    def predict_texts(
+        self, model: TaskModel, data: TokenizedTexts
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (index of the text, its token logits, float32[tokens, labels]) of every text in `data`, shortest first."""
         for rows, outputs in self.predict(model, data, np.arange(len(data))):
-            yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
+            yield from zip(
+                rows,
+                np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]),
+                strict=True,
+            )
 
     def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
         """Return "constant prediction LABEL" if all predictions are one label although gold labels differ, else None."""

@@ -37,7 +37,9 @@ class Classification(FinetuneTask):
         """Return the number of texts of each class, int64[labels]."""
         return np.bincount(data.columns["labels"], minlength=self.output_count)
 
-    def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
+    def evaluate(
+        self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]
+    ) -> Scores:
         """Return the Scores of the model on a split: accuracy, Matthews; baseline: the split's most frequent class."""
         gold = data.columns["labels"]
         predicted = np.zeros(len(data), dtype=np.int64)
@@ -50,7 +52,10 @@ class Classification(FinetuneTask):
             {"accuracy": right},
             collapsed=self.describe_constant_prediction(predicted, gold),
             baseline={"score": majority, "accuracy": majority, "matthews_correlation": 0.0},
-            metrics={"accuracy": float(right.mean()), "matthews_correlation": matthews_correlation(gold, predicted)},
+            metrics={
+                "accuracy": float(right.mean()),
+                "matthews_correlation": matthews_correlation(gold, predicted),
+            },
         )
 
 

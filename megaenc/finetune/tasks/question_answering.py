@@ -41,7 +41,9 @@ class QuestionAnswering(FinetuneTask):
         (0, 0) outside it; `inside`, int64[N], 1 within the first answer, else 0.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
-        contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
+        contexts = dict.fromkeys(
+            example.context for example in examples
+        )  # a paragraph has several questions
         contexts = dict(zip(contexts, encoder.encode_with_offsets(list(contexts)), strict=True))
         first = len(encoder.special_tokens.before)
         rows = []
@@ -51,11 +53,17 @@ class QuestionAnswering(FinetuneTask):
         inside = []
         truncated = 0
         questions_cut = 0
-        for example, (prefix, _) in zip(examples, encoder.encode_with_offsets(prefixes), strict=True):
+        for example, (prefix, _) in zip(
+            examples, encoder.encode_with_offsets(prefixes), strict=True
+        ):
             tokens, characters = contexts[example.context]
             start = first + min(len(prefix), encoder.max_text_tokens)
             end = first + min(len(prefix) + len(tokens), encoder.max_text_tokens)
-            gold = start + _find_answer_tokens(example, characters) if example.answers else np.zeros(2, np.int64)
+            gold = (
+                start + _find_answer_tokens(example, characters)
+                if example.answers
+                else np.zeros(2, np.int64)
+            )
             truncated += len(prefix) + len(tokens) > encoder.max_text_tokens
             questions_cut += len(prefix) > encoder.max_text_tokens
             row = encoder.add_special_tokens(np.concatenate([prefix, tokens]))
@@ -86,7 +94,9 @@ class QuestionAnswering(FinetuneTask):
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
         """Return Scores: position F1 as score; exact match, word F1 of extracted answers; baseline: never answering."""
         # Answer sub-tokens that were cut off get positions after the row's end.
-        bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
+        bounds = zip(
+            data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True
+        )
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
         overlap = np.zeros(len(data))
         answers = [""] * len(data)
@@ -96,7 +106,10 @@ class QuestionAnswering(FinetuneTask):
             answers[row] = extract_answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
         metrics, never = (
-            {name: list(map(metric, golds, predictions)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
+            {
+                name: list(map(metric, golds, predictions))
+                for name, metric in (("exact_match", exact_match), ("f1", token_f1))
+            }
             for predictions in (answers, [""] * len(golds))
         )
         baseline = {"score": float(np.mean([position_f1(gold, ()) for gold in positions]))}
@@ -131,7 +144,11 @@ def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
     """
     gold_positions = set(gold) or {0}
     predicted_positions = set(predicted) or {0}
-    return 2 * len(gold_positions & predicted_positions) / (len(gold_positions) + len(predicted_positions))
+    return (
+        2
+        * len(gold_positions & predicted_positions)
+        / (len(gold_positions) + len(predicted_positions))
+    )
 
 
 def normalize_answer(answer: str) -> str:
@@ -141,7 +158,10 @@ def normalize_answer(answer: str) -> str:
 
 def exact_match(golds: Sequence[str], predicted: str) -> float:
     """Return 1.0 if the normalized prediction equals a gold answer, or is empty and there is none, else 0.0 (SQuAD v2)."""
-    return float(normalize_answer(predicted) in [normalize_answer(gold) for gold in _filter_gold_answers(golds)])
+    return float(
+        normalize_answer(predicted)
+        in [normalize_answer(gold) for gold in _filter_gold_answers(golds)]
+    )
 
 
 def token_f1(golds: Sequence[str], predicted: str) -> float:
@@ -177,5 +197,7 @@ def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
     edges = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)
     if not len(edges):
         return None
-    best = max(range(len(edges)), key=lambda run: (log_odds[edges[run, 0] : edges[run, 1]].mean(), -run))
+    best = max(
+        range(len(edges)), key=lambda run: (log_odds[edges[run, 0] : edges[run, 1]].mean(), -run)
+    )
     return int(edges[best, 0]), int(edges[best, 1])

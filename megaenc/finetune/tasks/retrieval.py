@@ -34,12 +34,20 @@ class RetrievalTask(FinetuneTask):
 
     _document_cache: tuple[TaskModel, bytes, Tensor] | None = None
 
-    def encode(self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
+    def encode(
+        self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder
+    ) -> dict[str, TokenizedTexts]:
         """Return "queries" and "documents" tokenized, by name: of pairs row by row, of a split in the order of its dicts."""
         if isinstance(examples, RetrievalExamples):
-            texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
+            texts = {
+                "queries": list(examples.queries.values()),
+                "documents": list(examples.documents.values()),
+            }
         else:
-            texts = {"queries": [pair.query for pair in examples], "documents": [pair.document for pair in examples]}
+            texts = {
+                "queries": [pair.query for pair in examples],
+                "documents": [pair.document for pair in examples],
+            }
         return {name: encoder.encode(some) for name, some in texts.items()}
 
     def clear_cache(self) -> None:
@@ -54,7 +62,9 @@ class RetrievalTask(FinetuneTask):
         """Return the number of training pairs, one for each tokenized query in `data`."""
         return len(data["queries"])
 
-    def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
+    def backward(
+        self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray
+    ) -> float:
         """Backpropagate the InfoNCE loss of the pairs `rows`, by gradient caching if in several passes; return the loss."""
         self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
@@ -67,21 +77,32 @@ class RetrievalTask(FinetuneTask):
             own = torch.arange(len(queries), device=vectors.device)
             return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
-        return backward_by_packs(packs, lambda packed: self.compute_outputs(model, packed), compute_loss).item()
+        return backward_by_packs(
+            packs, lambda packed: self.compute_outputs(model, packed), compute_loss
+        ).item()
 
-    def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
+    def evaluate(
+        self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples
+    ) -> Scores:
         """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.
 
         Queries without a relevant document are ignored (trec_eval); relevant documents that are not in `examples.documents` count
         as misses. The baseline is the expectation of a random ranking.
         """
-        judged_rows = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
+        judged_rows = np.flatnonzero(
+            [bool(examples.relevant.get(query)) for query in examples.queries]
+        )
         judged = [query for query in examples.queries if examples.relevant.get(query)]
         names = list(examples.documents)
         order = compute_trec_order(names)
         names = [names[at] for at in order]
         row_of = {name: row for row, name in enumerate(names)}
-        values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
+        values: dict[str, list[float]] = {
+            "score": [],
+            "ndcg@10": [],
+            "mrr@10": [],
+            "recall@100": [],
+        }
         spread = 0.0
         documents = self._embed_documents(model, data["documents"], order, queries=len(judged_rows))
         queries = self._embed_texts(model, data["queries"], judged_rows, before=len(order))
@@ -98,9 +119,17 @@ class RetrievalTask(FinetuneTask):
             values["mrr@10"].append(reciprocal_rank(grades))
             values["recall@100"].append(recall(grades, len(grade_of)))
             random_metrics.append(compute_query_baseline(grade_of, examples.documents, own))
-        baseline = {name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values}
-        collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
-        return Scores.from_examples(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
+        baseline = {
+            name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values
+        }
+        collapsed = (
+            "all documents are alike to every query"
+            if spread < _MIN_COSINE_SPREAD and len(names) > 1
+            else None
+        )
+        return Scores.from_examples(
+            values.pop("score"), values, collapsed=collapsed, baseline=baseline
+        )
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Return the embedding of each text of a pack, float32[texts, hidden_size].
@@ -110,16 +139,32 @@ class RetrievalTask(FinetuneTask):
         pool = POOLING_FUNCTIONS[self.protocol.pooling]
         return normalize(pool(model.backbone.compute_states(packed), packed), dim=1)
 
-    def _embed_texts(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
+    def _embed_texts(
+        self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int
+    ) -> Tensor:
         """Embed the texts `rows` of `data` on the model's device, float32[rows, hidden_size], in order."""
         parts, embedded = zip(*self.predict(model, data, rows, **others), strict=True)
-        return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
+        return torch.cat(embedded)[
+            torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)
+        ]
 
-    def _embed_documents(self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int) -> Tensor:
+    def _embed_documents(
+        self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int
+    ) -> Tensor:
         """Embed all documents in `order`; cached until the next `backward`, as both splits have the same documents."""
-        digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
-        if self._document_cache is None or self._document_cache[0] is not model or self._document_cache[1] != digest:
-            self._document_cache = (model, digest, self._embed_texts(model, data, order, after=queries))
+        digest = hashlib.sha256(
+            data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()
+        ).digest()
+        if (
+            self._document_cache is None
+            or self._document_cache[0] is not model
+            or self._document_cache[1] != digest
+        ):
+            self._document_cache = (
+                model,
+                digest,
+                self._embed_texts(model, data, order, after=queries),
+            )
         return self._document_cache[2]
 
 
@@ -205,7 +250,9 @@ def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
     return None if query in grade_of else query
 
 
-def compute_query_baseline(grade_of: Mapping[str, int], documents: Collection[str], own: str | None) -> dict[str, float]:
+def compute_query_baseline(
+    grade_of: Mapping[str, int], documents: Collection[str], own: str | None
+) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
     The document `own` is left out.
@@ -214,11 +261,15 @@ def compute_query_baseline(grade_of: Mapping[str, int], documents: Collection[st
     """
     count = len(documents) - (own in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
-    return compute_random_baseline(max(count, 1), tuple(sorted(grade_of.values())), tuple(sorted(missing)))
+    return compute_random_baseline(
+        max(count, 1), tuple(sorted(grade_of.values())), tuple(sorted(missing))
+    )
 
 
 @lru_cache(maxsize=1 << 16)
-def compute_random_baseline(documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()) -> dict[str, float]:
+def compute_random_baseline(
+    documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()
+) -> dict[str, float]:
     """Return expected score, ndcg@10, mrr@10, recall@100 of random order.
 
     `all_grades`: those of a query's relevant documents; `missing`: those of them that are not among the `documents`.
@@ -241,7 +292,10 @@ def compute_random_baseline(documents: int, all_grades: tuple[int, ...], missing
             break
     return {
         "score": score,
-        "ndcg@10": (sum(all_grades) - sum(missing)) / documents * discounts / _compute_ideal_dcg(all_grades, 10),
+        "ndcg@10": (sum(all_grades) - sum(missing))
+        / documents
+        * discounts
+        / _compute_ideal_dcg(all_grades, 10),
         "mrr@10": first,
         "recall@100": min(100, documents) / documents * relevant / len(all_grades),
     }

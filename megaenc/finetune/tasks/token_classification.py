@@ -41,7 +41,10 @@ class TokenClassification(FinetuneTask):
             words.append(encoder.align_to_row(owners, -1))
             tags.append(np.where(words[-1] < 0, IGNORE_INDEX, np.asarray(example.tags)[words[-1]]))
         return TokenizedTexts.from_rows(
-            rows, truncated, words=concatenate_rows(words, np.int32), tags=concatenate_rows(tags, np.int64)
+            rows,
+            truncated,
+            words=concatenate_rows(words, np.int32),
+            tags=concatenate_rows(tags, np.int64),
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
@@ -56,7 +59,9 @@ class TokenClassification(FinetuneTask):
         _, first = np.unique(np.stack([rows[known], words[known]]), axis=1, return_index=True)
         return np.bincount(data.columns["tags"][known[first]], minlength=self.output_count)
 
-    def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
+    def evaluate(
+        self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]
+    ) -> Scores:
         """Return Scores: mean tag F1 by sentence as score; span F1, precision, recall; baseline: usual tag by word."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
@@ -67,15 +72,25 @@ class TokenClassification(FinetuneTask):
             predicted[row] = majority_vote(words[known], tags, len(examples[row].words), outside)
         gold = [np.array(example.tags) for example in examples]
         by_word, otherwise = self._most_frequent_tags
-        usual = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
+        usual = [
+            np.array([by_word.get(word, otherwise) for word in example.words])
+            for example in examples
+        ]
         labels = self.dataset.labels
-        gold_names, names, usual_names = ([[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual))
+        gold_names, names, usual_names = (
+            [[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual)
+        )
         counts = count_spans(gold_names, names)
-        baseline = {"score": float(tag_f1(gold, usual).mean()), **span_f1(count_spans(gold_names, usual_names))}
+        baseline = {
+            "score": float(tag_f1(gold, usual).mean()),
+            **span_f1(count_spans(gold_names, usual_names)),
+        }
         return Scores.from_examples(
             tag_f1(gold, predicted),
             dict(zip(("spans_right", "spans_predicted", "spans_there"), counts.T, strict=True)),
-            collapsed=self.describe_constant_prediction(np.concatenate(predicted), np.concatenate(gold)),
+            collapsed=self.describe_constant_prediction(
+                np.concatenate(predicted), np.concatenate(gold)
+            ),
             baseline=baseline,
             metrics=span_f1(counts),
         )
@@ -89,7 +104,9 @@ class TokenClassification(FinetuneTask):
             for word, tag in zip(example.words, example.tags, strict=True):
                 tags_of[word][tag] += 1
                 all_tags[tag] += 1
-        return {word: tags.most_common(1)[0][0] for word, tags in tags_of.items()}, all_tags.most_common(1)[0][0]
+        return {
+            word: tags.most_common(1)[0][0] for word, tags in tags_of.items()
+        }, all_tags.most_common(1)[0][0]
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:

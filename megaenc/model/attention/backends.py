@@ -28,7 +28,9 @@ BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
 """Backends from the fastest to the slowest; the last one works everywhere."""
 
 # torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
-_GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA_OPTION = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 _FLASH_MODULES = {4: "flash_attn.cute", 3: "flash_attn_interface", 2: "flash_attn"}
 """Modules of flash-attn's versions in the order in which they are tried. On Hopper 4 has been measured, and 3 has not."""
@@ -66,7 +68,9 @@ def compute_attention(
         return compute_attention(name, q, k, v, packing, scale, window=window)[..., :width]
     if name == "cudnn":
         return attend_padded(q, k, v, packing, scale, window)
-    return _attend_packed(load_flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale, window)
+    return _attend_packed(
+        load_flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale, window
+    )
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -81,7 +85,11 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
         return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
     if name == "flash" and not flash_attn_versions(device):
         versions = _installed_flash_versions()
-        hints = [f"version {version} {reason}" for version in versions if (reason := _unsupported_reason(version, device))]
+        hints = [
+            f"version {version} {reason}"
+            for version in versions
+            if (reason := _unsupported_reason(version, device))
+        ]
         return "; ".join([f"flash-attn{' 2' if hints else ''} is not installed", *hints])
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
@@ -112,7 +120,9 @@ The last tokens of q and k are aligned; `window`: the tokens to each side that a
 def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
     """Compute attention with torch's `varlen_attn`, as a `Kernel`."""
     sides = (window, 0 if causal else window)
-    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=sides, **_GQA_OPTION)
+    return varlen_attn(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=sides, **_GQA_OPTION
+    )
 
 
 def flash_attn_versions(device: torch.device) -> list[int]:
@@ -121,7 +131,11 @@ def flash_attn_versions(device: torch.device) -> list[int]:
     Those are installed, support `device` and are not excluded.
     """
     versions = _installed_flash_versions()
-    return [number for number in versions if number not in _excluded_versions and not _unsupported_reason(number, device)]
+    return [
+        number
+        for number in versions
+        if number not in _excluded_versions and not _unsupported_reason(number, device)
+    ]
 
 
 def exclude_flash_attn(version: int) -> None:
@@ -133,7 +147,11 @@ def exclude_flash_attn(version: int) -> None:
 def is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a Hopper GPU, such as an H100 or H200."""
     # AMD GPUs have other capabilities under the same numbers.
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER
+    return (
+        device.type == "cuda"
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(device) == _HOPPER
+    )
 
 
 def exclude_unmeasured_flash_attn(device: torch.device) -> None:
@@ -160,9 +178,13 @@ def _installed_flash_versions() -> list[int]:
     """Return the installed versions of flash-attn, without importing any."""
     installed = {3: util.find_spec(_FLASH_MODULES[3]) is not None}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        installed[4] = bool(metadata.version(_FLASH_PACKAGES[4]))  # later releases of version 2 hold a `flash_attn.cute`, too
+        installed[4] = bool(
+            metadata.version(_FLASH_PACKAGES[4])
+        )  # later releases of version 2 hold a `flash_attn.cute`, too
     spec = util.find_spec(_FLASH_MODULES[2])
-    installed[2] = spec is not None and spec.origin is not None  # version 4 installs a folder of that name and no module
+    installed[2] = (
+        spec is not None and spec.origin is not None
+    )  # version 4 installs a folder of that name and no module
     return [version for version in _FLASH_MODULES if installed.get(version)]
 
 
@@ -173,56 +195,89 @@ def _unsupported_reason(version: int, device: torch.device) -> str:
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if version == 3:
         return "" if capability == _HOPPER else "needs a Hopper GPU"
-    return "" if capability >= _HOPPER else "needs a Hopper or Blackwell GPU"  # on older ones it has no backward
+    return (
+        "" if capability >= _HOPPER else "needs a Hopper or Blackwell GPU"
+    )  # on older ones it has no backward
 
 
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
     """Return the attention function of the first of flash-attn's versions for `device` as a `Kernel`."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # version 4 keeps what it compiles for later runs
-    function = importlib.import_module(_FLASH_MODULES[flash_attn_versions(device)[0]]).flash_attn_varlen_func
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
+    )  # version 4 keeps what it compiles for later runs
+    function = importlib.import_module(
+        _FLASH_MODULES[flash_attn_versions(device)[0]]
+    ).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
         # The default window hides nothing: (-1, -1), in version 4 (None, None).
-        mask = {"causal": causal} | ({} if window < 0 else {"window_size": (window, 0 if causal else window)})
-        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-        out = function(q=q, k=k, v=v, **lengths, softmax_scale=scale, **mask)  # by keyword: versions differ in the order
-        return out[0] if isinstance(out, tuple) else out  # version 4 and early releases of 3 also return the log-sum-exp
+        mask = {"causal": causal} | (
+            {} if window < 0 else {"window_size": (window, 0 if causal else window)}
+        )
+        lengths = {
+            "cu_seqlens_q": cu_q,
+            "cu_seqlens_k": cu_k,
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_k,
+        }
+        out = function(
+            q=q, k=k, v=v, **lengths, softmax_scale=scale, **mask
+        )  # by keyword: versions differ in the order
+        return (
+            out[0] if isinstance(out, tuple) else out
+        )  # version 4 and early releases of 3 also return the log-sum-exp
 
     return kernel
 
 
 def _attend_packed(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: PackedSequences,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Attend in all documents with one kernel call, or two under prefix attention: within prefixes, and causal for the rest."""
     every = packing.cu_seqlens_kv
     longest = packing.max_seqlen_kv
     kernel = functools.partial(kernel, scale=scale, window=-1 if window is None else window)
     if packing.attention != Attention.PREFIX:
-        return kernel(q, k, v, every, every, longest, longest, causal=packing.attention == Attention.CAUSAL)
+        return kernel(
+            q, k, v, every, every, longest, longest, causal=packing.attention == Attention.CAUSAL
+        )
     rows = packing.prefix_rows
     out = torch.empty_like(q)
     if rows.prefix.numel():
         prefixes = rows.cu_seqlens_prefix
         most = rows.longest_prefix
         inside = (x.index_select(0, rows.prefix) for x in (q, k, v))
-        out = out.index_copy(0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False))
+        out = out.index_copy(
+            0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False)
+        )
     if not rows.suffix.numel():
         return out
     after = q.index_select(0, rows.suffix)
-    after = kernel(after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, causal=True)
+    after = kernel(
+        after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, causal=True
+    )
     return out.index_copy(0, rows.suffix, after)
 
 
-def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
+def _attend_per_document(
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float
+) -> Tensor:
     """Attend with torch's scaled dot product, document by document; works on every device.
 
     Tensors are split and concatenated only once: the gradient of each slice would be a whole pack of zeros.
     """
     spans = packing.spans()
     sizes = [stop - start for start, _, stop in spans]
-    documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)  # [1, heads, length, D]
+    documents = zip(
+        *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True
+    )  # [1, heads, length, D]
     parts = []
     with sdpa_kernels(q.device):
         for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
@@ -233,7 +288,9 @@ def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequenc
             else:
                 first = prefix - start
                 before, after = queries.split([first, stop - prefix], dim=2)
-                parts.append(_scaled_dot_product(before, keys[:, :, :first], values[:, :, :first], scale))
+                parts.append(
+                    _scaled_dot_product(before, keys[:, :, :first], values[:, :, :first], scale)
+                )
                 parts.append(_scaled_dot_product(after, keys, values, scale, causal=True))
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 
@@ -243,8 +300,16 @@ def _scaled_dot_product(q, k, v, scale, causal=False):
     rows = q.size(2)
     columns = k.size(2)
     mask = None
-    if causal and rows < columns:  # torch's own causal mask aligns the first query with the first key
+    if (
+        causal and rows < columns
+    ):  # torch's own causal mask aligns the first query with the first key
         mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=k.size(1) != q.size(1)
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=k.size(1) != q.size(1),
     )

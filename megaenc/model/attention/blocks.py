@@ -26,7 +26,9 @@ def sdpa_kernels(device: torch.device) -> Any:
     return contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS))
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int) -> Tensor:
+def attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int
+) -> Tensor:
     """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
     tokens = len(q)
     block = max(window, _MIN_BLOCK)
@@ -34,14 +36,26 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, 
     padding = count * block - tokens
     key = ("blocks", window)
     if key not in packing.cache:  # once for all layers
-        packing.cache[key] = copy_to_device(torch.from_numpy(_build_mask(packing, tokens, block, window)), q.device)
-    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (count, block)).transpose(1, 2)  # [count, H, block, D]
+        packing.cache[key] = copy_to_device(
+            torch.from_numpy(_build_mask(packing, tokens, block, window)), q.device
+        )
+    queries = (
+        F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (count, block)).transpose(1, 2)
+    )  # [count, H, block, D]
     keys, values = (
-        F.pad(x, (0, 0, 0, 0, window, padding + window)).unfold(0, block + 2 * window, block).transpose(2, 3) for x in (k, v)
+        F.pad(x, (0, 0, 0, 0, window, padding + window))
+        .unfold(0, block + 2 * window, block)
+        .transpose(2, 3)
+        for x in (k, v)
     )  # [count, G, block + 2 window, D]
     with sdpa_kernels(q.device):
         out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=packing.cache[key], scale=scale, enable_gqa=k.size(1) != q.size(1)
+            queries,
+            keys,
+            values,
+            attn_mask=packing.cache[key],
+            scale=scale,
+            enable_gqa=k.size(1) != q.size(1),
         )
     return out.transpose(1, 2).flatten(0, 1)[:tokens]
 
@@ -54,7 +68,9 @@ def _build_mask(packing: PackedSequences, tokens: int, block: int, window: int) 
     blocks = -(-tokens // block)
     query = np.arange(blocks * block, dtype=np.int32).reshape(blocks, block, 1)
     key = np.arange(-window, block + window, dtype=np.int32) + query[:, :1]
-    document = np.full(blocks * block + 2 * window, -1, dtype=np.int32)  # of the keys, from the padding before the first on
+    document = np.full(
+        blocks * block + 2 * window, -1, dtype=np.int32
+    )  # of the keys, from the padding before the first on
     prefix_end = np.zeros(blocks * block, dtype=np.int32)
     for number, (start, prefix, stop) in enumerate(packing.spans()):
         document[window + start : window + stop] = number

@@ -71,7 +71,9 @@ class PackLayout:
     batches: list[DocumentBatch]
 
     @classmethod
-    def from_packed(cls, packing: PackedSequences, heads: int, groups: int, window: int | None) -> "PackLayout":
+    def from_packed(
+        cls, packing: PackedSequences, heads: int, groups: int, window: int | None
+    ) -> "PackLayout":
         """Return the PackLayout of a pack for a number of query heads and key/value groups."""
         source_rows = []
         padding_rows = []
@@ -97,7 +99,12 @@ class PackLayout:
                 padding_rows.append((rows + np.arange(length, size)).ravel())
                 end += size
         rows = (
-            torch.from_numpy(rows) for rows in (np.concatenate(source_rows), layout_rows.ravel(), np.concatenate(padding_rows))
+            torch.from_numpy(rows)
+            for rows in (
+                np.concatenate(source_rows),
+                layout_rows.ravel(),
+                np.concatenate(padding_rows),
+            )
         )
         return cls(groups, heads // groups, *rows, batches)
 
@@ -121,7 +128,9 @@ def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return rows of a contiguous x."""
     if x.size(1) * x.itemsize % 4:
         return x.index_select(0, rows)
-    return x.view(torch.int32).index_select(0, rows).view(x.dtype)  # four times as fast as in bfloat16
+    return (
+        x.view(torch.int32).index_select(0, rows).view(x.dtype)
+    )  # four times as fast as in bfloat16
 
 
 def _split_queries(
@@ -150,7 +159,9 @@ def _split_queries(
         yield QueryBlock((begin, end), (first, stop), masked_from - first, hidden)
 
 
-def _build_mask(begin: int, end: int, length: int, prefix: int, keys: int, window: int | None) -> Tensor:
+def _build_mask(
+    begin: int, end: int, length: int, prefix: int, keys: int, window: int | None
+) -> Tensor:
     """Return bool[end - begin, 1, keys], whether a key is hidden from a query; positions are counted from the first key.
 
     Queries in the padding attend to keys as the document's last token does: a softmax over nothing would be NaN.
@@ -187,7 +198,12 @@ def float32_by_onednn() -> Iterator[None]:
 
 
 def attend_by_products(
-    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: PackedSequences,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
     key = ("onednn", q.size(1), k.size(1), window)
@@ -212,11 +228,15 @@ class _Products:
         for block in batch.blocks:
             queries = slice(*(layout.repeats * end for end in block.queries))
             keys = slice(*block.keys)
-            step = max(1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start)))
+            step = max(
+                1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start))
+            )
             for group in range(0, batch.count * layout.groups, step):
                 yield cls(block, slice(group, group + step), queries, keys)
 
-    def compute_probabilities(self, q: Tensor, k: Tensor, scale: float, is_training: bool) -> tuple[Tensor, Tensor | None]:
+    def compute_probabilities(
+        self, q: Tensor, k: Tensor, scale: float, is_training: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (probabilities [groups, queries, keys] of a batch's q [G, rows, D] and k [G, keys, D], the tensor to save).
 
         The tensor to save for backward is the probabilities, or of blocks with many keys the largest score of each query.
@@ -241,7 +261,9 @@ class _Products:
             return saved
         q = q[self.groups, self.queries]
         k = k[self.groups, self.keys]
-        scores = self._compute_scores(torch.cat([q, (saved / -scale).to(q.dtype)], -1), F.pad(k, (0, 1), value=1.0), scale)
+        scores = self._compute_scores(
+            torch.cat([q, (saved / -scale).to(q.dtype)], -1), F.pad(k, (0, 1), value=1.0), scale
+        )
         return torch.softmax(scores, -1, out=scores)
 
     def _compute_scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -249,7 +271,9 @@ class _Products:
         scores = q.new_empty(q.size(0), q.size(1), k.size(1))
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
         if self.block.masked_from < k.size(1):
-            by_token = scores.view(len(scores), self.block.queries[1] - self.block.queries[0], -1, k.size(1))
+            by_token = scores.view(
+                len(scores), self.block.queries[1] - self.block.queries[0], -1, k.size(1)
+            )
             masked = by_token[..., self.block.masked_from :]
             if self.block.hidden is None:
                 masked.fill_(float("-inf"))
@@ -268,10 +292,18 @@ class _Attention(torch.autograd.Function):
         queries, keys, values = (layout.gather(x) for x in (q, k, v))
         out = torch.empty_like(queries)
         for batch in layout.batches:
-            q_rows, k_rows, v_rows, out_rows = (_view_batch(x, batch, width) for x in (queries, keys, values, out))
+            q_rows, k_rows, v_rows, out_rows = (
+                _view_batch(x, batch, width) for x in (queries, keys, values, out)
+            )
             for part in _Products.of_batch(layout, batch):
-                probabilities, saved = part.compute_probabilities(q_rows, k_rows, scale, is_training)
-                torch.bmm(probabilities, v_rows[part.groups, part.keys], out=out_rows[part.groups, part.queries])
+                probabilities, saved = part.compute_probabilities(
+                    q_rows, k_rows, scale, is_training
+                )
+                torch.bmm(
+                    probabilities,
+                    v_rows[part.groups, part.keys],
+                    out=out_rows[part.groups, part.queries],
+                )
                 if is_training:
                     kept.append(saved)
         if is_training:
@@ -294,14 +326,20 @@ class _Attention(torch.autograd.Function):
         to_q, to_k, to_v = (torch.empty_like(x) for x in (queries, keys, values))
         for batch in layout.batches:
             tensors = (queries, keys, values, upstream, to_q, to_k, to_v)
-            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (_view_batch(x, batch, width) for x in tensors)
+            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (
+                _view_batch(x, batch, width) for x in tensors
+            )
             is_single = len(batch.blocks) == 1
             # Keys of several blocks sum their gradients in float32.
             dk, dv = (x if is_single else torch.zeros(x.shape) for x in (dk_rows, dv_rows))
             for part in _Products.of_batch(layout, batch):
                 probabilities = part.restore_probabilities(next(kept), q_rows, k_rows, scale)
-                q_part, g_part, dq_part = (x[part.groups, part.queries] for x in (q_rows, g_rows, dq_rows))
-                k_part, v_part, dk_part, dv_part = (x[part.groups, part.keys] for x in (k_rows, v_rows, dk, dv))
+                q_part, g_part, dq_part = (
+                    x[part.groups, part.queries] for x in (q_rows, g_rows, dq_rows)
+                )
+                k_part, v_part, dk_part, dv_part = (
+                    x[part.groups, part.keys] for x in (k_rows, v_rows, dk, dv)
+                )
                 scores = torch.bmm(g_part, v_part.mT)
                 torch._softmax_backward_data(scores, probabilities, -1, dtype, grad_input=scores)
                 torch.baddbmm(dq_part, scores, k_part, beta=0, alpha=scale, out=dq_part)
@@ -319,4 +357,6 @@ class _Attention(torch.autograd.Function):
 
 def _view_batch(x: Tensor, batch: DocumentBatch, width: int) -> Tensor:
     """Return the rows [documents * groups, rows, width] of a batch in x of a PackLayout."""
-    return x[batch.start : batch.start + batch.count * batch.size].view(batch.count * x.size(1), -1, width)
+    return x[batch.start : batch.start + batch.count * batch.size].view(
+        batch.count * x.size(1), -1, width
+    )

@@ -29,7 +29,9 @@ class PaddedBatch:
     shape: tuple[int, int]  # B, L
     tokens: int  # N, without padding
     positions: Tensor  # int64[N], of the tokens in the flattened batch [B * L]
-    bias: Tensor | None  # [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask
+    bias: (
+        Tensor | None
+    )  # [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class PaddedBatches:
 
     @classmethod
     def from_packed(
-        cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype, window: int | None = None
+        cls,
+        packing: PackedSequences,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> "PaddedBatches":
         """Return the PaddedBatches of a pack on `device`, with masks in `dtype`, without waiting for the device."""
         spans = np.array(packing.spans())
@@ -54,18 +60,36 @@ class PaddedBatches:
         for length in np.unique(padded_lengths):
             documents = np.flatnonzero(padded_lengths == length)
             rows += [np.arange(start, stop) for start, _, stop in spans[documents]]
-            positions = [row * length + np.arange(lengths[document]) for row, document in enumerate(documents)]
+            positions = [
+                row * length + np.arange(lengths[document])
+                for row, document in enumerate(documents)
+            ]
             count = next_power_of_2(len(documents))
             # Empty rows have one token: a softmax over nothing would be NaN.
             sizes = np.ones((2, count), dtype=np.int64)
             sizes[:, : len(documents)] = lengths[documents], prefixes[documents]
             bias = None
             if packing.attention != Attention.CAUSAL or window is not None:
-                bias = _build_mask(copy_to_device(torch.from_numpy(sizes), device), int(length), dtype, window)
+                bias = _build_mask(
+                    copy_to_device(torch.from_numpy(sizes), device), int(length), dtype, window
+                )
             flat = np.concatenate(positions)
-            batches.append(PaddedBatch((count, int(length)), len(flat), copy_to_device(torch.from_numpy(flat), device), bias))
+            batches.append(
+                PaddedBatch(
+                    (count, int(length)),
+                    len(flat),
+                    copy_to_device(torch.from_numpy(flat), device),
+                    bias,
+                )
+            )
         order = np.concatenate(rows)
-        return cls(*(copy_to_device(torch.from_numpy(array), device) for array in (order, np.argsort(order))), batches)
+        return cls(
+            *(
+                copy_to_device(torch.from_numpy(array), device)
+                for array in (order, np.argsort(order))
+            ),
+            batches,
+        )
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
@@ -88,16 +112,28 @@ def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype, window: int | No
     return bias.masked_fill_(~is_visible, float("-inf"))[:, None]
 
 
-def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None = None) -> Tensor:
+def attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: PackedSequences,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents, by cuDNN on padded batches."""
     key = ("padded", q.dtype, window)
     if key not in packing.cache:  # once for all layers
         packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype, window)
     padded = packing.cache[key]
     sizes = [batch.tokens for batch in padded.batches]
-    sorted_by_length = zip(*(x.index_select(0, padded.order).split(sizes) for x in (q, k, v)), strict=True)
+    sorted_by_length = zip(
+        *(x.index_select(0, padded.order).split(sizes) for x in (q, k, v)), strict=True
+    )
     with cudnn_only():
-        parts = [_attend_batch(batch, *tensors, scale) for batch, tensors in zip(padded.batches, sorted_by_length, strict=True)]
+        parts = [
+            _attend_batch(batch, *tensors, scale)
+            for batch, tensors in zip(padded.batches, sorted_by_length, strict=True)
+        ]
     return torch.cat(parts).index_select(0, padded.inverse_order)
 
 

@@ -43,11 +43,15 @@ class TrialPack:
     @property
     def loud(self) -> Tensor:
         """Return bool[S, 1, 1], True for tokens of every other document, which are scaled to detect leaks from them."""
-        return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[:, None, None]
+        return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[
+            :, None, None
+        ]
 
 
 _ACCELERATOR_PACK = TrialPack((5, 259, 1, 67, 130), (2, 200, 0, 66, 130))
-_CPU_PACK = TrialPack((5, 41, 1, 33, 18), (2, 30, 0, 32, 18))  # CPU kernels have smaller tiles, and the test takes longer
+_CPU_PACK = TrialPack(
+    (5, 41, 1, 33, 18), (2, 30, 0, 32, 18)
+)  # CPU kernels have smaller tiles, and the test takes longer
 _MAX_TRIAL_LENGTH = 2048  # tokens; the formula needs its square on the CPU
 
 
@@ -83,18 +87,34 @@ def check_backend(
             local = "" if window is None else f", {window} tokens to each side,"
             condition = f"under {mask} attention{local} with heads {head_dim} wide"
             try:
-                for label, error in _compare_with_reference(name, pack, inputs, mask, window, device):
+                for label, error in _compare_with_reference(
+                    name, pack, inputs, mask, window, device
+                ):
                     if not error <= tolerance:
-                        failure = "NaN" if math.isnan(error) else f"off by {error:.2g} (tolerance {tolerance:.2g})"
-                        return SelfTestResult(name, True, error, tolerance, f"{label} {failure} {condition}")
+                        failure = (
+                            "NaN"
+                            if math.isnan(error)
+                            else f"off by {error:.2g} (tolerance {tolerance:.2g})"
+                        )
+                        return SelfTestResult(
+                            name, True, error, tolerance, f"{label} {failure} {condition}"
+                        )
                     if error >= worst.error:
                         worst = SelfTestResult(name, True, error, tolerance, "")
             except Exception as error:  # kernels raise errors of many types
-                return SelfTestResult(name, True, None, tolerance, f"{type(error).__name__} {condition}: {format_error(error)}")
+                return SelfTestResult(
+                    name,
+                    True,
+                    None,
+                    tolerance,
+                    f"{type(error).__name__} {condition}: {format_error(error)}",
+                )
     return worst
 
 
-def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[TrialPack, int, int]]:
+def _trial_packs(
+    device: torch.device, heads: int, groups: int, seq_length: int
+) -> Iterator[tuple[TrialPack, int, int]]:
     """Yield (pack, query heads, key/value heads) of each trial; on an accelerator also one as long as the run's packs."""
     if device.type == "cpu":
         yield _CPU_PACK, heads, groups
@@ -105,12 +125,18 @@ def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int)
         yield TrialPack((7, 33, longest), (3, 0, longest // 3)), heads // groups, 1
 
 
-def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[tuple[Attention, int | None]]) -> str:
+def _check_mask_memory(
+    packs: int, seq_length: int, dtype: torch.dtype, masks: list[tuple[Attention, int | None]]
+) -> str:
     """Return an error message if the masks of padded documents take too much memory, else an empty string."""
-    needing_mask = [mask for mask, window in masks if mask != Attention.CAUSAL or window is not None]
+    needing_mask = [
+        mask for mask, window in masks if mask != Attention.CAUSAL or window is not None
+    ]
     if not needing_mask:
         return ""
-    largest = max(needing_mask, key=needing_mask.count)  # the same micro-batch has a mask for each window
+    largest = max(
+        needing_mask, key=needing_mask.count
+    )  # the same micro-batch has a mask for each window
     needed = needing_mask.count(largest) * max_mask_bytes(packs, seq_length, dtype)
     if needed <= MASK_BYTES_LIMIT:
         return ""
@@ -138,38 +164,60 @@ def max_relative_error(actual: Tensor, expected: Tensor) -> float:
     `typical` is the root mean square of |expected|, which avoids a division by zero.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
-    error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(min=size.square().mean().sqrt())
+    error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(
+        min=size.square().mean().sqrt()
+    )
     return float(error.max())
 
 
 def _compare_with_reference(
-    name: str, pack: TrialPack, inputs: list[Tensor], mask: Attention, window: int | None, device: torch.device
+    name: str,
+    pack: TrialPack,
+    inputs: list[Tensor],
+    mask: Attention,
+    window: int | None,
+    device: torch.device,
 ) -> Iterator[tuple[str, float]]:
     """Yield (label, maximum relative error) of each result, and of its change if other documents change."""
-    packing = PackedSequences.from_edges(pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None)
+    packing = PackedSequences.from_edges(
+        pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None
+    )
     references = reference_attention(*(x.float() for x in inputs), packing.spans(), window)
     results = _run_backend(name, inputs, packing, window, device)
     for label, actual, expected in zip(_RESULT_NAMES, results, references, strict=True):
         yield label, max_relative_error(actual, expected)
-    loud_results = _run_backend(name, [torch.where(pack.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, window, device)
+    loud_results = _run_backend(
+        name, [torch.where(pack.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, window, device
+    )
     quiet = ~pack.loud.flatten()
     for label, actual, expected in zip(_RESULT_NAMES, loud_results, results, strict=True):
-        yield f"{label}, when other documents change,", max_relative_error(actual[quiet], expected[quiet])
+        yield (
+            f"{label}, when other documents change,",
+            max_relative_error(actual[quiet], expected[quiet]),
+        )
 
 
 def _run_backend(
-    name: str, inputs: list[Tensor], packing: PackedSequences, window: int | None, device: torch.device
+    name: str,
+    inputs: list[Tensor],
+    packing: PackedSequences,
+    window: int | None,
+    device: torch.device,
 ) -> tuple[Tensor, ...]:
     """Return the backend's values and gradients for `inputs` (q, k, v, upstream gradient), on the CPU."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        strided = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # with gaps, as a slice of the joint projection in layers
+        strided = F.pad(v, (0, v.size(-1)))[
+            ..., : v.size(-1)
+        ]  # with gaps, as a slice of the joint projection in layers
         return compute_attention(name, q, k, strided, packing, window=window)
 
     return _with_gradients(attend, *(x.to(device) for x in inputs))
 
 
-def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
+def _with_gradients(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor
+) -> tuple[Tensor, ...]:
     """Return the values of `attend` and the gradients of q, k and v, float32[S, heads, dim] each, on the CPU."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
@@ -181,14 +229,26 @@ def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
 def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
     """Return random q [S, heads, dim], k and v [S, groups, dim], and the upstream gradient, like q; float32."""
     inputs = []
-    for name, count, size in (("q", heads, _QUERY_SCALE), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
-        rows = normal_rows(0, f"attention check: {name}", range(tokens), count * head_dim) * np.float32(size)
+    for name, count, size in (
+        ("q", heads, _QUERY_SCALE),
+        ("k", groups, 1.0),
+        ("v", groups, 1.0),
+        ("upstream", heads, 1.0),
+    ):
+        rows = normal_rows(
+            0, f"attention check: {name}", range(tokens), count * head_dim
+        ) * np.float32(size)
         inputs.append(torch.from_numpy(rows).view(tokens, count, head_dim))
     return inputs
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]], window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    upstream: Tensor,
+    spans: list[tuple[int, int, int]],
+    window: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v for the output gradient `upstream`.
 
@@ -198,13 +258,18 @@ def reference_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         repeats = q.size(1) // k.size(1)
         parts = []
-        q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)))
+        q, k, v = (
+            x.transpose(0, 1)
+            for x in (q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
+        )
         for start, prefix, stop in spans:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
             mask[: prefix - start, : prefix - start] = True
             if window is not None:
                 mask &= torch.ones_like(mask).triu(-window).tril(window)
-            scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
+            scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(
+                ~mask, float("-inf")
+            )
             parts.append(scores.softmax(-1) @ v[:, start:stop])
         return torch.cat(parts, dim=1).transpose(0, 1)
 

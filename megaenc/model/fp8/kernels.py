@@ -26,7 +26,9 @@ def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
-    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MAX_BITS=max_bits, BLOCK=_BLOCK)
+    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        x, top, out, inverse, x.numel(), MAX_BITS=max_bits, BLOCK=_BLOCK
+    )
     return out, inverse
 
 
@@ -36,7 +38,9 @@ def transpose(x: Tensor) -> Tensor:
     width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
     out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
     tiles = (triton.cdiv(width, _TILE), triton.cdiv(columns, _TILE))
-    _transpose_kernel[tiles](x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, width, TILE=_TILE)
+    _transpose_kernel[tiles](
+        x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, width, TILE=_TILE
+    )
     return out
 
 
@@ -68,7 +72,9 @@ def _quantize_kernel(x, top, out, inverse, numbers, MAX_BITS: tl.constexpr, BLOC
     tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
 
 
-@triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the self-test has run
+@triton.jit(
+    do_not_specialize=["rows"]
+)  # tokens: one variant for any number of them, which the self-test has run
 def _transpose_kernel(x, out, rows, columns, width, TILE: tl.constexpr):
     """Transpose one tile per program, as bytes, with zeros beyond the last row."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -18,7 +18,9 @@ from megaenc.model import transformer_engine
 from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, rounding_error, select_float8_recipe
 
 
-def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def check_linear_layers(
+    kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype
+) -> None:
     """Raise InputError if Transformer Engine or float8 is chosen and fails; `widths`: layers' (output, input).
 
     `widths`: (output, input) widths of the layers.
@@ -29,7 +31,9 @@ def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterabl
         check_float8_linear(kernels.fp8_format, backend, widths, dtype)
 
 
-def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def check_float8_linear(
+    fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype
+) -> None:
     """Raise InputError unless float8 layers of `widths` (output, input) match float32 up to rounding on this machine.
 
     The tolerance of the relative norm is the `rounding_error` of both matrices, taken as independent, plus 2^-7 for results in
@@ -45,18 +49,25 @@ def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tupl
             torch.randn(*shape, generator=generator).to(backend.device, dtype)
             for shape in ((TEST_ROWS, width), (out, width), (TEST_ROWS, out))
         )
-        expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
+        expected = (
+            x.float() @ weight.float().t(),
+            gradient.float() @ weight.float(),
+            gradient.float().t() @ x.float(),
+        )
         try:
             results = _run_float8_linear(kind, x, weight, gradient)
             errors = [
-                float((actual.float() - right).norm() / right.norm()) for actual, right in zip(results, expected, strict=True)
+                float((actual.float() - right).norm() / right.norm())
+                for actual, right in zip(results, expected, strict=True)
             ]
         except RuntimeError as error:  # the library has no kernel for these sizes or this device
             raise InputError(
                 f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
                 f"{format_error(error)}; leave the flag out"
             ) from None
-        for name, error, tolerance in zip(names, errors, (forward, backward, backward), strict=True):
+        for name, error, tolerance in zip(
+            names, errors, (forward, backward, backward), strict=True
+        ):
             if not error <= tolerance:
                 raise InputError(
                     f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is {100 * error:.2g} % off float32's on "
@@ -64,7 +75,9 @@ def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tupl
                 )
 
 
-def _run_float8_linear(kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def _run_float8_linear(
+    kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
     """Return a layer's output and, for the output gradient `gradient`, the gradients of input and weight; on one rank."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
     with torch.enable_grad():
@@ -99,7 +112,15 @@ class _Float8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, float8: Float8Recipe, group: dist.ProcessGroup | None, sequence_parallel: bool):
+    def forward(
+        ctx,
+        x,
+        weight,
+        bias,
+        float8: Float8Recipe,
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+    ):
         x_TK = x.reshape(-1, x.size(-1))
         x_top = float8.amax(x_TK)
         w_top = float8.amax(weight)
@@ -135,7 +156,9 @@ class _Float8Linear(torch.autograd.Function):
         if gather:
             gather.wait()
         to_x_TK, reduction = _start_reduction(to_x_TK, group, ctx.sequence_parallel)
-        to_weight_NK = float8.matmul(float8.transpose(g8), float8.transpose(all8), g_inverse, x_inverse, weight.dtype)
+        to_weight_NK = float8.matmul(
+            float8.transpose(g8), float8.transpose(all8), g_inverse, x_inverse, weight.dtype
+        )
         to_bias = g_TN.sum(0) if ctx.needs_input_grad[2] else None
         if reduction:
             reduction.wait()
@@ -145,10 +168,14 @@ class _Float8Linear(torch.autograd.Function):
 def _start_all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to gather the rows of all ranks as bytes; return the result, valid once the returned work is done."""
     full = part.new_empty(part.size(0) * group.size(), part.size(1))
-    return full, dist.all_gather_into_tensor(full.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
+    return full, dist.all_gather_into_tensor(
+        full.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True
+    )
 
 
-def _start_reduction(tensor: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+def _start_reduction(
+    tensor: Tensor, group: dist.ProcessGroup | None, scatter: bool
+) -> tuple[Tensor, dist.Work | None]:
     """Start to sum `tensor` over ranks; return the sum, or this rank's rows of it, valid once the returned work is done."""
     if not group:
         return tensor, None

@@ -18,7 +18,11 @@ from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
 TEST_ROWS = 100  # of the matrices of the self-test
-_SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-100, infinity and NaN as float32
+_SMALLEST, _INFINITE, _NAN = (
+    27 << 23,
+    255 << 23,
+    0x7FC00000,
+)  # the bits of 2^-100, infinity and NaN as float32
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ class Float8Recipe:
             from megaenc.model.fp8 import kernels
 
             return kernels.amax(x)
-        return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
+        return (
+            torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32)
+            .abs()
+            .view(torch.int32)
+        )
 
     def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `x` as float8, scaled by a power of two, and the inverse scale, float32[]; `top`: x's maximum as bits.
@@ -64,14 +72,25 @@ class Float8Recipe:
         return bytes_.contiguous().view(x.dtype)
 
     @staticmethod
-    def matmul(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def matmul(
+        a: Tensor,
+        b: Tensor,
+        a_inverse: Tensor,
+        b_inverse: Tensor,
+        out_dtype: torch.dtype,
+        fast: bool = False,
+    ) -> Tensor:
         """Return [n, m] in `out_dtype`: a [n, k] times the transpose of b [m, k] times both inverse scales.
 
         `fast`: the hardware's less accurate accumulation, sufficient for forward.
         """
-        if not a.is_cuda:  # torch's own product of e4m3 by e4m3 takes a hundred times as long on a CPU
+        if (
+            not a.is_cuda
+        ):  # torch's own product of e4m3 by e4m3 takes a hundred times as long on a CPU
             return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(out_dtype)
-        return torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=out_dtype, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=out_dtype, use_fast_accum=fast
+        )
 
 
 @functools.cache
@@ -82,7 +101,9 @@ def max_value_bits(dtype: torch.dtype) -> int:
 
 def rounding_error(dtype: torch.dtype) -> float:
     """Return an upper bound of the root mean square relative error of rounding numbers to the float8 `dtype`."""
-    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo is wrong for float8_e5m2fnuz
+    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(
+        dtype
+    )  # torch.finfo is wrong for float8_e5m2fnuz
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
 
@@ -98,7 +119,9 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
         return plain
     own = Float8Recipe(plain.forward, plain.gradient, triton=True)
     if reason := _find_difference(own, plain, backend.device):
-        print_rank_0(f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); torch's slower ones are")
+        print_rank_0(
+            f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); torch's slower ones are"
+        )
         return plain
     return own
 
@@ -107,7 +130,9 @@ def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch
     """Return this machine's types with 4 and 5 bits of exponent. Raises InputError if it has no float8 matrix products."""
     open_compute = (torch.float8_e4m3fn, torch.float8_e5m2)
     mi300 = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-    if backend.is_cpu or (backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)):
+    if backend.is_cpu or (
+        backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)
+    ):
         return open_compute
     if backend.name == "rocm":
         architecture = torch.cuda.get_device_properties(backend.device).gcnArchName.split(":")[0]
@@ -126,15 +151,25 @@ def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.devic
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(TEST_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
+            x = torch.randn(
+                TEST_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator
+            ).exp_()[:, 208:416]
             tops = own.amax(x), plain.amax(x)
             if not torch.equal(*tops):
                 return f"the largest magnitude of {dtype} differs"
             for to in {own.forward, own.gradient}:
-                (mine, inverse), (theirs, expected) = (kind.quantize(x, tops[1], to) for kind in (own, plain))
-                if not (torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(inverse, expected)):
+                (mine, inverse), (theirs, expected) = (
+                    kind.quantize(x, tops[1], to) for kind in (own, plain)
+                )
+                if not (
+                    torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+                    and torch.equal(inverse, expected)
+                ):
                     return f"{dtype} is rounded to {to} differently"
-                if not torch.equal(own.transpose(theirs).view(torch.uint8), plain.transpose(theirs).view(torch.uint8)):
+                if not torch.equal(
+                    own.transpose(theirs).view(torch.uint8),
+                    plain.transpose(theirs).view(torch.uint8),
+                ):
                     return f"{to} is transposed differently"
     except Exception as error:  # compilers raise errors of many types
         return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,7 +12,9 @@ NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
-def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr):
+def cross_entropy_statistics_kernel(
+    logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr
+):
     """Write highest score, sum of exp, label's score and likeliest token of one row per program to `out` [4, rows]."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -40,7 +42,9 @@ def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, co
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
-def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
+def cross_entropy_gradient_kernel(
+    logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr
+):
     """Overwrite COLUMNS logits of one row per program by the loss's gradient: softmax, minus 1 at the label."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -66,12 +70,22 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
         block = min(next_power_of_2(width), 4096)
         constants = {"COLUMNS": block, "num_warps": min(max(block // 256, 1), 8)}
         cross_entropy_statistics_kernel[(rows,)](
-            logits_nV, labels_n, out_4n, rows, logits_nV.stride(0), first, columns, width, **constants
+            logits_nV,
+            labels_n,
+            out_4n,
+            rows,
+            logits_nV.stride(0),
+            first,
+            columns,
+            width,
+            **constants,
         )
     return out_4n
 
 
-def logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
+def logits_to_gradient_(
+    logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int
+) -> Tensor:
     """Overwrite logits by the loss's gradient, exp(score - top) / sum minus 1 at the label, 0 in padding, and return them.
 
     top_n, sum_n: of the whole vocabulary; `first`, `columns`: as of `softmax_statistics`.
@@ -81,6 +95,14 @@ def logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_
         constants = column_block_constants(width)
         programs = rows, triton.cdiv(width, constants["COLUMNS"])
         cross_entropy_gradient_kernel[programs](
-            logits_nV, labels_n, top_n, sum_n, logits_nV.stride(0), first, columns, width, **constants
+            logits_nV,
+            labels_n,
+            top_n,
+            sum_n,
+            logits_nV.stride(0),
+            first,
+            columns,
+            width,
+            **constants,
         )
     return logits_nV

@@ -37,5 +37,7 @@ def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: fl
     if out.numel():
         constants = column_block_constants(width)
         programs = len(rows_RH), triton.cdiv(width, constants["COLUMNS"])
-        dropout_kernel[programs](rows_RH, out, low, high, first, limit, scale, rows_RH.stride(0), width, **constants)
+        dropout_kernel[programs](
+            rows_RH, out, low, high, first, limit, scale, rows_RH.stride(0), width, **constants
+        )
     return out

@@ -40,19 +40,34 @@ def glu_forward_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, COLUMN
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
     target = out + row * width + column
     # By a division, silu is rounded once less than by its factor.
-    activated = gate / (1.0 + tl.exp(-gate)) if ACTIVATION == "silu" else gate * gate_factor(gate, ACTIVATION)
+    activated = (
+        gate / (1.0 + tl.exp(-gate))
+        if ACTIVATION == "silu"
+        else gate * gate_factor(gate, ACTIVATION)
+    )
     tl.store(target, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def glu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+def glu_backward_kernel(
+    gradient,
+    x,
+    to_x,
+    gradient_stride,
+    x_stride,
+    width,
+    ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Write the gradients of gate and up for a block of COLUMNS columns of one row per program to `to_x`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(
+        tl.float32
+    )
     factor = gate_factor(gate, ACTIVATION)
     activated = gate * factor
     to_activated = above * up
@@ -90,7 +105,9 @@ class _TritonGLU(torch.autograd.Function):
         if out.numel():
             constants = column_block_constants(width)
             programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
-            glu_forward_kernel[programs](rows_R2F, out, rows_R2F.stride(0), width, ACTIVATION=activation, **constants)
+            glu_forward_kernel[programs](
+                rows_R2F, out, rows_R2F.stride(0), width, ACTIVATION=activation, **constants
+            )
         return out
 
     @staticmethod

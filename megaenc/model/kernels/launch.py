@@ -8,7 +8,17 @@ from torch import Tensor
 _TILE_ELEMENTS = 2048
 """Elements of each tensor that a program holds at a time: eight per thread with eight warps, four on AMD."""
 
-DO_NOT_SPECIALIZE = ("rows", "heads", "groups", "per_group", "first", "columns", "labels", "top", "total")
+DO_NOT_SPECIALIZE = (
+    "rows",
+    "heads",
+    "groups",
+    "per_group",
+    "first",
+    "columns",
+    "labels",
+    "top",
+    "total",
+)
 """Kernel arguments that vary between micro-batches or ranks and do not affect vectorized loads.
 
 Triton compiles variants of a kernel for numbers that are 1 or a multiple of 16, and for aligned addresses. For these arguments it
@@ -43,4 +53,8 @@ def flatten_rows(x: Tensor) -> Tensor:
 @functools.cache
 def resident_programs(device: torch.device) -> int:
     """Return about how many Triton programs `device` runs at the same time, 4 per multiprocessor; 4 on a CPU."""
-    return 4 if device.type == "cpu" else 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return (
+        4
+        if device.type == "cpu"
+        else 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    )

@@ -9,7 +9,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, flatten_rows, resident_programs, row_tile_constants
+from megaenc.model.kernels.launch import (
+    DO_NOT_SPECIALIZE,
+    flatten_rows,
+    resident_programs,
+    row_tile_constants,
+)
 
 
 @triton.jit
@@ -33,7 +38,9 @@ def norm_forward_kernel(
     inside = (row < rows) & (column < width)
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
-        numbers += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        numbers += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         rounded = numbers.to(sum_out.dtype.element_ty)
         tl.store(sum_out + row * width + column, rounded, mask=inside)
         numbers = rounded.to(tl.float32)  # as backward and the next addition read it
@@ -41,7 +48,9 @@ def norm_forward_kernel(
         numbers = subtract_mean(numbers, inside, width)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
-    tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -60,7 +69,9 @@ def norm_backward_kernel(
         row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         inside = (row < rows) & (column < width)
         numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+        above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if CENTERED:
             numbers = subtract_mean(numbers, inside, width)
         shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
@@ -72,13 +83,17 @@ def norm_backward_kernel(
             above = subtract_mean(above, inside, width)
         below = shrink * (above - normed * along)
         if RESIDUAL:
-            below += tl.load(to_sum + row * to_sum_stride + column, mask=inside, other=0.0).to(tl.float32)
+            below += tl.load(to_sum + row * to_sum_stride + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
         tl.store(to_x + row * width + column, below.to(to_x.dtype.element_ty), mask=inside)
     sums = tl.sum(total, axis=0)[None, :]
     tl.store(to_weight + tl.program_id(0) * width + column, sums, mask=column < width)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 by Triton, with gradients.
 
     With `residual` [..., H]: return (x + residual, its norm).
@@ -86,7 +101,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None 
     return _TritonNorm.apply(x, residual, weight, epsilon, False)
 
 
-def layer_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return (x [..., H] - mean(x)) / std(x) * weight [H], without a bias, as `rms_norm` does."""
     return _TritonNorm.apply(x, residual, weight, epsilon, True)
 
@@ -120,7 +137,9 @@ class _TritonNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         x, weight = ctx.saved_tensors
-        rows_RH, gradient_RH, to_sum_RH = (flatten_rows(tensor) for tensor in (x, gradients[-1], gradients[0]))
+        rows_RH, gradient_RH, to_sum_RH = (
+            flatten_rows(tensor) for tensor in (x, gradients[-1], gradients[0])
+        )
         to_x = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         if not to_x.numel():
             return to_x, to_x if ctx.is_sum else None, torch.zeros_like(weight), None, None

@@ -13,7 +13,17 @@ from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, row
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rotary_kernel(
-    x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x,
+    cos,
+    sin,
+    out,
+    token_stride,
+    head_stride,
+    heads,
+    half,
+    SIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Write ROWS heads of one token of `x` per program to `out`, rotated by SIGN times the token's angles."""
     token = tl.program_id(0).to(tl.int64)
@@ -42,13 +52,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
         programs = tokens, triton.cdiv(heads, constants["ROWS"])
         strides = x.stride(0), x.stride(2)
-        rotary_kernel[programs](x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants)
+        rotary_kernel[programs](
+            x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants
+        )
     return out
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def qkv_rotary_kernel(
-    mixed, q, k, v, cos, sin, heads, groups, per_group, half, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    mixed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    heads,
+    groups,
+    per_group,
+    half,
+    BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Copy ROWS heads of one token of `mixed` per program to q, k or v, rotating q and k; BACKWARD: the reverse.
 
@@ -96,7 +120,9 @@ def qkv_rotary_kernel(
         tl.store(value + half, high, mask=is_value)
 
 
-def copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
+def copy_qkv(
+    mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool
+) -> None:
     """Copy mixed [S, G, R + 2, dim] to q [S, G, R, dim], k and v [S, G, 1, dim], with q and k rotated; or back.
 
     `backward`: from q, k and v to `mixed`, rotated by the negative angles. All tensors are contiguous, cos and sin
@@ -109,4 +135,6 @@ def copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: T
         constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
         programs = tokens, triton.cdiv(groups * heads, constants["ROWS"])
         sizes = groups * heads, groups, heads - 2, width // 2
-        qkv_rotary_kernel[programs](mixed, q, k, v, cos, sin, *sizes, BACKWARD=backward, **constants)
+        qkv_rotary_kernel[programs](
+            mixed, q, k, v, cos, sin, *sizes, BACKWARD=backward, **constants
+        )

@@ -52,7 +52,9 @@ Comparison = tuple[str, Tensor, Tensor]
 """(label, actual result, expected result in float64)"""
 
 
-def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> SelfTestResult:
+def check_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, widths: LayerWidths
+) -> SelfTestResult:
     """Return the result of testing Triton kernel `name` in `dtype` against float64, on the model's `widths` and others."""
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
     try:
@@ -60,12 +62,20 @@ def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: La
             error = _max_relative_error(actual, expected)
             tolerance = TOLERANCE[actual.dtype]
             if not error <= tolerance:  # also if it is NaN
-                return SelfTestResult(name, True, error, tolerance, f"{label} is off by {error:.2g} (tolerance {tolerance:.2g})")
+                return SelfTestResult(
+                    name,
+                    True,
+                    error,
+                    tolerance,
+                    f"{label} is off by {error:.2g} (tolerance {tolerance:.2g})",
+                )
             if error / tolerance > worst.error / worst.tolerance:
                 worst = SelfTestResult(name, True, error, tolerance, "")
     except Exception as error:  # compilers raise errors of many types
         lines = str(error).strip().splitlines() or [""]
-        return SelfTestResult(name, False, None, TOLERANCE[dtype], f"{type(error).__name__}: {lines[0][:200]}")
+        return SelfTestResult(
+            name, False, None, TOLERANCE[dtype], f"{type(error).__name__}: {lines[0][:200]}"
+        )
     return worst
 
 
@@ -75,7 +85,9 @@ def _max_relative_error(actual: Tensor, expected: Tensor) -> float:
         raise ValueError(f"found shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not actual.numel():
         return 0.0
-    scale = (expected.abs() + expected.square().mean().sqrt()).clamp_(min=torch.finfo(torch.float64).tiny)
+    scale = (expected.abs() + expected.square().mean().sqrt()).clamp_(
+        min=torch.finfo(torch.float64).tiny
+    )
     return float(((actual.double() - expected).abs() / scale).max())
 
 
@@ -89,7 +101,11 @@ class _RandomTensors:
 
     def __call__(self, *shape: int, size: float = 1.0) -> Tensor:
         """Draw normal numbers with standard deviation `size`, which require gradients."""
-        return (torch.randn(shape, generator=self.generator) * size).to(self.device, self.dtype).requires_grad_()
+        return (
+            (torch.randn(shape, generator=self.generator) * size)
+            .to(self.device, self.dtype)
+            .requires_grad_()
+        )
 
     def labels(self, rows: int, below: int) -> Tensor:
         """Return random int64[rows] on the device, token ids from 0 to `below` - 1."""
@@ -97,7 +113,11 @@ class _RandomTensors:
 
 
 def _compare_with_formula(
-    kernel: Callable[..., Tensor], formula: Callable[..., Tensor], draw: _RandomTensors, names: str, *inputs: Tensor
+    kernel: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    draw: _RandomTensors,
+    names: str,
+    *inputs: Tensor,
 ) -> Iterator[Comparison]:
     """Yield the output, and the gradient of each of `inputs`, of `kernel` and of `formula`, which gets float64 inputs.
 
@@ -128,11 +148,22 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Itera
             return F.rms_norm(x, weight.shape, weight, 1e-5)
         return F.layer_norm(x, weight.shape, weight, None, 1e-5)
 
-    several = 2 * resident_programs(draw.device) + 3  # each program of the backward kernel iterates more than once
-    for shape in ((5, 1, widths.hidden), (several, 1, 1728), (67, 1, 3, widths.head), (1, 1, 96), (200, 33), (0, 1, 96)):
+    several = (
+        2 * resident_programs(draw.device) + 3
+    )  # each program of the backward kernel iterates more than once
+    for shape in (
+        (5, 1, widths.hidden),
+        (several, 1, 1728),
+        (67, 1, 3, widths.head),
+        (1, 1, 96),
+        (200, 33),
+        (0, 1, 96),
+    ):
         x = draw(*shape, size=3.0)
         weight = draw(shape[-1])
-        yield from _compare_with_formula(lambda x, weight: norm(x, weight, 1e-5), formula, draw, "x weight", x, weight)
+        yield from _compare_with_formula(
+            lambda x, weight: norm(x, weight, 1e-5), formula, draw, "x weight", x, weight
+        )
         # Whole numbers, whose sums need no rounding.
         x, residual = (draw(*shape, size=3.0).detach().round().requires_grad_() for _ in range(2))
         yield from _compare_with_formula(
@@ -151,7 +182,14 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
     from megaenc.model.functional import Rotation
 
     # Slices, as queries and keys are of the joint projection; aligned rows have their own variant of the kernel.
-    shapes = (7, 3, widths.head, 16), (7, 3, widths.head, 5), (5, 18, 96, 5), (3, 40, 64, 5), (1, 1, 10, 5), (0, 2, 64, 5)
+    shapes = (
+        (7, 3, widths.head, 16),
+        (7, 3, widths.head, 5),
+        (5, 18, 96, 5),
+        (3, 40, 64, 5),
+        (1, 1, 10, 5),
+        (0, 2, 64, 5),
+    )
     for tokens, heads, dim, gap in shapes:
         angles = draw(tokens, 1, 1, dim // 2, size=1000.0).detach().float()
         cos = angles.cos()
@@ -163,13 +201,17 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
         x = draw(tokens, 1, heads, dim + gap)
-        yield from _compare_with_formula(lambda x, dim=dim, rotation=rotation: rotation(x[..., :dim]), formula, draw, "x", x)
+        yield from _compare_with_formula(
+            lambda x, dim=dim, rotation=rotation: rotation(x[..., :dim]), formula, draw, "x", x
+        )
         for per_group in (1, 3):
 
             def split(mixed: Tensor, dim: int = dim, rotation: Rotation = rotation) -> Tensor:
                 return torch.cat([part.flatten(1) for part in rotation.split(mixed, dim)], 1)
 
-            def split_formula(mixed: Tensor, heads: int = heads, dim: int = dim, formula: Callable = formula) -> Tensor:
+            def split_formula(
+                mixed: Tensor, heads: int = heads, dim: int = dim, formula: Callable = formula
+            ) -> Tensor:
                 blocks = mixed.view(len(mixed), heads, mixed.size(3) // dim, dim)
                 q, k, v = blocks.split([blocks.size(2) - 2, 1, 1], 2)
                 return torch.cat([part.flatten(1) for part in (formula(q), formula(k), v)], 1)
@@ -190,18 +232,33 @@ def _check_glu(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterat
     for name in (name for name, activation in ACTIVATIONS.items() if activation.kernel == kernel):
         function = functools.partial(glu, activation=name)
         expected = functools.partial(formula, name=name)
-        for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
-            yield from _compare_with_formula(function, expected, draw, "x", draw(rows, 1, 2 * width, size=size))
+        for rows, width, size in (
+            (5, widths.ffn, 1.0),
+            (9, 171, 1.0),
+            (3, 2500, 40.0),
+            (1, 1, 1.0),
+            (0, 8, 1.0),
+        ):
+            yield from _compare_with_formula(
+                function, expected, draw, "x", draw(rows, 1, 2 * width, size=size)
+            )
 
 
 def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
     """Yield comparisons of the dropout kernel with torch's operations, which drop the same elements."""
     from megaenc.model.functional import dropout
 
-    for rows, width, layer, probability in ((5, widths.hidden, 1, 0.1), (7, 171, 90, 0.5), (3, 2500, 7, 0.9), (0, 8, 1, 0.1)):
+    for rows, width, layer, probability in (
+        (5, widths.hidden, 1, 0.1),
+        (7, 171, 90, 0.5),
+        (3, 2500, 7, 0.9),
+        (0, 8, 1, 0.1),
+    ):
         keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=draw.generator).to(draw.device)
 
-        def drop(x: Tensor, keys: Tensor = keys, layer: int = layer, probability: float = probability) -> Tensor:
+        def drop(
+            x: Tensor, keys: Tensor = keys, layer: int = layer, probability: float = probability
+        ) -> Tensor:
             return dropout(x, keys, layer, probability, fused=x.dtype != torch.float64)
 
         yield from _compare_with_formula(drop, drop, draw, "x", draw(rows, 1, width))
@@ -215,7 +272,13 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
     from megaenc.model.linear_cross_entropy import combine_statistics
 
-    for rows, width, size in ((5, widths.vocabulary, 1.0), (9, 1000, 3.0), (1, 1, 1.0), (3, 4500, 30.0), (0, 100, 1.0)):
+    for rows, width, size in (
+        (5, widths.vocabulary, 1.0),
+        (9, 1000, 3.0),
+        (1, 1, 1.0),
+        (3, 4500, 30.0),
+        (0, 100, 1.0),
+    ):
         columns = max(1, width - 63)
         scores = draw(rows, width + columns, size=size).detach()
         scores[: rows // 2] = scores[: rows // 2].round()  # ties for the highest score
@@ -226,14 +289,27 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
         ids = torch.arange(width + columns, device=exact.device)
         likeliest = ids.where(exact == exact.amax(1, keepdim=True), width + columns).amin(1)
         padded = torch.cat([scores, draw(rows, 2 * width - columns).detach().abs() + 1000], 1)
-        shares = list(zip(padded.split(width, 1), (0, width, 2 * width), (width, columns, 0), strict=True))
+        shares = list(
+            zip(padded.split(width, 1), (0, width, 2 * width), (width, columns, 0), strict=True)
+        )
         shares = [(logits.contiguous(), first, columns) for logits, first, columns in shares]
         top, total, target, token = combine_statistics(
             torch.stack([softmax_statistics(logits, labels, *share) for logits, *share in shares])
         )
-        yield "the loss", total.log() + top - target, F.cross_entropy(exact, labels, reduction="none")
-        yield "the prediction", (token != likeliest).float(), torch.zeros(rows, dtype=torch.float64, device=exact.device)
-        actual = torch.cat([logits_to_gradient_(logits, labels, top, total, *share) for logits, *share in shares], 1)
+        yield (
+            "the loss",
+            total.log() + top - target,
+            F.cross_entropy(exact, labels, reduction="none"),
+        )
+        yield (
+            "the prediction",
+            (token != likeliest).float(),
+            torch.zeros(rows, dtype=torch.float64, device=exact.device),
+        )
+        actual = torch.cat(
+            [logits_to_gradient_(logits, labels, top, total, *share) for logits, *share in shares],
+            1,
+        )
         expected = exact.softmax(1) - F.one_hot(labels, width + columns)
         yield "the gradient of logits", actual, F.pad(expected, (0, 2 * width - columns))
 
@@ -243,8 +319,12 @@ def _check_sum(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison
     from megaenc.backend.main_grad import accumulate_matmul
 
     for rows, columns, width in ((128, 256, widths.hidden), (40, 130, 72)):
-        (a, b), (c, d) = ((draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2))
-        actual = accumulate_matmul(accumulate_matmul(None, a.t(), b, in_float32=True), c.t(), d, in_float32=True)
+        (a, b), (c, d) = (
+            (draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2)
+        )
+        actual = accumulate_matmul(
+            accumulate_matmul(None, a.t(), b, in_float32=True), c.t(), d, in_float32=True
+        )
         yield "a sum of products", actual, a.double().t() @ b.double() + c.double().t() @ d.double()
 
 
@@ -261,7 +341,11 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
 
 
 def select_fused_kernels(
-    enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths, names: tuple[str, ...]
+    enabled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: LayerWidths,
+    names: tuple[str, ...],
 ) -> FusedKernels:
     """Return the Triton kernels of `names` that pass a self-test on all ranks.
 
@@ -275,7 +359,9 @@ def select_fused_kernels(
 
 
 @functools.cache  # chunks of an interleaved pipeline are built one by one
-def _test_kernels(device: torch.device, dtype: torch.dtype, widths: LayerWidths, names: tuple[str, ...]) -> FusedKernels:
+def _test_kernels(
+    device: torch.device, dtype: torch.dtype, widths: LayerWidths, names: tuple[str, ...]
+) -> FusedKernels:
     """Test the kernels of `names` and return those that pass on every rank."""
     results = [check_kernel(name, device, dtype, widths) for name in names]
     return FusedKernels(**_agree_across_ranks(results))
@@ -288,7 +374,9 @@ def _agree_across_ranks(results: list[SelfTestResult]) -> dict[str, bool]:
         for name, reason in reasons.items():
             lowest, _ = gather_lowest(reason or None)
             reasons[name] = next(iter(lowest.values()), "")
-    for reason in dict.fromkeys(reasons.values()):  # one line for kernels with the same reason, such as a missing Triton
+    for reason in dict.fromkeys(
+        reasons.values()
+    ):  # one line for kernels with the same reason, such as a missing Triton
         if reason:
             names = ", ".join(name for name in reasons if reasons[name] == reason)
             print_rank_0(f"fused kernels: torch's own {names} instead ({reason})")

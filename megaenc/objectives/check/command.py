@@ -48,7 +48,11 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
     """Return the SHA-256 of the Targets of `packs`, whatever their order."""
     digests = []
     for pack in packs:
-        arrays = [np.asarray(part).tobytes() for part in compute_targets(objective, pack).parts if part is not None]
+        arrays = [
+            np.asarray(part).tobytes()
+            for part in compute_targets(objective, pack).parts
+            if part is not None
+        ]
         digests.append(hashlib.sha256(b"|".join(arrays)).hexdigest())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
@@ -60,7 +64,9 @@ def check_contract(objective: Objective) -> CheckResult:
             check_targets(objective, pack, seed=1)
     except InputError as error:
         return CheckResult("contract", False, str(error))
-    return CheckResult("contract", True, f"{_CONTRACT_PACKS} packs, with documents of one token and without text")
+    return CheckResult(
+        "contract", True, f"{_CONTRACT_PACKS} packs, with documents of one token and without text"
+    )
 
 
 def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
@@ -68,13 +74,21 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     packs = list(make_packs(_CONTRACT_PACKS))
     expected = compute_digest(objective, packs)
     if compute_digest(objective, reversed(packs)) != expected:
-        return CheckResult("determinism", False, "targets differ in another order of packs; expected no state between calls")
+        return CheckResult(
+            "determinism",
+            False,
+            "targets differ in another order of packs; expected no state between calls",
+        )
     code = "import json, sys; from megaenc.objectives.check import command; command.print_digest(*json.loads(sys.argv[1]))"
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment)
     if other.returncode or other.stdout.split()[-1:] != [expected]:
-        return CheckResult("determinism", False, "targets differ in another process; expected draws only from `randomness`")
+        return CheckResult(
+            "determinism",
+            False,
+            "targets differ in another process; expected draws only from `randomness`",
+        )
     return CheckResult("determinism", True, "equal in another order and in another process")
 
 
@@ -90,7 +104,11 @@ def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
     objective = load_objective(config.objective, config.options)
     results = [check_contract(objective)]
     if results[-1].passed:
-        results += [check_determinism(objective, config), *measure(objective), check_micro_batches(objective)]
+        results += [
+            check_determinism(objective, config),
+            *measure(objective),
+            check_micro_batches(objective),
+        ]
     if config.train and all(result.passed is not False for result in results):
         results += check_training(config.objective, config.options)
     return objective, results
@@ -105,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("check", "", objective.describe(every=True)):
         table.add_column(name, overflow="fold")
     for result in results:
-        table.add_row(result.name, {True: "passed", False: "failed", None: ""}[result.passed], result.text)
+        table.add_row(
+            result.name, {True: "passed", False: "failed", None: ""}[result.passed], result.text
+        )
     build_rich_console(highlight=False, markup=False, emoji=False).print(table)
     for result in results:
         if result.passed is False:

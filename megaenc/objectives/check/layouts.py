@@ -39,7 +39,14 @@ _FLAGS = [
 ]  # fmt: skip
 _LAYOUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 _RESUMED = ("step", "loss", "grad_norm", "accuracy", "predicted_tokens")  # equal after a stop
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def check_micro_batches(objective: Objective) -> CheckResult:
@@ -48,13 +55,19 @@ def check_micro_batches(objective: Objective) -> CheckResult:
     try:
         rows = _build_rows(objective)
     except Exception as error:  # foreign code may raise anything
-        return CheckResult("micro-batches", False, f"{type(error).__name__}: {first_error_line(error)}")
+        return CheckResult(
+            "micro-batches", False, f"{type(error).__name__}: {first_error_line(error)}"
+        )
     for description, row, parts in rows:
         difference = _find_difference(row, parts)
         if difference:
             text = f"{difference}: {description} unlike one by one; expected no state between calls"
             return CheckResult("micro-batches", False, text)
-    return CheckResult("micro-batches", True, f"{_PACKS} packs are equal in one row, one by one, in another order and in threads")
+    return CheckResult(
+        "micro-batches",
+        True,
+        f"{_PACKS} packs are equal in one row, one by one, in another order and in threads",
+    )
 
 
 def _build_rows(objective: Objective) -> list[tuple[str, "MicroBatch", list["MicroBatch"]]]:
@@ -91,7 +104,10 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
         """Return the weights, and the ids and probabilities of label distributions, empty without any."""
         weights = batch.predictions.weights
         empty = torch.ones(0)
-        return (empty if weights is None else weights, *(batch.predictions.soft_labels or (empty, empty)))
+        return (
+            empty if weights is None else weights,
+            *(batch.predictions.soft_labels or (empty, empty)),
+        )
 
     factors = zip(get_factors(row), *map(get_factors, parts), strict=True)
     weights, ids, probabilities = ((values[0], torch.cat(values[1:])) for values in factors)
@@ -102,7 +118,10 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
         "positions": (row.positions, torch.cat([part.positions for part in parts])),
         "predictions": (row.predictions.positions, torch.cat(positions)),
         "labels": (row.predictions.labels, torch.cat([part.predictions.labels for part in parts])),
-        "divisor of the loss": (torch.tensor(row.loss_count), torch.tensor(sum(part.loss_count for part in parts))),
+        "divisor of the loss": (
+            torch.tensor(row.loss_count),
+            torch.tensor(sum(part.loss_count for part in parts)),
+        ),
         "prefixes": (torch.tensor(row.packing.prefixes), torch.tensor(prefixes)),
         "weights": weights,
         "ids of label distributions": ids,
@@ -111,7 +130,9 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
     for name, (actual, expected) in values.items():
         if not torch.equal(actual, expected):
             return name
-    if row.predictions.weights is not None and len(row.predictions.weights) != len(row.predictions.labels):
+    if row.predictions.weights is not None and len(row.predictions.weights) != len(
+        row.predictions.labels
+    ):
         return "weights, which some packs have and others lack"
     return ""
 
@@ -143,9 +164,21 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
     """Return the results of `check_training`, with the corpus and the runs in `folder`."""
     flags = (*_FLAGS, *_write_corpus(folder))
     # No accelerators, and one thread each.
-    environment = {name: value for name, value in python_environment().items() if not name.startswith("TORCHELASTIC_")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryFile() as output, start_workers(_run_job, _RANKS, environment, output) as workers:
+    environment = {
+        name: value
+        for name, value in python_environment().items()
+        if not name.startswith("TORCHELASTIC_")
+    }
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with (
+        tempfile.TemporaryFile() as output,
+        start_workers(_run_job, _RANKS, environment, output) as workers,
+    ):
 
         def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
             """Train or resume the run `name` on the first workers; return its rows of metrics."""
@@ -157,11 +190,18 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
                 _wait_for_all(futures)
             except Exception as error:  # foreign code may raise anything, in any process
                 text = _describe_failure(error, output)
-                raise InputError(f"training in {ranks} process{'es' * (ranks > 1)} failed: {text}") from None
-            return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+                raise InputError(
+                    f"training in {ranks} process{'es' * (ranks > 1)} failed: {text}"
+                ) from None
+            return [
+                json.loads(line)
+                for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+            ]
 
         # The others import while the first one trains.
-        imports = [worker.submit(_TrainingJob(objective, options, (), {})) for worker in workers[1:]]
+        imports = [
+            worker.submit(_TrainingJob(objective, options, (), {})) for worker in workers[1:]
+        ]
         stop = ("--exit-interval", str(_STEPS // 2))
         single = run("one")
         run("one-stopped", *stop)
@@ -198,7 +238,11 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
             if not difference <= (0 if name == "predicted_tokens" else _TOLERANCE):  # also for NaN
                 text += f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; expected equal targets on all ranks"
                 return CheckResult("layouts", False, text)
-    return CheckResult("layouts", True, f"{text}losses and gradient norms within {worst:.0e} (limit {_TOLERANCE:.0e})")
+    return CheckResult(
+        "layouts",
+        True,
+        f"{text}losses and gradient norms within {worst:.0e} (limit {_TOLERANCE:.0e})",
+    )
 
 
 def _write_corpus(folder: Path) -> tuple[str, ...]:
@@ -214,7 +258,9 @@ def _write_corpus(folder: Path) -> tuple[str, ...]:
     lengths = rng.integers(1, 150, size=_DOCUMENTS, dtype=np.int32)
     tokens = rng.choice(text_token_ids(vocabulary), size=lengths.sum())
     tokens[np.cumsum(lengths) - 1] = vocabulary.eos_id
-    with open_writers([folder / "corpus.bin", folder / "corpus.idx"], token_dtype(vocabulary.size)) as [writer]:
+    with open_writers(
+        [folder / "corpus.bin", folder / "corpus.idx"], token_dtype(vocabulary.size)
+    ) as [writer]:
         writer.add_documents(tokens, lengths, np.ones_like(lengths))
         writer.finish()
     return "--data-path", str(folder / "corpus"), "--tokenizer", str(folder / "tokenizer")
@@ -255,8 +301,12 @@ def _run_job(job: _TrainingJob) -> None:
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(job.environment)
-    plan = build_plan(parse_config([*job.flags, "--objective-schedule", schedule], "megaenc objective check"))
-    device = backend.init_distributed(plan.settings.layout, plan.settings.seed, timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+    plan = build_plan(
+        parse_config([*job.flags, "--objective-schedule", schedule], "megaenc objective check")
+    )
+    device = backend.init_distributed(
+        plan.settings.layout, plan.settings.seed, timeout=timedelta(seconds=_COLLECTIVE_SECONDS)
+    )
     torch.set_num_threads(1)
     try:
         pretrain(plan, device)

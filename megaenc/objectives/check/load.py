@@ -26,12 +26,16 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     try:
         objective = getattr(importlib.import_module(module), name)
     except Exception as error:  # importing a foreign module may raise anything
-        raise InputError(f"{text}: {type(error).__name__}: {error}; expected MODULE:CLASS of an objective") from None
+        raise InputError(
+            f"{text}: {type(error).__name__}: {error}; expected MODULE:CLASS of an objective"
+        ) from None
     finally:
         sys.path.append(sys.path.pop(0))  # last, for imports inside its functions
     check_class(objective, text)
     if objective.name in known() and find(objective.name) is not objective:
-        raise InputError(f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one")
+        raise InputError(
+            f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one"
+        )
     return objective.from_texts(VOCABULARY, words)
 
 

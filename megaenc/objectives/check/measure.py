@@ -15,8 +15,12 @@ from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective, Targets
 from megaenc.objectives.masking import MaskedLanguageModeling, text_token_ids
 
-_WORD_CODES = np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()  # two in three tokens begin a word
-VOCABULARY = Vocabulary(1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", code_words=lambda: _WORD_CODES)
+_WORD_CODES = (
+    np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()
+)  # two in three tokens begin a word
+VOCABULARY = Vocabulary(
+    1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", code_words=lambda: _WORD_CODES
+)
 _LENGTH, _PACKS = 2048, 512  # a million tokens
 
 # Largest shares of the labels that may change the input at their own place, and at any other one. BERT keeps a tenth of the
@@ -99,11 +103,17 @@ class _LeakCounts:
         """Replace the token of a random prediction of each document by another text token, and count the inputs that change."""
         if self.objective.classes:
             return
-        rng, shift, lengths = np.random.default_rng([1, pack.sample]), self.objective.shift, np.diff(pack.edges)
+        rng, shift, lengths = (
+            np.random.default_rng([1, pack.sample]),
+            self.objective.shift,
+            np.diff(pack.edges),
+        )
         starts = pack.edges[:-1].astype(np.int64)
         first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
         (documents,) = np.nonzero(last > first)
-        ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(np.int64)  # among the document's predictions
+        ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(
+            np.int64
+        )  # among the document's predictions
         predict_at = targets.predict_at[first[documents] + ranks]
         tokens, text = pack.tokens.copy(), text_token_ids(self.objective.vocabulary)
         steps = rng.integers(1, len(text), size=len(documents))
@@ -112,7 +122,10 @@ class _LeakCounts:
         changed = compute_targets(self.objective, Pack(pack.sample, pack.epoch, tokens, pack.edges))
         queries = np.full(len(lengths), -1)
         queries[documents] = predict_at
-        before, after = (_find_visible(self.objective, pack, each, np.repeat(queries, lengths)) for each in (targets, changed))
+        before, after = (
+            _find_visible(self.objective, pack, each, np.repeat(queries, lengths))
+            for each in (targets, changed)
+        )
         differs = (before | after) & ((targets.inputs != changed.inputs) | (before != after))
         # If the choice of predictions depends on the tokens, the new token may be an input instead of a label.
         is_predicted = np.isin(predict_at, changed.predict_at)
@@ -135,25 +148,37 @@ class _LeakCounts:
                 "number of the prediction": at - rank,
                 "place of another prediction": order - rank,
             }
-            self.places.update((kind, int(value)) for kind, values in kinds.items() for value in values)
+            self.places.update(
+                (kind, int(value)) for kind, values in kinds.items() for value in values
+            )
 
     def build_result(self) -> CheckResult:
         """Return the check of leaks, which fails if too many labels change the input at one place."""
         if self.objective.classes:
-            return CheckResult("leaks", None, "not tested: labels are classes, not tokens that an input may hold")
+            return CheckResult(
+                "leaks", None, "not tested: labels are classes, not tokens that an input may hold"
+            )
         if not self.labels:
             return CheckResult("leaks", None, "not tested: no replaced token is still predicted")
-        (kind, value), count = max(self.places.items(), key=lambda item: item[1], default=(("", 0), 0))
+        (kind, value), count = max(
+            self.places.items(), key=lambda item: item[1], default=(("", 0), 0)
+        )
         visible, kept, readable = (each / self.labels for each in (self.visible, self.kept, count))
         text = f"{100 * visible:.1f} % of {self.labels:,} labels change a visible input"
         text += f", {100 * kept:.1f} % at their own place" * (kept > 0)
         text += f", {100 * readable:.1f} % at one other ({kind} {value})" * (readable > 0)
         limits = f"{100 * _MOST_KEPT:.0f} % at their own place and {100 * _MOST_READABLE:.0f} % at one other"
         passed = kept <= _MOST_KEPT and readable <= _MOST_READABLE
-        return CheckResult("leaks", passed, text if passed else f"{text}; expected at most {limits}: hide labels in `inputs`")
+        return CheckResult(
+            "leaks",
+            passed,
+            text if passed else f"{text}; expected at most {limits}: hide labels in `inputs`",
+        )
 
 
-def _find_visible(objective: Objective, pack: Pack, targets: Targets, queries: np.ndarray) -> np.ndarray:
+def _find_visible(
+    objective: Objective, pack: Pack, targets: Targets, queries: np.ndarray
+) -> np.ndarray:
     """Return bool[T], whether each token is seen from position `queries`, int[T], of its own document (-1: from none)."""
     at = np.arange(len(queries))
     if objective.attention == Attention.BIDIRECTIONAL:
@@ -196,11 +221,16 @@ class _Statistics:
             self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
         follows = np.diff(places, prepend=-2) == 1
         self.runs += int((~follows | np.isin(places, pack.edges)).sum())
-        is_changed, is_mask = targets.inputs != pack.tokens, targets.inputs == self.objective.vocabulary.mask_id
+        is_changed, is_mask = (
+            targets.inputs != pack.tokens,
+            targets.inputs == self.objective.vocabulary.mask_id,
+        )
         masked, changed = (is_mask & is_changed)[places].sum(), is_changed[places].sum()
         self.inputs += masked, changed - masked, len(places) - changed
         self.other_changes += int((is_changed & ~is_predicted).sum())
-        self.weight += len(places) if targets.weights is None else float(targets.weights.sum(dtype=np.float64))
+        self.weight += (
+            len(places) if targets.weights is None else float(targets.weights.sum(dtype=np.float64))
+        )
         self.divisor += targets.loss_count
 
     def build_results(self) -> list[CheckResult]:
@@ -208,7 +238,11 @@ class _Statistics:
         share, predicted = float(np.mean(self.shares)), int(self.inputs.sum())
         error = 1.96 * float(np.std(self.shares, ddof=1)) / len(self.shares) ** 0.5
         interval = f"95 % interval {100 * (share - error):.2f} to {100 * (share + error):.2f}"
-        predictions = CheckResult("predictions", predicted > 0, f"{100 * share:.2f} % of {self.tokens:,} tokens ({interval})")
+        predictions = CheckResult(
+            "predictions",
+            predicted > 0,
+            f"{100 * share:.2f} % of {self.tokens:,} tokens ({interval})",
+        )
         if not predicted:
             return [predictions]
         tenths = "{:.1f} % of the first tenth of documents, {:.1f} % of the middle one, {:.1f} % of the last"

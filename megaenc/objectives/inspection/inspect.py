@@ -81,13 +81,24 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
     empty = int((document_lengths == 0).sum())
     # frexp's exponent is exact: 0 for 0 tokens, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
     exponents = np.frexp(document_lengths.astype(np.float64))[1]
-    counts = zip(np.bincount(exponents), np.bincount(exponents, weights=document_lengths), strict=True)
+    counts = zip(
+        np.bincount(exponents), np.bincount(exponents, weights=document_lengths), strict=True
+    )
     bins = [
         LengthBin(1 << power >> 1, (1 << power) - 1, int(documents), int(tokens))
         for power, (documents, tokens) in enumerate(counts)
     ]
     mean = float(document_lengths.mean())
-    return LengthStats(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, tuple(bins[exponents.min() :]))
+    return LengthStats(
+        mean,
+        median,
+        p5,
+        p95,
+        int(document_lengths[longest]),
+        longest,
+        empty,
+        tuple(bins[exponents.min() :]),
+    )
 
 
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
@@ -96,7 +107,9 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
     lengths = compute_length_stats(corpus.document_lengths)
     training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)
     packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
-    pack_view = ["Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."]
+    pack_view = [
+        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."
+    ]
     if settings.tokenizer:
         # Imported here, because transformers takes seconds and the statistics do not need it.
         from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -106,18 +119,32 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
         vocabulary = read_vocabulary(tokenizer)
         objective = parse_objective(settings.objective, vocabulary, "--objective")
         corpus.check_vocabulary(vocabulary)
-        pack_view = build_renderables(decode_pack(packs[settings.pack], objective, settings.seed, tokenizer))
-    return [settings.prefix, _build_stats_table(corpus, packs, lengths, settings), "", _build_histogram(lengths), "", *pack_view]
+        pack_view = build_renderables(
+            decode_pack(packs[settings.pack], objective, settings.seed, tokenizer)
+        )
+    return [
+        settings.prefix,
+        _build_stats_table(corpus, packs, lengths, settings),
+        "",
+        _build_histogram(lengths),
+        "",
+        *pack_view,
+    ]
 
 
-def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: LengthStats, settings: InspectConfig) -> Any:
+def _build_stats_table(
+    corpus: Corpus, packs: CorpusPackedDataset, lengths: LengthStats, settings: InspectConfig
+) -> Any:
     """Build a rich table of corpus counts, sizes, tokenizer and document lengths."""
     from rich.table import Table
 
     metadata = corpus.metadata
     tokens = int(corpus.document_lengths.sum())
     unknown = f"unknown: {Path(corpus.prefix).name}.json is missing"
-    sizes = (f"{_format_size(Path(corpus.prefix + extension).stat().st_size)} {extension}" for extension in (".bin", ".idx"))
+    sizes = (
+        f"{_format_size(Path(corpus.prefix + extension).stat().st_size)} {extension}"
+        for extension in (".bin", ".idx")
+    )
     rows = {
         "documents": f"{len(corpus):,}",
         "sequences": f"{corpus.sequences:,}" if corpus.sequences != len(corpus) else "",
@@ -128,20 +155,27 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
         "end of document": unknown,
         "size on disk": " + ".join(sizes),
         f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
-        f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
+        f"of --split {settings.split})"
+        + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
         "tokens a document": f"mean {format_number(lengths.mean)}, median {format_number(lengths.median)}, "
         f"p5 {format_number(lengths.p5)}, p95 {format_number(lengths.p95)}, "
         f"longest {lengths.longest:,} (document {lengths.longest_document}), {lengths.empty:,} empty",
     }
     if metadata:
         identity = metadata.tokenizer
-        rows["tokenizer"] = f"{identity.name} ({identity.fingerprint[:12]}), {metadata.vocab_size:,} ids"
+        rows["tokenizer"] = (
+            f"{identity.name} ({identity.fingerprint[:12]}), {metadata.vocab_size:,} ids"
+        )
         special = metadata.surrounding_tokens
         if special.mode == "template":
-            rows["special tokens"] = f"ids {' '.join(map(str, [*special.before, '...', *special.after]))}, the template's"
+            rows["special tokens"] = (
+                f"ids {' '.join(map(str, [*special.before, '...', *special.after]))}, the template's"
+            )
             rows["end of document"] = ""
         else:
-            rows["end of document"] = f"id {metadata.eod}, appended to each" if special.after else "none appended"
+            rows["end of document"] = (
+                f"id {metadata.eod}, appended to each" if special.after else "none appended"
+            )
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         if value:
@@ -153,14 +187,27 @@ def _build_histogram(lengths: LengthStats) -> Any:
     """Build a rich table of length bins, with documents as bars and the share of tokens."""
     from rich.table import Table
 
-    documents, tokens = (sum(getattr(length_bin, name) for length_bin in lengths.bins) for name in ("documents", "tokens"))
+    documents, tokens = (
+        sum(getattr(length_bin, name) for length_bin in lengths.bins)
+        for name in ("documents", "tokens")
+    )
     most = max(length_bin.documents for length_bin in lengths.bins)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name, alignment in (("  tokens", "right"), ("documents", "right"), ("", "right"), ("", "left"), ("of tokens", "right")):
+    for name, alignment in (
+        ("  tokens", "right"),
+        ("documents", "right"),
+        ("", "right"),
+        ("", "left"),
+        ("of tokens", "right"),
+    ):
         table.add_column(name, justify=alignment, no_wrap=True)
     for low, high, count, bin_tokens in lengths.bins:
         span = f"  {low:,}" if low >= high else f"  {low:,} - {high:,}"
-        shares = f"{100 * count / documents:.1f} %", format_bar(count / most), f"{100 * bin_tokens / tokens:.1f} %"
+        shares = (
+            f"{100 * count / documents:.1f} %",
+            format_bar(count / most),
+            f"{100 * bin_tokens / tokens:.1f} %",
+        )
         table.add_row(span, f"{count:,}", *shares)
     return table
 

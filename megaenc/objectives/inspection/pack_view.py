@@ -22,12 +22,18 @@ KEPT = "="
 PREDICTS = "›"
 NO_PREDICTION = "·"
 
-_STYLES = {HIDDEN: "bold black on yellow", REPLACED: "bold black on magenta", KEPT: "bold black on green"}
+_STYLES = {
+    HIDDEN: "bold black on yellow",
+    REPLACED: "bold black on magenta",
+    KEPT: "bold black on green",
+}
 _PREDICTS_STYLE = "bold cyan"
 _SPECIAL_STYLE = "magenta"
 _EDGE_STYLE = "blue"
 # Control characters of the text must not reach the terminal.
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32)} | {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32)} | {
+    code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)
+}
 _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 
@@ -62,7 +68,9 @@ class DecodedPack:
     pieces: tuple[tuple[TokenSpan, ...], ...]
 
 
-def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast") -> DecodedPack:
+def decode_pack(
+    pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast"
+) -> DecodedPack:
     """Return `pack` decoded to text spans per document, with the tokens that `objective` hides and predicts under `seed`."""
     vocabulary = read_vocabulary(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -89,12 +97,24 @@ def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrai
         # Special tokens are decoded separately: the tokens before them may end in half a character.
         for is_special, places in groupby(range(start, end), key=lambda at: bool(special[at])):
             ids = pack.tokens[list(places)].tolist()
-            names = [(1, name) for name in tokenizer.convert_ids_to_tokens(ids)] if is_special else []
+            names = (
+                [(1, name) for name in tokenizer.convert_ids_to_tokens(ids)] if is_special else []
+            )
             for count, text in names or decode_in_spans(tokenizer, ids):
                 stop = start + count
                 span_marks = "".join(marks[start:stop])
                 reads = text_of(targets.inputs[start]) if span_marks == REPLACED else ""
-                spans.append(TokenSpan(start, stop, text, is_special, span_marks, reads, tuple(predicts[start:stop])))
+                spans.append(
+                    TokenSpan(
+                        start,
+                        stop,
+                        text,
+                        is_special,
+                        span_marks,
+                        reads,
+                        tuple(predicts[start:stop]),
+                    )
+                )
                 start = stop
         pieces.append(tuple(spans))
     return DecodedPack(pack, objective, targets, tuple(pieces))
@@ -112,9 +132,14 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
     total = len(pack.tokens)
     pieces = len(decoded.pieces)
     lines = [
-        Text(f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} document{'s' * (pieces > 1)}", "bold"),
+        Text(
+            f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} document{'s' * (pieces > 1)}",
+            "bold",
+        ),
         Text(f"{objective.describe(every=True)}, {objective.attention} attention"),
-        Text(f"{count} tokens predicted ({100 * count / total:.1f} %), {changed} changed in the model's input"),
+        Text(
+            f"{count} tokens predicted ({100 * count / total:.1f} %), {changed} changed in the model's input"
+        ),
     ]
     for number, piece in enumerate(decoded.pieces, 1):
         title = f"document {number} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"
@@ -135,12 +160,18 @@ def _format_span(span: TokenSpan) -> Any:
     elif set(span.marks) == {AS_IS}:
         line.append(inner)
     else:
-        if inner.startswith(" ") and inner.strip():  # the space before a word stays outside its brackets
+        if (
+            inner.startswith(" ") and inner.strip()
+        ):  # the space before a word stays outside its brackets
             line.append(" ")
             inner = inner[1:]
         inner = inner if inner.strip() else inner.replace(" ", "␣")
         several = f":{span.marks}" if len(span.marks) > 1 else ""
-        mark = {HIDDEN: "", REPLACED: f"{REPLACED}{span.reads.translate(_CONTROL_PICTURES)}", KEPT: KEPT}.get(span.marks, "")
+        mark = {
+            HIDDEN: "",
+            REPLACED: f"{REPLACED}{span.reads.translate(_CONTROL_PICTURES)}",
+            KEPT: KEPT,
+        }.get(span.marks, "")
         style = _STYLES[next(each for each in span.marks if each != AS_IS)]
         line.append(f"[{inner}{several}{mark}]", style)
     if any(label is not None for label in span.predicts):
@@ -167,10 +198,30 @@ def _build_legend(decoded: DecodedPack) -> Any:
     special = next((span.text for span in spans if span.special), "")
     prefix = "a character of several tokens:"
     entries = [
-        (HIDDEN in marks, "[word]", _STYLES[HIDDEN], f"hidden: the model reads the mask token {suffix}"),
-        (REPLACED in marks, "[word>dog]", _STYLES[REPLACED], f"replaced: the model reads `dog` {suffix}"),
-        (KEPT in marks, "[word=]", _STYLES[KEPT], "unchanged: the model reads `word` and predicts it here"),
-        (cut, "[é:.#]", _STYLES[HIDDEN], f"{prefix} . unchanged, # hidden, > replaced, = unchanged and predicted"),
+        (
+            HIDDEN in marks,
+            "[word]",
+            _STYLES[HIDDEN],
+            f"hidden: the model reads the mask token {suffix}",
+        ),
+        (
+            REPLACED in marks,
+            "[word>dog]",
+            _STYLES[REPLACED],
+            f"replaced: the model reads `dog` {suffix}",
+        ),
+        (
+            KEPT in marks,
+            "[word=]",
+            _STYLES[KEPT],
+            "unchanged: the model reads `word` and predicts it here",
+        ),
+        (
+            cut,
+            "[é:.#]",
+            _STYLES[HIDDEN],
+            f"{prefix} . unchanged, # hidden, > replaced, = unchanged and predicted",
+        ),
         ("" in labels, f"word{PREDICTS}", _PREDICTS_STYLE, "predicts the next token"),
         (any(labels), f"word{PREDICTS}“{label}”", _PREDICTS_STYLE, f"predicts {noun}`{label}`"),
         (

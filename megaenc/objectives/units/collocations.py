@@ -67,7 +67,10 @@ class NgramTable(NamedTuple):
 
 
 def count_ngrams(
-    ids: np.ndarray, min_count: int, tick: Callable[[int], None] = lambda count: None, most_sorted: int = _SORTED
+    ids: np.ndarray,
+    min_count: int,
+    tick: Callable[[int], None] = lambda count: None,
+    most_sorted: int = _SORTED,
 ) -> list[NgramTable]:
     """Return the tables of the n-grams of 1 to 5 tokens that occur at least `min_count` times in `ids`, which is overwritten.
 
@@ -78,7 +81,9 @@ def count_ngrams(
     runs = np.diff(ends, prepend=-1) - 1
     counts = np.bincount(ids[ids >= 0])
     tokens = np.flatnonzero(counts >= min_count)
-    number_of = np.full(len(counts) + 1, -1, dtype=np.int32)  # its last entry is for negative numbers
+    number_of = np.full(
+        len(counts) + 1, -1, dtype=np.int32
+    )  # its last entry is for negative numbers
     number_of[tokens] = np.arange(len(tokens))
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
@@ -154,14 +159,19 @@ def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
             tails = tables[shorter + 1].suffixes[tails]
             prefixes[shorter], suffixes[shorter] = heads, tails
         # The first segment has cut + 1 tokens, the others are the best ones of the rest.
-        sums = [logs[cut][prefixes[cut]] + best[level - 1 - cut][suffixes[level - 1 - cut]] for cut in range(level)]
+        sums = [
+            logs[cut][prefixes[cut]] + best[level - 1 - cut][suffixes[level - 1 - cut]]
+            for cut in range(level)
+        ]
         in_parts = np.max(sums, axis=0)
         pmi.append(logs[level] - in_parts)
         best.append(np.maximum(logs[level], in_parts))
     return pmi
 
 
-def select_collocations(tables: Sequence[NgramTable], count: int, facts: dict[str, object]) -> Collocations:
+def select_collocations(
+    tables: Sequence[NgramTable], count: int, facts: dict[str, object]
+) -> Collocations:
     """Return at most `count` Collocations of the highest PMI above 0, in SHARES by length; ties go to frequent ones."""
     rows = []
     pmis = []
@@ -181,7 +191,9 @@ def select_collocations(tables: Sequence[NgramTable], count: int, facts: dict[st
         rows.append(row)
         pmis.append(pmi[order])
         counts.append(tables[level].counts[order])
-    return Collocations(np.concatenate(rows), np.concatenate(pmis).astype(np.float32), np.concatenate(counts), facts)
+    return Collocations(
+        np.concatenate(rows), np.concatenate(pmis).astype(np.float32), np.concatenate(counts), facts
+    )
 
 
 def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.ndarray:
@@ -198,7 +210,9 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
     at = 0
     for block in np.split(np.arange(len(stops)), np.unique(blocks)):
         if len(block):
-            tokens = corpus.read_spans(documents[block], np.zeros(len(block), dtype=np.int64), stops[block])
+            tokens = corpus.read_spans(
+                documents[block], np.zeros(len(block), dtype=np.int64), stops[block]
+            )
             tokens[is_special[tokens]] = -1
             places = at + np.arange(len(tokens)) + np.repeat(np.arange(len(block)), stops[block])
             ids[places] = tokens
@@ -229,7 +243,12 @@ def find_collocations(settings: CollocationsConfig) -> None:
     with ProgressLine("counting n-grams", 2 * (LONGEST - 1) * len(ids)) as progress:
         tables = count_ngrams(ids, settings.min_count, tick)
     tokens = tables[0].total
-    facts = {"tokenizer": vocabulary.fingerprint, "corpus": corpus.fingerprint, "tokens": tokens, "min_count": settings.min_count}
+    facts = {
+        "tokenizer": vocabulary.fingerprint,
+        "corpus": corpus.fingerprint,
+        "tokens": tokens,
+        "min_count": settings.min_count,
+    }
     collocations = select_collocations(tables, settings.count, facts)
     if not len(collocations.tokens):
         raise InputError(
@@ -238,10 +257,15 @@ def find_collocations(settings: CollocationsConfig) -> None:
         )
     with create_parent_with_rollback(output, "--output"):
         collocations.save(output)
-    print_rank_0(f"{output}: {len(collocations.tokens):,} collocations of {tokens:,} tokens; of the highest PMI")
+    print_rank_0(
+        f"{output}: {len(collocations.tokens):,} collocations of {tokens:,} tokens; of the highest PMI"
+    )
     for length in SHARES:
         rows = collocations.tokens[collocations.lengths == length]
-        texts = (repr(tokenizer.backend_tokenizer.decode(row[:length].tolist())) for row in rows[:_EXAMPLES])
+        texts = (
+            repr(tokenizer.backend_tokenizer.decode(row[:length].tolist()))
+            for row in rows[:_EXAMPLES]
+        )
         print_rank_0(f"  {len(rows):,} of {length} tokens: {', '.join(texts)}")
 
 
@@ -249,6 +273,8 @@ def find_collocations(settings: CollocationsConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc objective collocations`: write the collocations of a corpus to a file and print examples."""
     silence_libraries()
-    settings = flags.parse(CollocationsConfig, argv, prog="megaenc objective collocations", description=__doc__)
+    settings = flags.parse(
+        CollocationsConfig, argv, prog="megaenc objective collocations", description=__doc__
+    )
     with exit_on_sigterm():
         find_collocations(settings)

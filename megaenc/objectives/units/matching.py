@@ -119,7 +119,11 @@ def _find_too_large_array(path: str) -> str:
             with archive.open(f"{name}.npy") as stream:
                 version = np.lib.format.read_magic(stream)
                 is_first = version == (1, 0)
-                read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+                read_header = (
+                    np.lib.format.read_array_header_1_0
+                    if is_first
+                    else np.lib.format.read_array_header_2_0
+                )
                 shape, _, dtype = read_header(stream)
             array_size = math.prod(shape) * dtype.itemsize
             if array_size > file_size:
@@ -143,13 +147,23 @@ def load_collocations(path: str) -> Collocations:
         if facts.pop("format") != _FORMAT:
             raise ValueError("another format")
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or first_error_line(error)}; {written_by}") from None
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror or first_error_line(error)}; {written_by}"
+        ) from None
     except (ValueError, KeyError, AttributeError, TypeError, EOFError, zipfile.BadZipFile):
         raise InputError(f"{path}: no collocations, or damaged; {written_by}") from None
     lengths = (tokens >= 0).sum(axis=1) if tokens.ndim == 2 else np.zeros(1)
-    is_valid = tokens.shape == (len(pmi), LONGEST) and tokens.dtype == np.int32 and len(pmi) == len(counts) > 0
+    is_valid = (
+        tokens.shape == (len(pmi), LONGEST)
+        and tokens.dtype == np.int32
+        and len(pmi) == len(counts) > 0
+    )
     # All padding follows the tokens.
-    if not is_valid or lengths.min() < 2 or not np.array_equal(tokens >= 0, np.arange(LONGEST) < lengths[:, None]):
+    if (
+        not is_valid
+        or lengths.min() < 2
+        or not np.array_equal(tokens >= 0, np.arange(LONGEST) < lengths[:, None])
+    ):
         raise InputError(f"{path}: holds no token n-grams of 2 to {LONGEST} tokens; {written_by}")
     return Collocations(tokens, pmi, counts, facts)
 
@@ -171,7 +185,9 @@ def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     _get_matcher(path)
 
 
-def find_unit_starts(unit: str, pack: Pack, eligible: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+def find_unit_starts(
+    unit: str, pack: Pack, eligible: np.ndarray, vocabulary: Vocabulary
+) -> np.ndarray:
     """Return bool[T], whether a unit (`word`, or the path of a file of collocations) begins with each token of `pack`.
 
     One begins at each edge, at a token that is not `eligible` (bool[T]) and after it.

@@ -7,12 +7,24 @@ from dataclasses import dataclass, field, replace
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Contrast, ModelSelector, Outcome, Unit, adjust_comparisons
+from megaenc.study.stats.comparisons import (
+    Comparison,
+    Contrast,
+    ModelSelector,
+    Outcome,
+    Unit,
+    adjust_comparisons,
+)
 from megaenc.study.stats.inference import LEVEL
 from megaenc.study.stats.pooling import BetweenRunVariances, between_run_variance, compare_contrasts
 from megaenc.study.stats.run_noise import RunNoise
 
-EQUALITY_MARGINS: Mapping[str, float] = {TaskFamily.SC: 0.018, TaskFamily.TC: 0.003, TaskFamily.QA: 0.099, TaskFamily.IR: 0.023}
+EQUALITY_MARGINS: Mapping[str, float] = {
+    TaskFamily.SC: 0.018,
+    TaskFamily.TC: 0.003,
+    TaskFamily.QA: 0.099,
+    TaskFamily.IR: 0.023,
+}
 """Differences, as fractions, that count as about equal: one standard deviation of the family's averages over the published base
 and continued models."""
 
@@ -114,20 +126,29 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     The larger p counts, and 1 if the outcomes differ.
     """
     draft = test(scope)
-    compared = [score for contrast in draft.contrasts for terms in contrast.weighted_scores for _, score in terms]
+    compared = [
+        score
+        for contrast in draft.contrasts
+        for terms in contrast.weighted_scores
+        for _, score in terms
+    ]
     collapsed = {(score.model_key, score.family) for score in compared if score.is_collapsed}
     if not collapsed:
         return draft
     without = test(replace(scope, models=scope.models.without(collapsed)))
     if not without.comparisons:
-        return draft.with_note("nothing is left without the collapsed models, which count with their scores")
+        return draft.with_note(
+            "nothing is left without the collapsed models, which count with their scores"
+        )
     by_family = {one.family: one for one in without.families or [without.overall] if one}
     families = [_combine_tests(one, by_family.get(one.family, one)) for one in draft.families]
     p = inference.largest_p(draft.p, without.p)
     if draft.outcome != without.outcome and not math.isnan(p):
         p = 1.0
     outcome = without.outcome if without.p < LEVEL else "not resolved"
-    return replace(draft, p=p, families=families).with_note(f"without the collapsed models {outcome} ({format_p(without.p)})")
+    return replace(draft, p=p, families=families).with_note(
+        f"without the collapsed models {outcome} ({format_p(without.p)})"
+    )
 
 
 def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
@@ -137,7 +158,9 @@ def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
     return replace(
         one,
         p=inference.largest_p(one.p, other.p),
-        p_adjusted=1.0 if is_contradiction else inference.largest_p(one.p_adjusted, other.p_adjusted),
+        p_adjusted=1.0
+        if is_contradiction
+        else inference.largest_p(one.p_adjusted, other.p_adjusted),
         verdict=one.verdict if is_same else "not resolved",
     )
 
@@ -151,7 +174,11 @@ def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]
 
 
 def judge_direction(
-    scope: TestScope, contrasts: list[Contrast], note: str = "", decisive: Sequence[Contrast] = (), unit: Unit = "points"
+    scope: TestScope,
+    contrasts: list[Contrast],
+    note: str = "",
+    decisive: Sequence[Contrast] = (),
+    unit: Unit = "points",
 ) -> PendingVerdict:
     """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled.
 
@@ -159,7 +186,9 @@ def judge_direction(
     that no wide data set decides; each family counts equally.
     """
     borrowed = between_run_variance(contrasts)
-    comparisons = adjust_comparisons([scope.compare([contrast], borrowed, unit=unit) for contrast in contrasts])
+    comparisons = adjust_comparisons(
+        [scope.compare([contrast], borrowed, unit=unit) for contrast in contrasts]
+    )
     draft = PendingVerdict(comparisons, note=note, contrasts=contrasts)
     chosen = list(decisive or contrasts)
     if not chosen:
@@ -168,8 +197,14 @@ def judge_direction(
     weights = family_weights(chosen)
     if len(by_family) == 1:
         [overall] = adjust_comparisons([scope.compare(chosen, borrowed, weights, unit)])
-        single = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and not one.collapsed]
-        return replace(draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), decisive=single)
+        single = [
+            one
+            for one, contrast in zip(comparisons, contrasts, strict=True)
+            if contrast in chosen and not one.collapsed
+        ]
+        return replace(
+            draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), decisive=single
+        )
     standardised = [scope.models.standardise(one) for one in chosen] if unit == "points" else []
     if unit == "points" and None in standardised:
         draft = draft.with_note("pooled in points, as fewer than three decayed models have scores")
@@ -178,11 +213,17 @@ def judge_direction(
         overall = scope.compare(standardised, between_run_variance(standardised), weights, "SD")
     else:
         overall = scope.compare(chosen, borrowed, weights, unit)
-    families = adjust_comparisons([scope.compare(of_family, borrowed, unit=unit) for of_family in by_family.values()])
-    return replace(draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), families=families)
+    families = adjust_comparisons(
+        [scope.compare(of_family, borrowed, unit=unit) for of_family in by_family.values()]
+    )
+    return replace(
+        draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), families=families
+    )
 
 
-def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = "") -> PendingVerdict:
+def judge_equality(
+    scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = ""
+) -> PendingVerdict:
     """Test that each task family differs by less than its EQUALITY_MARGINS; `at_least`: that left is not lower by as much.
 
     Two one-sided tests for each family, of which all must be significant. Reversed if a family differs by more than its margin,
@@ -192,10 +233,15 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
         return PendingVerdict(note=note)
     borrowed = between_run_variance(contrasts)
     by_family = _split_by_family(contrasts)
-    comparisons = _test_margins([scope.compare([contrast], borrowed) for contrast in contrasts], at_least)
-    families = _test_margins([scope.compare(of_family, borrowed) for of_family in by_family.values()], at_least)
+    comparisons = _test_margins(
+        [scope.compare([contrast], borrowed) for contrast in contrasts], at_least
+    )
+    families = _test_margins(
+        [scope.compare(of_family, borrowed) for of_family in by_family.values()], at_least
+    )
     margins = ", ".join(
-        f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}" for at, family in enumerate(by_family)
+        f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}"
+        for at, family in enumerate(by_family)
     )
     beyond = [one for one in families if one.verdict == "reversed"]
     if beyond:  # here p is that of a smaller difference
@@ -206,11 +252,15 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
         outcome = "holds"
         p = inference.largest_p(*(one.p for one in families))
         meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
-    draft = PendingVerdict(comparisons, p=p, outcome=outcome, note=note, contrasts=contrasts).with_note(meaning)
+    draft = PendingVerdict(
+        comparisons, p=p, outcome=outcome, note=note, contrasts=contrasts
+    ).with_note(meaning)
     if len(families) == 1:
         decisive = [one for one in comparisons if not one.collapsed]
         return replace(draft, overall=replace(families[0], p=p), decisive=decisive)
-    return replace(draft, overall=replace(judge_direction(scope, contrasts).overall, p=p), families=families)
+    return replace(
+        draft, overall=replace(judge_direction(scope, contrasts).overall, p=p), families=families
+    )
 
 
 def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Comparison]:
@@ -226,10 +276,23 @@ def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Com
         within.append(not_lower if at_least else max(not_lower, not_higher))
         beyond.append(lower if at_least else min(lower, higher))
     tested = []
-    adjusted = zip(comparisons, within, inference.holm_adjust(within), inference.holm_adjust(beyond), strict=True)
+    adjusted = zip(
+        comparisons,
+        within,
+        inference.holm_adjust(within),
+        inference.holm_adjust(beyond),
+        strict=True,
+    )
     for one, p, p_within, p_beyond in adjusted:
         if p_beyond < LEVEL:
             tested.append(replace(one, p=p, p_adjusted=p_beyond, verdict="reversed"))
         else:
-            tested.append(replace(one, p=p, p_adjusted=p_within, verdict="holds" if p_within < LEVEL else "not resolved"))
+            tested.append(
+                replace(
+                    one,
+                    p=p,
+                    p_adjusted=p_within,
+                    verdict="holds" if p_within < LEVEL else "not resolved",
+                )
+            )
     return tested

@@ -51,10 +51,20 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
     elif math.isnan(overall.difference):
         parts = ["no fine-tuning seed that all of these models have"]
     else:
-        interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
+        interval = (
+            ""
+            if math.isnan(overall.low)
+            else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
+        )
         counts = Counter(one.verdict for one in draft.comparisons)
-        words = {"holds": "holds" if counts["holds"] == 1 else "hold", "reversed": "reversed", "not resolved": "not resolved"}
-        each = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
+        words = {
+            "holds": "holds" if counts["holds"] == 1 else "hold",
+            "reversed": "reversed",
+            "not resolved": "not resolved",
+        }
+        each = ", ".join(
+            f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]
+        )
         difference = format_difference(overall.difference, overall.unit)
         parts = [
             f"{overall.left} minus {overall.right}: {difference} ({interval}{chance})",
@@ -82,7 +92,11 @@ def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise
             f"several seeds{also}."
         )
     used = list(dict.fromkeys(one.family for one in draft.contrasts))
-    how = "by the differences between sizes" if is_spread else f"noise between runs: {noise.describe(used)}"
+    how = (
+        "by the differences between sizes"
+        if is_spread
+        else f"noise between runs: {noise.describe(used)}"
+    )
     return f"Another pretraining run: {verdict} ({format_p(p)}; {how})."
 
 
@@ -94,24 +108,39 @@ def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
     locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
     if not locations:
         return ""
-    more = f" and {len(locations) - _MAX_LISTED_PLACES} more" if len(locations) > _MAX_LISTED_PLACES else ""
+    more = (
+        f" and {len(locations) - _MAX_LISTED_PLACES} more"
+        if len(locations) > _MAX_LISTED_PLACES
+        else ""
+    )
     return f"A side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}{more}."
 
 
 def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
     """Return a sentence that counts models left out because the other side lacks their pretraining seed; "" if none."""
-    used = {score.model_key for contrast in contrasts for run_scores in contrast.weighted_scores for _, score in run_scores}
+    used = {
+        score.model_key
+        for contrast in contrasts
+        for run_scores in contrast.weighted_scores
+        for _, score in run_scores
+    }
     recipes = {replace(key, seed=0) for key in used}
     count = sum(key not in used and replace(key, seed=0) in recipes for key in models.model_keys)
     models_are = "1 model is" if count == 1 else f"{count} models are"
-    return f"{models_are} left out because the other side lacks the same pretraining seed." if count else ""
+    return (
+        f"{models_are} left out because the other side lacks the same pretraining seed."
+        if count
+        else ""
+    )
 
 
 def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
     """Return a sentence on fine-tuning seeds and learning rates that only one side has; "" if both have the same."""
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()
-    for members in (run_scores for contrast in contrasts for run_scores in contrast.weighted_scores):
+    for members in (
+        run_scores for contrast in contrasts for run_scores in contrast.weighted_scores
+    ):
         seed_sets = [set(member.seed_scores) for _, member in members]
         if not all(seed_sets):
             continue
@@ -123,14 +152,21 @@ def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
     fewer = {place: count for place, count in seeds.items() if place[0] < place[1]}
     if fewer:
         shared, planned = min(fewer, key=lambda place: place[0] / place[1])
-        parts.append(f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds ({shared} of {planned})")
+        parts.append(
+            f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds ({shared} of {planned})"
+        )
     if rates:
-        parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
+        parts.append(
+            f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})"
+        )
     return f"Not complete: {'; '.join(parts)}." if parts else ""
 
 
 def _count_finished_rates(score: Score) -> int:
     """Return the number of learning rates at which every seed has finished or failed."""
     every = {*score.rate_scores, *score.failed_seeds}
-    ended = [len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
+    ended = [
+        len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ()))
+        for rate in every
+    ]
     return sum(count >= len(score.seed_scores) for count in ended)

@@ -30,33 +30,62 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     names = (models.mlm, models.clm)
     contrasts: list[Contrast] = []
     spreads, dropped_rates, dropped_seeds = [], 0, 0
-    places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
-    for (size, by_seed), (family, dataset) in itertools.product(models.final_pairs().items(), places):
+    places = [
+        (family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)
+    ]
+    for (size, by_seed), (family, dataset) in itertools.product(
+        models.final_pairs().items(), places
+    ):
         sides, grids = {}, {}
         for seed, pair in by_seed.items():
             scores = [evidence.find(key, dataset, family) for key in pair]
             if None not in scores and (grid_pair := _common_rate_grids(scores)) is not None:
                 sides[seed] = list(zip((1.0, -1.0), scores, strict=True))
                 grids[seed], without_rates, without_seeds = grid_pair
-                dropped_rates, dropped_seeds = dropped_rates + without_rates, dropped_seeds + without_seeds
+                dropped_rates, dropped_seeds = (
+                    dropped_rates + without_rates,
+                    dropped_seeds + without_seeds,
+                )
         if grids:
             contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
-            each = [[inference.rate_variance_pseudo_values(grid).mean() for grid in pair] for pair in grids.values()]
+            each = [
+                [inference.rate_variance_pseudo_values(grid).mean() for grid in pair]
+                for pair in grids.values()
+            ]
             spreads.append(np.mean(each, axis=0).tolist())
     notes = []
     if contrasts:
-        points = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*spreads, strict=True)]
-        notes = [f"standard deviation over the rates, without the seeds' part: {points[0]:.2f} and {points[1]:.2f} points"]
-    compared = [[score for _, score in pair] for contrast in contrasts for pair in contrast.source.values()]
-    failed = [sum(len(seeds) for pair in compared for seeds in pair[side].failed_seeds.values()) for side in (0, 1)]
+        points = [
+            100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*spreads, strict=True)
+        ]
+        notes = [
+            f"standard deviation over the rates, without the seeds' part: {points[0]:.2f} and {points[1]:.2f} points"
+        ]
+    compared = [
+        [score for _, score in pair] for contrast in contrasts for pair in contrast.source.values()
+    ]
+    failed = [
+        sum(len(seeds) for pair in compared for seeds in pair[side].failed_seeds.values())
+        for side in (0, 1)
+    ]
     if any(failed):
-        counts = " and ".join(f"{count} of {name}" for count, name in zip(failed, names, strict=True) if count)
-        unknown = any(score.failed_seeds and score.baseline is None for pair in compared for score in pair)
-        notes.append(f"failed runs count as {'the worst run of that data set' if unknown else 'the trivial baseline'}: {counts}")
+        counts = " and ".join(
+            f"{count} of {name}" for count, name in zip(failed, names, strict=True) if count
+        )
+        unknown = any(
+            score.failed_seeds and score.baseline is None for pair in compared for score in pair
+        )
+        notes.append(
+            f"failed runs count as {'the worst run of that data set' if unknown else 'the trivial baseline'}: {counts}"
+        )
     if dropped_seeds:
-        notes.append(f"fine-tuning seeds left out because a side lacks one of their rates: {dropped_seeds}")
+        notes.append(
+            f"fine-tuning seeds left out because a side lacks one of their rates: {dropped_seeds}"
+        )
     if dropped_rates:
-        notes.append(f"rates left out because the sides share fewer than {MIN_SEEDS} seeds there: {dropped_rates}")
+        notes.append(
+            f"rates left out because the sides share fewer than {MIN_SEEDS} seeds there: {dropped_rates}"
+        )
     return _judge_spreads(scope, contrasts, "; ".join(notes))
 
 
@@ -66,18 +95,31 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
     The most rates at which both sides have three seeds in common (else two) count, with all seeds that both have at each of them.
     A failed run scores the trivial baseline, or the worst run of both sides if the results do not contain it.
     """
-    scores = [score for side in sides for by_seed in side.rate_scores.values() for score in by_seed.values()]
+    scores = [
+        score
+        for side in sides
+        for by_seed in side.rate_scores.values()
+        for score in by_seed.values()
+    ]
     grids: list[Mapping[float, Mapping[int, float]]] = [
-        replace(side, baseline=min(scores, default=0.0) if side.baseline is None else side.baseline).rate_scores_with_failures
+        replace(
+            side, baseline=min(scores, default=0.0) if side.baseline is None else side.baseline
+        ).rate_scores_with_failures
         for side in sides
     ]
     tried = sorted(set(grids[0]) | set(grids[1]))
     common = {rate: set(grids[0].get(rate, ())) & set(grids[1].get(rate, ())) for rate in tried}
     for needed, count in itertools.product((MIN_SEEDS, 2), range(len(tried), 1, -1)):
-        chosen = [(set.intersection(*(common[rate] for rate in rates)), rates) for rates in itertools.combinations(tried, count)]
+        chosen = [
+            (set.intersection(*(common[rate] for rate in rates)), rates)
+            for rates in itertools.combinations(tried, count)
+        ]
         seeds, rates = max(chosen, key=lambda pair: len(pair[0]))
         if len(seeds) >= needed:
-            values = [np.array([[grid[rate][seed] for seed in sorted(seeds)] for rate in rates]) for grid in grids]
+            values = [
+                np.array([[grid[rate][seed] for seed in sorted(seeds)] for rate in rates])
+                for grid in grids
+            ]
             most = max(len(by_seed) for grid in grids for by_seed in grid.values())
             return values, len(tried) - count, most - len(seeds)
     return None
@@ -86,7 +128,9 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c, scores vary less over the mask ratios after CLM than without CLM, at equal size, steps and ratios."""
     models = scope.models
-    by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(lambda: defaultdict(dict))
+    by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for key in models.model_keys:
         if key.decayed and key.mask_ratio and not key.cpt_mlm_steps:
             by_schedule[key.size, key.steps, key.clm_steps][key.seed][key.mask_ratio] = key
@@ -113,7 +157,9 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
                 label, grids, terms = grid_pair
                 where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
                 names = ("MLM only", "CLM, then MLM")
-                contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, terms))
+                contrasts.append(
+                    _spread_contrast(names, where, str(family), label, size, grids, terms)
+                )
     return _judge_spreads(scope, contrasts, "")
 
 
@@ -126,7 +172,11 @@ def _ratio_grids(
     fine-tuning seeds.
     """
     by_seed = {seed: [key for keys in sides for key in keys] for seed, sides in pairs.items()}
-    pairs = {seed: pairs[seed] for seed, keys in by_seed.items() if family_terms(evidence, family, keys) is not None}
+    pairs = {
+        seed: pairs[seed]
+        for seed, keys in by_seed.items()
+        if family_terms(evidence, family, keys) is not None
+    }
     every = [key for seed in pairs for key in by_seed[seed]]
     if (common := family_terms(evidence, family, every)) is None:
         return None
@@ -136,17 +186,28 @@ def _ratio_grids(
     rest = iter(parts)
     for seed, sides in pairs.items():
         models = [[next(rest) for _ in keys] for keys in sides]
-        seeds = set.intersection(*(set(score.seed_scores) for side in models for each in side for _, score in each))
+        seeds = set.intersection(
+            *(set(score.seed_scores) for side in models for each in side for _, score in each)
+        )
         if len(seeds) < 2:
             return None
         grids[seed] = []
         for side in models:
             rows = [
-                [math.fsum(weight * score.seed_scores[one] for weight, score in each) for one in sorted(seeds)] for each in side
+                [
+                    math.fsum(weight * score.seed_scores[one] for weight, score in each)
+                    for one in sorted(seeds)
+                ]
+                for each in side
             ]
             grids[seed].append(np.array(rows))
         signed = zip((1.0, -1.0), models, strict=True)
-        terms[seed] = [(sign * weight, score) for sign, side in signed for each in side for weight, score in each]
+        terms[seed] = [
+            (sign * weight, score)
+            for sign, side in signed
+            for each in side
+            for weight, score in each
+        ]
     return label, grids, terms
 
 
@@ -160,13 +221,28 @@ def _spread_contrast(
     sides: Mapping[int, Terms],
 ) -> Contrast:
     """Build the contrast of two spreads: `grids`, scores float[R, S] of both sides by pretraining seed; `sides`, their scores."""
-    total = 2 * float(np.mean([np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair])) or 1.0
+    total = (
+        2
+        * float(
+            np.mean(
+                [np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]
+            )
+        )
+        or 1.0
+    )
     terms = {}
     for seed, pair in grids.items():
-        values = [dict(enumerate(inference.rate_variance_pseudo_values(grid) / total)) for grid in pair]
-        scores = [next(score for weight, score in sides[seed] if weight * sign > 0) for sign in (1, -1)]
+        values = [
+            dict(enumerate(inference.rate_variance_pseudo_values(grid) / total)) for grid in pair
+        ]
+        scores = [
+            next(score for weight, score in sides[seed] if weight * sign > 0) for sign in (1, -1)
+        ]
         derived = {"load_examples": dict, "members": ()}
-        valued = [replace(score, seed_scores=by_seed, **derived) for score, by_seed in zip(scores, values, strict=True)]
+        valued = [
+            replace(score, seed_scores=by_seed, **derived)
+            for score, by_seed in zip(scores, values, strict=True)
+        ]
         terms[seed] = [(1.0, valued[0]), (-1.0, valued[1])]
     return Contrast(names, where, family, dataset, size, terms, sides)
 
@@ -176,13 +252,29 @@ def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> Pe
 
     About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
     """
-    testable = [one for one in contrasts if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)]
+    testable = [
+        one
+        for one in contrasts
+        if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)
+    ]
     draft = judge_direction(replace(scope, noise=None), contrasts, note, testable, unit="share")
-    if scope.noise is None or draft.overall is None or draft.overall.pretraining_runs > 1 or draft.overall.has_borrowed_variance:
+    if (
+        scope.noise is None
+        or draft.overall is None
+        or draft.overall.pretraining_runs > 1
+        or draft.overall.has_borrowed_variance
+    ):
         return draft
     by_size: dict[str, list[Contrast]] = defaultdict(list)
     for contrast in contrasts:
         by_size[contrast.size].append(contrast)
-    means = [scope.compare(some, {}, family_weights(some), "share").difference for some in by_size.values()]
-    over_sizes = float(stats.ttest_1samp(means, 0.0).pvalue) if len(means) > 1 and np.ptp(means) > 0 else math.nan
+    means = [
+        scope.compare(some, {}, family_weights(some), "share").difference
+        for some in by_size.values()
+    ]
+    over_sizes = (
+        float(stats.ttest_1samp(means, 0.0).pvalue)
+        if len(means) > 1 and np.ptp(means) > 0
+        else math.nan
+    )
     return replace(draft, p=inference.largest_p(draft.p, over_sizes), families=[], decisive=[])

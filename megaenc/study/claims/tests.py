@@ -46,7 +46,9 @@ HALF_SHARES = (0.4, 0.6)
 
 def _mlm_minus_clm(models: ModelSelector, family: str) -> list[Contrast]:
     """Build the contrast MLM less CLM at equal steps on a task family, one for each size."""
-    return build_contrasts(models.evidence, (models.mlm, models.clm), models.final_pairs().items(), [family])
+    return build_contrasts(
+        models.evidence, (models.mlm, models.clm), models.final_pairs().items(), [family]
+    )
 
 
 def judge_mlm_above_clm(scope: TestScope, family: str) -> PendingVerdict:
@@ -72,11 +74,17 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
             requirement="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes"
         )
     if len({contrast.dataset for contrast in contrasts}) > 1:
-        return PendingVerdict(requirement=f"models of all sizes evaluated on the same {family} data sets")
+        return PendingVerdict(
+            requirement=f"models of all sizes evaluated on the same {family} data sets"
+        )
     borrowed = between_run_variance(contrasts)
-    comparisons = adjust_comparisons([scope.compare([contrast], borrowed) for contrast in contrasts])
+    comparisons = adjust_comparisons(
+        [scope.compare([contrast], borrowed) for contrast in contrasts]
+    )
     gap = scope.compare(contrasts, borrowed)
-    sign = 1 if (gap.difference > 0) == widens else -1  # makes a trend in the claimed direction positive
+    sign = (
+        1 if (gap.difference > 0) == widens else -1
+    )  # makes a trend in the claimed direction positive
     weights = [sign * weight for weight in _trend_weights(range(len(contrasts)))]
     trend = scope.compare(contrasts, borrowed, weights)
     overall = replace(
@@ -87,7 +95,9 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         p=inference.largest_p(trend.p, gap.p),  # a gap must exist before it can change
     )
     note = f"the mean gap is {format_difference(gap.difference)}"
-    return PendingVerdict(comparisons, overall, overall.p, direction_outcome(overall), note, contrasts=contrasts)
+    return PendingVerdict(
+        comparisons, overall, overall.p, direction_outcome(overall), note, contrasts=contrasts
+    )
 
 
 def _trend_weights(positions: Sequence[float]) -> list[float]:
@@ -103,15 +113,23 @@ def judge_early_steps(scope: TestScope) -> PendingVerdict:
         lambda one: not one.decayed and is_clm_only(one),
         lambda one: not one.decayed and models.is_mlm_only(one),
     )
-    ends: dict[str, int] = defaultdict(int)  # of the longest run from scratch, also if only checkpoints of it exist
+    ends: dict[str, int] = defaultdict(
+        int
+    )  # of the longest run from scratch, also if only checkpoints of it exist
     for one in models.planned_model_keys:
         if not one.cpt_mlm_steps:
             ends[one.size] = max(ends[one.size], one.steps, 0 if one.decayed else one.budget)
-    early_pairs = {(size, steps): pair for (size, steps), pair in sorted(pairs.items()) if steps <= EARLY_SHARE * ends[size]}
+    early_pairs = {
+        (size, steps): pair
+        for (size, steps), pair in sorted(pairs.items())
+        if steps <= EARLY_SHARE * ends[size]
+    }
     places = [(f"{size} at {steps:,} steps", pair) for (size, steps), pair in early_pairs.items()]
     contrasts = build_contrasts(models.evidence, (models.clm, models.mlm), places)
     first = f"early is step {', '.join(f'{steps:,}' for steps in sorted({steps for _, steps in early_pairs}))}"
-    return judge_direction(scope, contrasts, "; ".join([first, *_describe_crossovers(models, pairs)]))
+    return judge_direction(
+        scope, contrasts, "; ".join([first, *_describe_crossovers(models, pairs)])
+    )
 
 
 def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) -> list[str]:
@@ -120,17 +138,33 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
         ahead: dict[int, bool] = {}
         for (of, steps), by_seed in sorted(pairs.items()):
-            if of == size and (common := family_terms(models.evidence, family, next(iter(by_seed.values())))) is not None:
-                clm, mlm = (math.fsum(weight * score.mean for weight, score in side) for side in common[1])
+            if (
+                of == size
+                and (common := family_terms(models.evidence, family, next(iter(by_seed.values()))))
+                is not None
+            ):
+                clm, mlm = (
+                    math.fsum(weight * score.mean for weight, score in side) for side in common[1]
+                )
                 ahead[steps] = mlm >= clm
-        since = [step for step in ahead if all(is_ahead for later, is_ahead in ahead.items() if later >= step)]
+        since = [
+            step
+            for step in ahead
+            if all(is_ahead for later, is_ahead in ahead.items() if later >= step)
+        ]
         if ahead:
-            when = f"MLM is ahead from step {since[0]:,} on" if since else f"CLM is still ahead at step {max(ahead):,}"
+            when = (
+                f"MLM is ahead from step {since[0]:,} on"
+                if since
+                else f"CLM is still ahead at step {max(ahead):,}"
+            )
             sentences.append(f"{size} on {family}: {when}")
     return sentences
 
 
-def _clm_share_contrasts(models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)) -> list[Contrast]:
+def _clm_share_contrasts(
+    models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)
+) -> list[Contrast]:
     """Build the contrasts CLM for about `share` of the steps and then MLM, less MLM only, of equal size, steps and ratio."""
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
@@ -138,23 +172,32 @@ def _clm_share_contrasts(models: ModelSelector, share: float, families: Sequence
         return key.size, key.steps, key.mask_ratio or 0.0
 
     low, high = CLM_SHARES[share]
-    candidates = [one for one in models.model_keys if one.decayed and not one.cpt_mlm_steps and one.mlm_steps]
+    candidates = [
+        one for one in models.model_keys if one.decayed and not one.cpt_mlm_steps and one.mlm_steps
+    ]
     nearest: dict[tuple, float] = {}
     for one in candidates:
         if one.clm_steps:
-            nearest[budget_key(one)] = min(nearest.get(budget_key(one), 2.0), one.clm_share, key=lambda its: abs(its - share))
+            nearest[budget_key(one)] = min(
+                nearest.get(budget_key(one), 2.0), one.clm_share, key=lambda its: abs(its - share)
+            )
     pairs = models.match_pairs(
         lambda one: low <= one.clm_share <= high and one.clm_share == nearest[budget_key(one)],
         lambda one: not one.clm_steps,
         budget_key,
         candidates,
     )
-    places = [(f"{size}, {steps:,} steps, {format_percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]
+    places = [
+        (f"{size}, {steps:,} steps, {format_percent(ratio)}", pair)
+        for (size, steps, ratio), pair in sorted(pairs.items())
+    ]
     names = (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM only")
     return build_contrasts(models.evidence, names, places, families)
 
 
-def judge_clm_quarter(scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)) -> PendingVerdict:
+def judge_clm_quarter(
+    scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
+) -> PendingVerdict:
     """Test claim 4a or 4c (ZS), 20 to 30 % CLM and then MLM is above MLM only at equal size, steps and mask ratio."""
     return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25, families))
 
@@ -174,18 +217,33 @@ def _continued_contrasts(
     pairs = models.match_pairs(
         lambda one: one.clm_steps > 0 and not one.mlm_steps,
         lambda one: not one.clm_steps and one.mlm_steps > 0,
-        lambda one: (one.size, one.clm_steps + one.mlm_steps, one.mask_ratio or 0.0, one.cpt_mlm_steps),
+        lambda one: (
+            one.size,
+            one.clm_steps + one.mlm_steps,
+            one.mask_ratio or 0.0,
+            one.cpt_mlm_steps,
+        ),
         [one for one in models.model_keys if one.decayed and one.cpt_mlm_steps > 0],
     )
     names = ("MLM on CLM", "more MLM on MLM")
     return {
-        place: (more, build_contrasts(models.evidence, names, [(f"{size}, {more:,} after {before:,} steps", pair)], families))
+        place: (
+            more,
+            build_contrasts(
+                models.evidence,
+                names,
+                [(f"{size}, {more:,} after {before:,} steps", pair)],
+                families,
+            ),
+        )
         for place, pair in sorted(pairs.items())
         for size, before, _, more in [place]
     }
 
 
-def judge_continued_pretraining(scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)) -> PendingVerdict:
+def judge_continued_pretraining(
+    scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
+) -> PendingVerdict:
     """Test claim 5a or 5c (ZS), continued MLM ends higher from a CLM than from an MLM model; the longest one decides."""
     by_place = _continued_contrasts(scope.models, families)
     longest: dict[tuple, int] = defaultdict(int)
@@ -205,7 +263,12 @@ def judge_continued_pretraining(scope: TestScope, families: Sequence[str] = tupl
             of_family = [contrast for contrast in some if contrast.family == family]
             one = scope.compare(of_family, between_run_variance(of_family))
             shorter.append(f"{family} {format_difference(one.difference)} after {length:,} steps")
-    return judge_direction(scope, [contrast for _, some in by_place.values() for contrast in some], "; ".join(shorter), last)
+    return judge_direction(
+        scope,
+        [contrast for _, some in by_place.values() for contrast in some],
+        "; ".join(shorter),
+        last,
+    )
 
 
 def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
@@ -214,11 +277,23 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     lengths: dict[tuple, list[int]] = defaultdict(list)
     for place, (more, _) in by_place.items():
         lengths[place[:3]].append(more)
-    nearest = {start: min(each, key=lambda more: abs(more - max(each) / 2)) for start, each in lengths.items()}
+    nearest = {
+        start: min(each, key=lambda more: abs(more - max(each) / 2))
+        for start, each in lengths.items()
+    }
     low, high = HALF_SHARES
-    halves = {start: more for start, more in nearest.items() if low <= more / max(lengths[start]) <= high}
-    contrasts = [one for place, (more, some) in by_place.items() if halves.get(place[:3]) == more for one in some]
-    steps = ", ".join(f"{more:,} of {max(lengths[start]):,}" for start, more in sorted(halves.items()))
+    halves = {
+        start: more for start, more in nearest.items() if low <= more / max(lengths[start]) <= high
+    }
+    contrasts = [
+        one
+        for place, (more, some) in by_place.items()
+        if halves.get(place[:3]) == more
+        for one in some
+    ]
+    steps = ", ".join(
+        f"{more:,} of {max(lengths[start]):,}" for start, more in sorted(halves.items())
+    )
     return judge_equality(scope, contrasts, at_least=True, note=f"after {steps} steps")
 
 
@@ -231,7 +306,9 @@ def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[fl
     for key in planned:
         if _is_mlm_from_scratch(key):
             ratios_by_budget[key.size, key.steps].add(key.mask_ratio)
-    several = {place: sorted(ratios) for place, ratios in ratios_by_budget.items() if len(ratios) > 1}
+    several = {
+        place: sorted(ratios) for place, ratios in ratios_by_budget.items() if len(ratios) > 1
+    }
     longest = {size: max(steps for of, steps in several if of == size) for size, _ in several}
     return {size: (steps, several[size, steps]) for size, steps in longest.items()}
 
@@ -245,21 +322,39 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     contrasts: list[Contrast] = []
     sides: list[tuple[float, float]] = []
     for size, (steps, ratios) in _ratios_by_size(models.planned_model_keys).items():
-        evaluated = [one for one in models.model_keys if _is_mlm_from_scratch(one) and (one.size, one.steps) == (size, steps)]
+        evaluated = [
+            one
+            for one in models.model_keys
+            if _is_mlm_from_scratch(one) and (one.size, one.steps) == (size, steps)
+        ]
         for pair in itertools.combinations(ratios, 2):
             is_side = (lambda key, ratio=ratio: key.mask_ratio == ratio for ratio in pair)
-            places = [(size, pairs) for pairs in models.match_pairs(*is_side, model_keys=evaluated).values()]
-            some = build_contrasts(models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places)
+            places = [
+                (size, pairs)
+                for pairs in models.match_pairs(*is_side, model_keys=evaluated).values()
+            ]
+            some = build_contrasts(
+                models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places
+            )
             contrasts += some
             sides += [pair] * len(some)
     borrowed = between_run_variance(contrasts)
-    comparisons = adjust_comparisons([scope.compare([contrast], borrowed) for contrast in contrasts])
-    lost: dict[float, list[Comparison]] = {ratio: [] for ratio in sorted({ratio for pair in sides for ratio in pair})}
+    comparisons = adjust_comparisons(
+        [scope.compare([contrast], borrowed) for contrast in contrasts]
+    )
+    lost: dict[float, list[Comparison]] = {
+        ratio: [] for ratio in sorted({ratio for pair in sides for ratio in pair})
+    }
     for (first, second), one in zip(sides, comparisons, strict=True):
         if not math.isnan(one.p_adjusted):
             lost[first if one.difference < 0 else second].append(one)
-    clearest = {ratio: min(of_ratio, key=lambda one: one.p_adjusted, default=None) for ratio, of_ratio in lost.items()}
-    note = "; ".join(f"{format_percent(ratio)} {_describe_defeat(one)}" for ratio, one in clearest.items())
+    clearest = {
+        ratio: min(of_ratio, key=lambda one: one.p_adjusted, default=None)
+        for ratio, of_ratio in lost.items()
+    }
+    note = "; ".join(
+        f"{format_percent(ratio)} {_describe_defeat(one)}" for ratio, one in clearest.items()
+    )
     outcome = "holds"
     p = max((one.p_adjusted if one else 1.0 for one in clearest.values()), default=math.nan)
     if all(math.isnan(one.p) for one in comparisons):
@@ -268,9 +363,13 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     if not p < LEVEL and len(unbeaten) == 1:
         against = []
         for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
-            of_pair = [contrast for contrast, names in zip(contrasts, sides, strict=True) if names == pair]
+            of_pair = [
+                contrast for contrast, names in zip(contrasts, sides, strict=True) if names == pair
+            ]
             against.append((judge_direction(scope, of_pair), pair[0] == unbeaten[0]))
-        if len(against) == len(lost) - 1 and all((one.outcome == "holds") == first for one, first in against):
+        if len(against) == len(lost) - 1 and all(
+            (one.outcome == "holds") == first for one, first in against
+        ):
             outcome = "reversed"
             p = inference.largest_p(*(one.p for one, _ in against))
     better_first = [put_better_first(one) for one in comparisons]
@@ -291,7 +390,11 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     The change is along a fitted line; sizes with three or more ratios count.
     """
     evidence = scope.models.evidence
-    counted = [key for key in scope.models.planned_model_keys if (key, TaskFamily.IR) not in scope.models.left_out]
+    counted = [
+        key
+        for key in scope.models.planned_model_keys
+        if (key, TaskFamily.IR) not in scope.models.left_out
+    ]
     contrasts = []
     for size, (steps, ratios) in _ratios_by_size(counted).items():
         if len(ratios) < 3:
@@ -305,7 +408,9 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
             keys = [by_ratio[ratio] for ratio in ratios if ratio in by_ratio]
             if len(keys) == len(ratios) and family_terms(evidence, TaskFamily.IR, keys) is not None:
                 complete[seed] = keys
-        common = family_terms(evidence, TaskFamily.IR, [key for keys in complete.values() for key in keys])
+        common = family_terms(
+            evidence, TaskFamily.IR, [key for keys in complete.values() for key in keys]
+        )
         if common is None:
             continue
         label, parts = common
@@ -313,8 +418,14 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
         terms = {}
         for at, seed in enumerate(complete):
             of_seed = parts[at * len(ratios) : (at + 1) * len(ratios)]
-            terms[seed] = [(sign * weight, score) for sign, each in zip(weights, of_seed, strict=True) for weight, score in each]
-        contrasts.append(Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms))
+            terms[seed] = [
+                (sign * weight, score)
+                for sign, each in zip(weights, of_seed, strict=True)
+                for weight, score in each
+            ]
+        contrasts.append(
+            Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms)
+        )
     return judge_direction(scope, contrasts)
 
 

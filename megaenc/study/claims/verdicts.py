@@ -10,7 +10,13 @@ from functools import partial
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims import spread_tests
 from megaenc.study.claims import tests as claim_tests
-from megaenc.study.claims.decision import EQUALITY_MARGINS, ClaimTest, PendingVerdict, TestScope, judge_claim
+from megaenc.study.claims.decision import (
+    EQUALITY_MARGINS,
+    ClaimTest,
+    PendingVerdict,
+    TestScope,
+    judge_claim,
+)
 from megaenc.study.claims.reasons import format_reason
 from megaenc.study.claims.tests import CLM_SHARES, EARLY_SHARE
 from megaenc.study.results.evidence import Evidence
@@ -218,7 +224,9 @@ _ZERO_SHOT_CLAIMS = [
 those verdicts."""
 
 
-def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None) -> list[Verdict]:
+def judge(
+    evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None
+) -> list[Verdict]:
     """Test the six claims; return a Verdict for each of their parts (1a to 6c), p corrected by Holm over all of them.
 
     `noise`: noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask
@@ -237,7 +245,9 @@ def judge(evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence
             drafts.append(_TestedClaim(claim, models, run_noise, these, another))
     drafts.sort(key=lambda one: one.claim.name)
     adjusted = inference.holm_adjust([one.these.p for one in drafts])
-    adjusted_another = inference.holm_adjust([inference.largest_p(one.these.p, one.another.p) for one in drafts])
+    adjusted_another = inference.holm_adjust(
+        [inference.largest_p(one.these.p, one.another.p) for one in drafts]
+    )
     claim_count = sum(not math.isnan(p) for p in adjusted)
     return [
         _build_verdict(one, p, p_another, claim_count)
@@ -278,7 +288,9 @@ def _build_verdict(tested: _TestedClaim, p: float, p_another: float, claim_count
     return replace(
         verdict,
         verdict=outcome,
-        reason=format_reason(tested.models, draft, p, claim_count, outcome, another_run, p_another, tested.noise),
+        reason=format_reason(
+            tested.models, draft, p, claim_count, outcome, another_run, p_another, tested.noise
+        ),
         overall=replace(draft.overall, p_adjusted=p, verdict=outcome) if draft.overall else None,
         families=draft.families,
         another_run=another_run,

@@ -46,7 +46,9 @@ class EmbedEntry:
         return tuple(map(dataset_result_name, self.datasets))
 
 
-def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedEntry, dict[str, Any]]:
+def build_embed_entry(
+    values: Mapping[str, Any], data_dir: Path
+) -> tuple[EmbedEntry, dict[str, Any]]:
     """Return the manifest's `embed` and the flags of its contrastive training.
 
     Its paths get `data_dir` before them, files need not exist yet. Raises InputError for unknown, repeated, missing or impossible
@@ -56,23 +58,37 @@ def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedE
         raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")
     entry = flags.replace_fields(EmbedEntry(), dict(values), source="embed")
     if not entry.datasets:
-        raise InputError("embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir")
+        raise InputError(
+            "embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir"
+        )
     for dataset in entry.datasets:
         if parse_dataset_name(dataset)[1] is None and dataset != DEMO_SET:
             text = truncate_text(dataset, 60)
-            raise InputError(f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
+            raise InputError(
+                f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir"
+            )
     for name, times in Counter(entry.names).items():
         if not _NAME.fullmatch(name):
             message = f"embed: field `datasets`: found the name {name[:60]!r}"
-            raise InputError(f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH")
+            raise InputError(
+                f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH"
+            )
         if times > 1:
-            raise InputError(f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH")
+            raise InputError(
+                f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH"
+            )
     with prefix_errors("embed"):
         entry.training.check()
     training = flags.flatten(entry.training)
     set_flags = {name: training[name] for name in values if name in training}
-    if not entry.train and (unused := [name for name in values if name == "seeds" or (name in set_flags and name not in RULES)]):
-        raise InputError(f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both")
+    if not entry.train and (
+        unused := [
+            name for name in values if name == "seeds" or (name in set_flags and name not in RULES)
+        ]
+    ):
+        raise InputError(
+            f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both"
+        )
     datasets = tuple(resolve_dataset_path(dataset, data_dir) for dataset in entry.datasets)
     train = entry.train if entry.train in ("", DEMO_SET) else str(data_dir / entry.train)
     return replace(entry, datasets=datasets, train=train), set_flags

@@ -26,9 +26,17 @@ from megaenc.study.manifest.pretrain_args import (
 )
 from megaenc.training.config import PretrainConfig
 
-_LIMITS = {"models": 1_000, "checkpoints": 10_000, "phases": 200_000}  # of all models together; all are kept in memory
-_PLACEHOLDER_VOCAB_SIZE = 1024  # schedules are parsed before the tokenizer exists; the size does not matter
-_STANDARD_OBJECTIVE = re.compile(r"(clm|mlm)(\(mask=[^,>]*\))?")  # objectives that the columns can express
+_LIMITS = {
+    "models": 1_000,
+    "checkpoints": 10_000,
+    "phases": 200_000,
+}  # of all models together; all are kept in memory
+_PLACEHOLDER_VOCAB_SIZE = (
+    1024  # schedules are parsed before the tokenizer exists; the size does not matter
+)
+_STANDARD_OBJECTIVE = re.compile(
+    r"(clm|mlm)(\(mask=[^,>]*\))?"
+)  # objectives that the columns can express
 _MAX_NAME_BYTES = 180  # file names may have 255 bytes
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of directories, stages and results
 
@@ -111,14 +119,21 @@ class PlannedModel:
         on_the_way = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
-        clm = round(sum(share * _count_clm_steps(phase) for phase, share in self.phase_shares(0, step)))
+        clm = round(
+            sum(share * _count_clm_steps(phase) for phase, share in self.phase_shares(0, step))
+        )
         mask = self.key.mask_ratio if clm < step else None
         return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
     def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
         """Return (phase, share) for all phases: the share, 0 to 1, of the phase's steps that are in after + 1..last."""
-        lengths = [max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases]
-        return [(phase, count / (phase.last - phase.first + 1)) for phase, count in zip(self.phases, lengths, strict=True)]
+        lengths = [
+            max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases
+        ]
+        return [
+            (phase, count / (phase.last - phase.first + 1))
+            for phase, count in zip(self.phases, lengths, strict=True)
+        ]
 
     def checkpoint_name(self, step: int) -> str:
         """Return the name of the checkpoint at `step`: the model's with `-STEP` at the end, but before `-seedN`."""
@@ -135,20 +150,30 @@ def expand_models(
     models: dict[str, PlannedModel] = {}
     place_of: dict[str, str] = {}
     counts: Counter[str] = Counter()
-    for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
+    for entry in sorted(
+        entries, key=lambda entry: bool(entry.after)
+    ):  # stable: otherwise in the order of the file
         with prefix_errors(entry.place):
             _check_entry(entry)
-            _add_counts(counts, models=_count_models(entry), checkpoints=_count_models(entry) * len(entry.checkpoints))
+            _add_counts(
+                counts,
+                models=_count_models(entry),
+                checkpoints=_count_models(entry) * len(entry.checkpoints),
+            )
             entry_models = []
             for model in _expand_entry(entry, models, sizes, pretrain):
                 _add_counts(counts, phases=len(model.phases))
                 entry_models.append(model)
             if entry.name and len(entry_models) > 1:
-                raise InputError(f"field `name`: found {entry.name} for {len(entry_models)} models, expected an entry of one")
+                raise InputError(
+                    f"field `name`: found {entry.name} for {len(entry_models)} models, expected an entry of one"
+                )
             for model in entry_models:
                 for name in (model.name, *map(model.checkpoint_name, model.checkpoints)):
                     if name in place_of:
-                        raise InputError(f"model {name} exists already ({place_of[name]}), expected each name once; set `name`")
+                        raise InputError(
+                            f"model {name} exists already ({place_of[name]}), expected each name once; set `name`"
+                        )
                     place_of[name] = entry.place
                 models[model.name] = model
     return _disambiguate_keys(models.values())
@@ -167,15 +192,23 @@ def _check_entry(entry: ManifestEntry) -> None:
     for name, conflicts, expected in (
         ("schedule", ("clm_share", "clm_steps", "mask"), "one of them"),
         ("clm_share", ("clm_steps",), "one of them"),
-        ("after", ("size", "clm_share", "clm_steps"), "`mask` or a `schedule`: everything else is the parent's"),
+        (
+            "after",
+            ("size", "clm_share", "clm_steps"),
+            "`mask` or a `schedule`: everything else is the parent's",
+        ),
     ):
         conflicting = [other for other in conflicts if getattr(entry, other)]
         if getattr(entry, name) and conflicting:
-            raise InputError(f"found `{conflicting[0]}` together with `{name}`, expected {expected}")
+            raise InputError(
+                f"found `{conflicting[0]}` together with `{name}`, expected {expected}"
+            )
     if entry.after and entry.seed != ManifestEntry.seed:
         raise InputError("found `seed` together with `after`: a continued model has its parent's")
     if not entry.after and not entry.size:
-        raise InputError("field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued")
+        raise InputError(
+            "field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued"
+        )
 
 
 def _check_name(field: str, name: str) -> None:
@@ -190,7 +223,15 @@ def _check_name(field: str, name: str) -> None:
 
 def _count_models(entry: ManifestEntry) -> int:
     """Return the maximum number of models of an entry: the number of combinations of its lists."""
-    lists = (entry.size, entry.steps, entry.clm_share or entry.clm_steps, entry.mask, entry.peak_rate, entry.seed, entry.after)
+    lists = (
+        entry.size,
+        entry.steps,
+        entry.clm_share or entry.clm_steps,
+        entry.mask,
+        entry.peak_rate,
+        entry.seed,
+        entry.after,
+    )
     return math.prod(max(1, len(values)) for values in lists)
 
 
@@ -199,7 +240,9 @@ def _add_counts(counts: Counter[str], **numbers: int) -> None:
     counts.update(numbers)
     for noun in numbers:
         if counts[noun] > _LIMITS[noun]:
-            raise InputError(f"makes more than {_LIMITS[noun]:,} {noun} together with the entries before it, expected fewer")
+            raise InputError(
+                f"makes more than {_LIMITS[noun]:,} {noun} together with the entries before it, expected fewer"
+            )
 
 
 def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
@@ -209,7 +252,12 @@ def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ..
     reports list them in a separate table, apart from the study's models and its claims.
     """
     keys_by_model = [
-        (model, [model.key] * model.evaluate + [model.checkpoint_key(step) for step in model.checkpoints]) for model in models
+        (
+            model,
+            [model.key] * model.evaluate
+            + [model.checkpoint_key(step) for step in model.checkpoints],
+        )
+        for model in models
     ]
     differences: dict[ModelKey, set[str]] = defaultdict(set)
     for model, keys in keys_by_model:
@@ -225,7 +273,10 @@ def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ..
 
 
 def _expand_entry(
-    entry: ManifestEntry, models: Mapping[str, PlannedModel], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
+    entry: ManifestEntry,
+    models: Mapping[str, PlannedModel],
+    sizes: Mapping[str, Any],
+    pretrain: Mapping[str, Any],
 ) -> Iterator[PlannedModel]:
     """Yield every model of an entry; `models` are the ones that it may continue, by name."""
     runs: dict[tuple, PretrainConfig] = {}  # reading flags takes most of a model's time
@@ -234,14 +285,18 @@ def _expand_entry(
     for origin, steps, rate, seed in itertools.product(origins, entry.steps, rates, entry.seed):
         parent = models.get(origin) if entry.after else None
         if entry.after and not parent:
-            raise InputError(f"field `after`: found {truncate_text(origin)}{format_suggestion(origin, models)}")
+            raise InputError(
+                f"field `after`: found {truncate_text(origin)}{format_suggestion(origin, models)}"
+            )
         if parent and parent.after:
             raise InputError(
                 f"field `after`: found {origin}, which continues another model itself; expected one longer `schedule` instead"
             )
         base = parent.key if parent else ModelKey(origin, seed=seed)
         if base.size not in sizes:
-            raise InputError(f"field `size`: found {truncate_text(base.size)}{format_suggestion(base.size, sizes)}")
+            raise InputError(
+                f"field `size`: found {truncate_text(base.size)}{format_suggestion(base.size, sizes)}"
+            )
         own_flags = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
         no_warmup = {"lr_warmup_iters": 0, "lr_warmup_fraction": None} if parent else {}
         flags = {**pretrain, **sizes[base.size], **no_warmup, **own_flags}
@@ -251,13 +306,19 @@ def _expand_entry(
         run = runs[base.size, rate]
         warmup, decay = warmup_and_decay_steps(run.learning_rate, steps)
         differences = [
-            f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}" for flag, value in own_flags.items()
+            f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}"
+            for flag, value in own_flags.items()
         ]
         if parent:
-            differences += [parent.distinguishing_flags, f"after {parent.key.schedule}" if parent.key.schedule else ""]
+            differences += [
+                parent.distinguishing_flags,
+                f"after {parent.key.schedule}" if parent.key.schedule else "",
+            ]
         for text in _build_schedules(entry, steps):
             config = replace(run, objective_schedule=text, train_iters=steps, seed=base.seed)
-            model_phases = tuple(build_phases(config, _PLACEHOLDER_VOCAB_SIZE, expected_length_model(run)))
+            model_phases = tuple(
+                build_phases(config, _PLACEHOLDER_VOCAB_SIZE, expected_length_model(run))
+            )
             key = _build_model_key(base, model_phases, text, parent)
             name = _build_model_name(entry, key, rate)
             if late_steps := [step for step in entry.checkpoints if step > steps - decay]:
@@ -286,10 +347,18 @@ def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
     if entry.schedule:
         return [entry.schedule]
     if entry.clm_steps and max(entry.clm_steps) > steps:
-        raise InputError(f"field `clm_steps`: found {max(entry.clm_steps)}, expected at most the {steps} steps of the run")
-    clm = entry.clm_steps or [math.floor(share * steps + 0.5) for share in entry.clm_share or (0.0,)]
+        raise InputError(
+            f"field `clm_steps`: found {max(entry.clm_steps)}, expected at most the {steps} steps of the run"
+        )
+    clm = entry.clm_steps or [
+        math.floor(share * steps + 0.5) for share in entry.clm_share or (0.0,)
+    ]
     if min(clm) < steps and not entry.mask:
-        expected = "the share that MLM masks, or a `schedule`" if entry.after else "the share of the tokens that MLM masks"
+        expected = (
+            "the share that MLM masks, or a `schedule`"
+            if entry.after
+            else "the share of the tokens that MLM masks"
+        )
         raise InputError(f"field `mask`: missing, expected {expected}")
     schedules = []
     for count, mask in itertools.product(clm, entry.mask or (None,)):
@@ -327,23 +396,41 @@ def expected_length_model(run: PretrainConfig) -> LengthModel:
     return LengthModel(squares, 0.0, 0.0, "", local_pairs=pairs)
 
 
-def _build_model_key(base: ModelKey, model_phases: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:
+def _build_model_key(
+    base: ModelKey, model_phases: Sequence[PhaseWork], text: str, parent: PlannedModel | None
+) -> ModelKey:
     """Return the key of a model, with the schedule if the other columns cannot express it."""
     clm_steps = round(sum(map(_count_clm_steps, model_phases)))
     total = model_phases[-1].last
     masked_works = [
-        (work, steps) for phase in model_phases for work, steps in phase.parts if work.visible_squares == work.squares
+        (work, steps)
+        for phase in model_phases
+        for work, steps in phase.parts
+        if work.visible_squares == work.squares
     ]
     masked_steps = sum(steps for _, steps in masked_works)
     mask = (
-        round(sum(steps * work.predicted / work.tokens for work, steps in masked_works) / masked_steps, 6)
+        round(
+            sum(steps * work.predicted / work.tokens for work, steps in masked_works)
+            / masked_steps,
+            6,
+        )
         if masked_steps
         else None
     )
-    objectives = [match[1] if (match := _STANDARD_OBJECTIVE.fullmatch(phase.text)) else "" for phase in model_phases]
+    objectives = [
+        match[1] if (match := _STANDARD_OBJECTIVE.fullmatch(phase.text)) else ""
+        for phase in model_phases
+    ]
     if parent is None:
         schedule = "" if objectives in (["clm"], ["mlm"], ["clm", "mlm"]) else text
-        return replace(base, clm_steps=clm_steps, mlm_steps=total - clm_steps, mask_ratio=mask, schedule=schedule)
+        return replace(
+            base,
+            clm_steps=clm_steps,
+            mlm_steps=total - clm_steps,
+            mask_ratio=mask,
+            schedule=schedule,
+        )
     is_plain = objectives == ["mlm"] and base.mask_ratio in (None, mask) and not base.schedule
     return replace(base, cpt_mlm_steps=total, mask_ratio=mask, schedule="" if is_plain else text)
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 DEFAULT_BUDGET = 42_000  # steps of the published runs: the total assumed for an intermediate checkpoint whose key has none
 
 _STEPS, _MASK = r"\d+k?", r"\d+(?:\.\d+)?"
-_NAME = re.compile(rf"([a-z0-9.]+(?:-[a-z0-9.]+)*?)((?:-(?:clm|mlm{_MASK})-(?:dec)?{_STEPS})+)(?:-(\d+))?(?:-seed(\d+))?")
+_NAME = re.compile(
+    rf"([a-z0-9.]+(?:-[a-z0-9.]+)*?)((?:-(?:clm|mlm{_MASK})-(?:dec)?{_STEPS})+)(?:-(\d+))?(?:-seed(\d+))?"
+)
 _CONTINUED = re.compile(rf"(.+-)dec({_STEPS})-mlm({_MASK})-({_STEPS})")
 _RUN = re.compile(rf"(?:-clm-({_STEPS}))?(?:-mlm({_MASK})-({_STEPS}))?")
-_PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")  # sizes given as a number of parameters: 610m, 1b
+_PARAMETER_COUNT = re.compile(
+    r"\d+(\.\d+)?[kmb]"
+)  # sizes given as a number of parameters: 610m, 1b
 
 
 @dataclass(frozen=True, order=True)
@@ -65,9 +69,14 @@ def format_model_name(key: ModelKey) -> str:
     checkpoint_step = last or first
     end = checkpoint_step if key.decayed else key.budget or DEFAULT_BUDGET
     if not key.decayed and checkpoint_step >= end:
-        raise ValueError(f"{key}: step {checkpoint_step} is not before the end of its run, step {end}")
+        raise ValueError(
+            f"{key}: step {checkpoint_step} is not before the end of its run, step {end}"
+        )
     if key.schedule:  # keep letters, digits, points and single hyphens
-        label = re.sub(r"[^a-z0-9.]+", "-", key.schedule.lower().replace("->", "to")).strip("-.") or "model"
+        label = (
+            re.sub(r"[^a-z0-9.]+", "-", key.schedule.lower().replace("->", "to")).strip("-.")
+            or "model"
+        )
     else:
         label = _format_mlm(key) if key.mlm_steps or last else "clm"
     parts = [size]
@@ -100,7 +109,9 @@ def parse_model_name(name: str) -> ModelKey | None:
     mlm = _parse_steps(mlm_end) - clm if mlm_end else 0
     cpt = _parse_steps(end) - clm - mlm if end else 0
     masks = {float(percent) for percent in (mask, continued_mask) if percent}
-    if len(masks) > 1 or not all(0 < percent <= 100 for percent in masks):  # the key has only one mask ratio
+    if len(masks) > 1 or not all(
+        0 < percent <= 100 for percent in masks
+    ):  # the key has only one mask ratio
         return None
     if (clm_end and not clm) or (mlm_end and mlm < 1) or (end and cpt < 1):
         return None
@@ -110,10 +121,16 @@ def parse_model_name(name: str) -> ModelKey | None:
         budget = cpt or clm + mlm
         if not 0 < checkpoint_step < budget:
             return None
-        clm, mlm, cpt = (clm, mlm, checkpoint_step) if cpt else (min(clm, checkpoint_step), max(0, checkpoint_step - clm), 0)
+        clm, mlm, cpt = (
+            (clm, mlm, checkpoint_step)
+            if cpt
+            else (min(clm, checkpoint_step), max(0, checkpoint_step - clm), 0)
+        )
     ratio = round(masks.pop() / 100, 6) if mlm or cpt else None
     size = size.upper() if _PARAMETER_COUNT.fullmatch(size) else size
-    return ModelKey(size, clm, mlm, cpt, ratio, decayed=not step, seed=int(seed or 1), budget=budget)
+    return ModelKey(
+        size, clm, mlm, cpt, ratio, decayed=not step, seed=int(seed or 1), budget=budget
+    )
 
 
 def _format_mlm(key: ModelKey) -> str:

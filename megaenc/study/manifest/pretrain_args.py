@@ -12,16 +12,43 @@ from megaenc.data.packing.blended_dataset import is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset
-from megaenc.training.lr_schedule import WSD, LearningRateConfig, LearningRateSchedule, resolve_steps
+from megaenc.training.lr_schedule import (
+    WSD,
+    LearningRateConfig,
+    LearningRateSchedule,
+    resolve_steps,
+)
 
 RESERVED_FLAGS = {
-    *("config", "objective_schedule", "phases", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
+    *(
+        "config",
+        "objective_schedule",
+        "phases",
+        "train_iters",
+        "train_tokens",
+        "seed",
+        "rampup_batch_size",
+    ),
     *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
-    *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run", "gpu"),
+    *(
+        "save",
+        "save_steps",
+        "keep_last",
+        "keep_every",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "dry_run",
+        "gpu",
+    ),
 }
 """Flags that the study sets itself, from the models and the study directory."""
 
-STEP_FLAGS = {"lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
+STEP_FLAGS = {
+    "lr_warmup_iters",
+    "lr_warmup_fraction",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_fraction",
+}
 """Flags that the study replaces by the steps of each model's warm-up and decay."""
 
 
@@ -29,7 +56,9 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
     """Raise InputError, naming `source`, for an unknown flag, a wrong value, or a flag that the study sets itself."""
     for name in flag_values:
         if name in RESERVED_FLAGS:
-            raise InputError(f"{source}: field `{name}`: found here, expected nowhere: the study sets it")
+            raise InputError(
+                f"{source}: field `{name}`: found here, expected nowhere: the study sets it"
+            )
     build_run_config(flag_values, source)
 
 
@@ -59,12 +88,19 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
         words = resolved["data_path"]
-        words = [word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""]
+        words = [
+            word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""
+        ]
         resolved["data_path"] = [_resolve_corpus(word, data_dir) for word in words]
     if "valid_data_path" in resolved:
         words = resolved["valid_data_path"]
-        parts = [str(word).partition("=") for word in (words if isinstance(words, list | tuple) else [words])]
-        resolved["valid_data_path"] = [f"{name}={data_dir / prefix}" if prefix else name for name, _, prefix in parts]
+        parts = [
+            str(word).partition("=")
+            for word in (words if isinstance(words, list | tuple) else [words])
+        ]
+        resolved["valid_data_path"] = [
+            f"{name}={data_dir / prefix}" if prefix else name for name, _, prefix in parts
+        ]
     # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for a name that is too long.
     if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))
@@ -92,14 +128,24 @@ def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, 
     """
     if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"
-        raise InputError(f"field `lr_decay_style`: found {rates.lr_decay_style}, expected WSD: {remedy}")
+        raise InputError(
+            f"field `lr_decay_style`: found {rates.lr_decay_style}, expected WSD: {remedy}"
+        )
     warmup = resolve_steps("lr-warmup", rates.lr_warmup_iters, rates.lr_warmup_fraction, total)
-    decay = resolve_steps("lr-wsd-decay", rates.lr_wsd_decay_iters, rates.lr_wsd_decay_fraction, total)
+    decay = resolve_steps(
+        "lr-wsd-decay", rates.lr_wsd_decay_iters, rates.lr_wsd_decay_fraction, total
+    )
     if decay < 1:
         raise InputError(f"a decay of {decay} steps, expected 1 or more (lr_wsd_decay_iters)")
     if warmup + decay > total:
-        steps = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
-        raise InputError(f"{steps} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
+        steps = (
+            f"a decay of {decay} steps"
+            if decay > total
+            else f"a warm-up of {warmup} and a decay of {decay} steps"
+        )
+        raise InputError(
+            f"{steps} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)"
+        )
     LearningRateSchedule.from_config(rates, total)  # checks the other flags
     return warmup, decay
 

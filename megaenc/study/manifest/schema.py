@@ -16,16 +16,35 @@ from megaenc.errors import InputError
 from megaenc.finetune.grid.command import GridConfig
 from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 from megaenc.study.manifest.embed_entry import EmbedEntry, build_embed_entry
-from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
+from megaenc.study.manifest.expand import (
+    ManifestEntry,
+    PlannedModel,
+    expand_models,
+    format_suggestion,
+)
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_errors, resolve_flag_paths
-from megaenc.study.manifest.training_sets import TrainingSet, plan_training_sets, resolve_dataset_path
+from megaenc.study.manifest.pretrain_args import (
+    check_pretrain_flags,
+    prefix_errors,
+    resolve_flag_paths,
+)
+from megaenc.study.manifest.training_sets import (
+    TrainingSet,
+    plan_training_sets,
+    resolve_dataset_path,
+)
 
 _MAX_SEEDS, _MAX_RESULTS = 10_000, 1_000_000
 _MAX_FILE_NAME = 255  # bytes
 _MAX_INTEGER = 10**15  # products of several integers stay finite as floats
 _MAX_LENGTH = 10_000  # items of a list, characters of a text
-_COMMAND_LINE_ONLY = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
+_COMMAND_LINE_ONLY = {
+    "config",
+    "model",
+    "output",
+    *flags.flatten(GridConfig().local),
+    *flags.flatten(GridConfig().slurm),
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,9 @@ class Manifest:
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield (name, key, model, step) of every evaluated checkpoint: ends of models first, then intermediate ones."""
-        yield from ((model.name, model.key, model, model.steps) for model in self.models if model.evaluate)
+        yield from (
+            (model.name, model.key, model, model.steps) for model in self.models if model.evaluate
+        )
         for model in self.models:
             for step in model.checkpoints:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
@@ -133,7 +154,9 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
     path = Path(path)
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml")
     if not isinstance(values, dict):
-        raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
+        raise InputError(
+            f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`"
+        )
     values = {str(key): value for key, value in values.items()}
     with prefix_errors(str(path)):
         for name, value in values.items():
@@ -147,7 +170,9 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
 def _build_section(empty: _Section, values: Mapping[str, Any], place: str) -> _Section:
     """Return `empty` with `values` filled in, texts joined to one line."""
     part = flags.replace_fields(empty, dict(values), source=place)
-    texts = {name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)}
+    texts = {
+        name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)
+    }
     return replace(part, **texts)
 
 
@@ -156,28 +181,44 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     if not sections.models:
         raise InputError("field `models`: found none, expected a list of at least one entry")
     if not sections.sizes:
-        raise InputError("field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`")
+        raise InputError(
+            "field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`"
+        )
     check_pretrain_flags("pretrain", sections.pretrain)
     for size, flag_values in sections.sizes.items():
         if not isinstance(flag_values, dict):
             text = truncate_text(repr(flag_values))
-            raise InputError(f"sizes: field `{size}`: found {text}, expected flags such as {{model: 610m}}")
+            raise InputError(
+                f"sizes: field `{size}`: found {text}, expected flags such as {{model: 610m}}"
+            )
         check_pretrain_flags(f"sizes: {size}", flag_values)
-    entries = [_build_entry(number, flag_values, data_dir) for number, flag_values in enumerate(sections.models, 1)]
-    sizes = {str(size): resolve_flag_paths(flag_values, data_dir) for size, flag_values in sections.sizes.items()}
+    entries = [
+        _build_entry(number, flag_values, data_dir)
+        for number, flag_values in enumerate(sections.models, 1)
+    ]
+    sizes = {
+        str(size): resolve_flag_paths(flag_values, data_dir)
+        for size, flag_values in sections.sizes.items()
+    }
     models = expand_models(entries, sizes, resolve_flag_paths(sections.pretrain, data_dir))
     corpus = _build_section(CorpusEntry(), sections.corpus, "corpus")
     if corpus.demo and corpus.text:
         raise InputError("corpus: found `demo` together with `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
         if corpus.is_built_by_study and name in sections.pretrain:
-            raise InputError(f"pretrain: found `{name}`, but `corpus` builds its own; expected one of them")
+            raise InputError(
+                f"pretrain: found `{name}`, but `corpus` builds its own; expected one of them"
+            )
     if corpus.vocab_size < 1 and any(model.config.shape.vocab_size is None for model in models):
-        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size of the tokenizer")
+        raise InputError(
+            f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size of the tokenizer"
+        )
     hardware = _build_section(HardwareEntry(), sections.hardware, "hardware")
     _check_hardware(hardware, sizes)
     grid = _build_grid(sections.finetune) if sections.finetune else None
-    embed, embed_flags = build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
+    embed, embed_flags = (
+        build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
+    )
     manifest = Manifest(
         path=path,
         title=sections.title,
@@ -203,7 +244,9 @@ def _check_values(place: str, value: Any) -> None:
     expected = ""
     if isinstance(value, list | dict) and len(value) > _MAX_LENGTH:
         expected = f"at most {_MAX_LENGTH:,} values"
-    elif isinstance(value, str) and (len(value) > _MAX_LENGTH or value != escape_unprintable(value, keep="\n\t")):
+    elif isinstance(value, str) and (
+        len(value) > _MAX_LENGTH or value != escape_unprintable(value, keep="\n\t")
+    ):
         expected = f"a text of at most {_MAX_LENGTH:,} printable letters"
     elif isinstance(value, int) and abs(value) > _MAX_INTEGER:
         expected = f"a number of at most {_MAX_INTEGER:,}"
@@ -232,10 +275,19 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
     """Return the entry numbered `number` of `models` from its keys. Raises InputError."""
     place = f"models, entry {number}"
     if not isinstance(values, dict):
-        raise InputError(f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, clm_share and mask")
-    entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in values.items()}, source=place)
+        raise InputError(
+            f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, clm_share and mask"
+        )
+    entry = flags.replace_fields(
+        ManifestEntry(), {str(key): value for key, value in values.items()}, source=place
+    )
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, data_dir))
+    return replace(
+        entry,
+        place=place,
+        group=" ".join(entry.group.split()),
+        pretrain=resolve_flag_paths(entry.pretrain, data_dir),
+    )
 
 
 def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
@@ -243,28 +295,40 @@ def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
     place = "hardware: tokens_per_second_of"
     for size, value in hardware.tokens_per_second_of.items():
         if size not in sizes:
-            raise InputError(f"{place}: unknown name `{size}`{format_suggestion(str(size), sorted(sizes))}")
+            raise InputError(
+                f"{place}: unknown name `{size}`{format_suggestion(str(size), sorted(sizes))}"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise InputError(f"{place}: field `{size}`: found {value!r}, expected a number of 0 or more")
+            raise InputError(
+                f"{place}: field `{size}`: found {value!r}, expected a number of 0 or more"
+            )
 
 
 def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
     """Return the fine-tuning grid of the manifest's `finetune` keys. Raises InputError."""
     for name in keys:
         if name in _COMMAND_LINE_ONLY:
-            raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
+            raise InputError(
+                f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`"
+            )
     grid = flags.replace_fields(GridConfig(), dict(keys), source="finetune")
     for name, values in (("datasets", grid.datasets), ("learning_rates", grid.learning_rates)):
         if not values:
             raise InputError(f"finetune: field `{name}`: found none, expected at least one")
         for value, times in Counter(values).items():
             if times > 1:
-                raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
+                raise InputError(
+                    f"finetune: field `{name}`: found {value} twice, expected each once"
+                )
     if grid.seeds > _MAX_SEEDS:
-        raise InputError(f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}")
+        raise InputError(
+            f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}"
+        )
     if (count := len(grid.datasets) * len(grid.learning_rates) * grid.seeds) > _MAX_RESULTS:
         product = "datasets x learning_rates x seeds"
-        raise InputError(f"finetune: found {count:,} results per model ({product}), expected at most {_MAX_RESULTS:,}")
+        raise InputError(
+            f"finetune: found {count:,} results per model ({product}), expected at most {_MAX_RESULTS:,}"
+        )
     with prefix_errors("finetune"):
         grid.protocol.check()
         grid.data.check()
@@ -275,7 +339,10 @@ def _check_log_names(manifest: Manifest) -> None:
     """Raise InputError if CHECKPOINT@DATASET.log, the longest file name of the study, would be too long for a file."""
     model, dataset = (
         max(names, key=lambda name: len(name.encode()), default="")
-        for names in (manifest.model_keys(), [training.train_on for training in manifest.training_sets])
+        for names in (
+            manifest.model_keys(),
+            [training.train_on for training in manifest.training_sets],
+        )
     )
     length = len(dataset.encode())
     excess = len(f"{model}@{dataset}.log".encode()) - _MAX_FILE_NAME
@@ -286,11 +353,23 @@ def _check_log_names(manifest: Manifest) -> None:
         )
 
 
-def _build_grid_flags(grid: GridConfig, manifest_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
+def _build_grid_flags(
+    grid: GridConfig, manifest_values: Mapping[str, Any], data_dir: Path
+) -> dict[str, Any]:
     """Return the flags of `megaenc finetune grid` that the manifest sets, with data set paths relative to `data_dir`."""
     values = flags.flatten(grid)
     grid_flags = {name: values[name] for name in manifest_values}
-    grid_flags |= {"datasets": tuple(resolve_dataset_path(dataset, data_dir) for dataset in grid.datasets)}
-    grid_flags |= {"train_on": resolve_dataset_path(grid.data.train_on, data_dir)} if grid.data.train_on else {}
-    grid_flags |= {"demo_folder": str(data_dir / grid.data.demo_folder)} if "demo_folder" in grid_flags else {}
+    grid_flags |= {
+        "datasets": tuple(resolve_dataset_path(dataset, data_dir) for dataset in grid.datasets)
+    }
+    grid_flags |= (
+        {"train_on": resolve_dataset_path(grid.data.train_on, data_dir)}
+        if grid.data.train_on
+        else {}
+    )
+    grid_flags |= (
+        {"demo_folder": str(data_dir / grid.data.demo_folder)}
+        if "demo_folder" in grid_flags
+        else {}
+    )
     return grid_flags | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}

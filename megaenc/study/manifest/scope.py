@@ -39,13 +39,19 @@ def build_scope(manifest: "Manifest") -> StudyScope:
     """Return the StudyScope of `manifest`: evaluated checkpoints, sizes by parameter count, rates and seeds, data sets."""
     counts: dict[str, int] = {}
     for model in manifest.models:
-        counts.setdefault(model.key.size, model.config.shape.parameter_count(manifest.vocab_size(model)))
+        counts.setdefault(
+            model.key.size, model.config.shape.parameter_count(manifest.vocab_size(model))
+        )
     grid = manifest.finetune
     return StudyScope(
         model_keys=manifest.model_keys(),
         sizes=tuple(sorted(counts, key=counts.__getitem__)),
-        grid=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
-        datasets=tuple((task.family, name) for task in manifest.training_sets for name in task.datasets),
+        grid=None
+        if grid is None
+        else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
+        datasets=tuple(
+            (task.family, name) for task in manifest.training_sets for name in task.datasets
+        ),
         retrieval_sets=manifest.embed.names if manifest.embed else (),
         contrastive_seeds=tuple(manifest.embed.training_seeds) if manifest.embed else (),
     )

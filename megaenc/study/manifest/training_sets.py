@@ -32,14 +32,27 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
     for dataset in grid.datasets:
         name, family, train_on = _parse_dataset(dataset, grid, data_dir)
         for part in (name, train_on):
-            if part.startswith(".") or "/" in part or not part.isprintable() or not 0 < len(part.encode()) <= 180:
-                message = f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
-                raise InputError(f"{message}, expected a directory name of at most 180 bytes; name the set with NAME=PATH")
+            if (
+                part.startswith(".")
+                or "/" in part
+                or not part.isprintable()
+                or not 0 < len(part.encode()) <= 180
+            ):
+                message = (
+                    f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
+                )
+                raise InputError(
+                    f"{message}, expected a directory name of at most 180 bytes; name the set with NAME=PATH"
+                )
         members.setdefault((train_on, family), []).append(name)
     for train_on, times in Counter(train_on for train_on, _ in members).items():
         if times > 1:
-            problem = f"found {truncate_text(train_on, 60)} as a training set of {times} task families"
-            raise InputError(f"finetune: field `datasets`: {problem}, expected one; name a path with NAME=PATH")
+            problem = (
+                f"found {truncate_text(train_on, 60)} as a training set of {times} task families"
+            )
+            raise InputError(
+                f"finetune: field `datasets`: {problem}, expected one; name a path with NAME=PATH"
+            )
     return tuple(TrainingSet(*key, tuple(sets)) for key, sets in members.items())
 
 
@@ -75,9 +88,17 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
             names = [*hub.HUB_DATASETS, *demo.DEMO_DATASETS]
             near = closest_match(dataset.lower(), names)
             if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
-                hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
-                raise InputError(f"finetune: field `datasets`: found {truncate_text(dataset)}; {hint}")
-        family = grid.data.task or ("IR" if os.path.isdir(path) and beir.is_beir_folder(path) else "")
+                hint = (
+                    f"did you mean {near}?"
+                    if near
+                    else f"expected one of {', '.join(names)}, a path or NAME=PATH"
+                )
+                raise InputError(
+                    f"finetune: field `datasets`: found {truncate_text(dataset)}; {hint}"
+                )
+        family = grid.data.task or (
+            "IR" if os.path.isdir(path) and beir.is_beir_folder(path) else ""
+        )
     if family != TaskFamily.IR:
         return name, family, name
     if grid.data.train_on:

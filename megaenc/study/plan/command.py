@@ -73,7 +73,9 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the table of pretraining costs by group."""
     hardware = graph.manifest.hardware
     model_counts = Counter(model.group for model in graph.manifest.models)
-    rows = [(group or "models", model_counts[group], *costs) for group, costs in cost.groups.items()]
+    rows = [
+        (group or "models", model_counts[group], *costs) for group, costs in cost.groups.items()
+    ]
     if len(rows) > 1:
         rows.append(("together", model_counts.total(), cost.with_sharing, cost.without_sharing))
     width = max(len("pretraining"), *(len(row[0]) for row in rows))
@@ -84,8 +86,12 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         columns += f" {shared.flops:>9.2e} {_format_device_hours(shared):>9}"
         yield f"{name:<{width}}  {columns}   {unshared.steps:>15,} {_format_device_hours(unshared):>9}"
     if cost.with_sharing.device_hours is not None:
-        rate = f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
-        yield f"  hours of one {hardware.device}{rate}" + (f"; {hardware.source}" if hardware.source else "")
+        rate = (
+            f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
+        )
+        yield f"  hours of one {hardware.device}{rate}" + (
+            f"; {hardware.source}" if hardware.source else ""
+        )
     else:
         yield "  hours: unknown; set `hardware: {tokens_per_second: ...}` in the manifest"
 
@@ -98,7 +104,12 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     rates = len(manifest.finetune_flags["learning_rates"])
     seeds = manifest.finetune_flags["seeds"]
     results = sum(grid.result_count for grid in graph.grids.values())
-    axes = ((len(graph.exports), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
+    axes = (
+        (len(graph.exports), "checkpoint"),
+        (sets, "data set"),
+        (rates, "rate"),
+        (seeds, "seed"),
+    )
     yield f"fine-tuning: {format_count(results, 'result')}, {' x '.join(format_count(number, noun) for number, noun in axes)}"
     if cost.finetune_runs != results:
         yield f"  from {format_count(cost.finetune_runs, 'run')}: retrieval trains once for all its sets"
@@ -133,7 +144,9 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     if cost.longest_chain.hours is None:
         return
     each = f"{hardware.devices} x" if hardware.devices > 1 else "one"
-    kinds = [" and one per fine-tuning run"] * bool(graph.grids) + [" and one per model to embed with"] * bool(graph.embeds)
+    kinds = [" and one per fine-tuning run"] * bool(graph.grids) + [
+        " and one per model to embed with"
+    ] * bool(graph.embeds)
     also = "".join(kinds)
     yield f"critical path, with {each} {hardware.device} per pretraining run{also}, all in parallel:"
     for condition, chain in (
@@ -142,19 +155,31 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     ):
         stages = " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
         yield f"  {format_duration(3600 * chain.hours)} if {condition}: {stages}"
-    total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0) + (cost.embed_hours or 0.0)
+    total = (
+        (cost.with_sharing.device_hours or 0.0)
+        + (cost.finetune_hours or 0.0)
+        + (cost.embed_hours or 0.0)
+    )
     devices = f"{hardware.devices} x {hardware.device}"
     yield f"  {format_duration(3600 * total / hardware.devices)} on {devices} in total, one stage at a time"
 
 
 def _format_device_hours(amount: TrainingCost) -> str:
     """Return the device hours of a cost, or `-` if unknown."""
-    return "-" if amount.device_hours is None else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
+    return (
+        "-"
+        if amount.device_hours is None
+        else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
+    )
 
 
 def _format_bytes(count: float) -> str:
     """Return a number of bytes with a decimal unit."""
-    return f"{count / 1e12:,.0f} TB" if count >= 1e15 else _format_scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
+    return (
+        f"{count / 1e12:,.0f} TB"
+        if count >= 1e15
+        else _format_scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
+    )
 
 
 def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
@@ -173,22 +198,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None
     if output and output.suffix.lower() not in _PICTURE_SUFFIXES:
-        raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_PICTURE_SUFFIXES)}")
+        raise InputError(
+            f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_PICTURE_SUFFIXES)}"
+        )
     if output:
         check_output_file(output, "--picture")
     with create_parent_with_rollback(output, "--picture") if output else contextlib.nullcontext():
         graph = build_graph(read_manifest(settings.manifest, settings.data or None))
         cost = compute_study_cost(graph)
         if output:
-            title = (
-                f"{graph.manifest.title or graph.manifest.path.name}\n{_format_counts(graph)}: {cost.with_sharing.steps:,} steps"
-            )
+            title = f"{graph.manifest.title or graph.manifest.path.name}\n{_format_counts(graph)}: {cost.with_sharing.steps:,} steps"
             more = (
                 f", {cost.without_sharing.steps:,} without sharing"
                 if cost.without_sharing.steps != cost.with_sharing.steps
                 else ""
             )
             with atomic_files(output) as [temporary]:
-                draw_graph(graph, title + more).savefig(temporary, format=output.suffix.lower().removeprefix("."))
-    for line in [*format_plan(graph, cost), *([f"{output}: the runs over their steps"] if output else [])]:
+                draw_graph(graph, title + more).savefig(
+                    temporary, format=output.suffix.lower().removeprefix(".")
+                )
+    for line in [
+        *format_plan(graph, cost),
+        *([f"{output}: the runs over their steps"] if output else []),
+    ]:
         print_rank_0(line)

@@ -86,7 +86,9 @@ def _compute_disk_bytes(graph: StageGraph) -> dict[str, int]:
         trained[graph.exports[name].run] += stage.run_count
     for run in graph.runs.values():
         parameters = run.model.config.shape.parameter_count(graph.manifest.vocab_size(run.model))
-        checkpoints += (len(run.checkpoint_steps) + 1) * parameters * (14 if run.model.config.bf16 else 12)
+        checkpoints += (
+            (len(run.checkpoint_steps) + 1) * parameters * (14 if run.model.config.bf16 else 12)
+        )
         exports += exported[run.name] * parameters * (2 if run.model.config.bf16 else 4)
         embeddings += trained[run.name] * parameters * 4
     results = RESULT_BYTES * sum(grid.result_count for grid in graph.grids.values())
@@ -102,7 +104,9 @@ def _find_longest_chain(graph: StageGraph, wait_for_end: bool) -> StageChain:
     starts: dict[str, StageChain] = {}
 
     def end_hours(run: PretrainStage, step: int) -> float:
-        duration = (run.cost.device_hours or 0.0) / hardware.devices * (step - run.branch_step) / run.steps
+        duration = (
+            (run.cost.device_hours or 0.0) / hardware.devices * (step - run.branch_step) / run.steps
+        )
         return starts[run.name].hours + duration
 
     ends = []
@@ -110,13 +114,21 @@ def _find_longest_chain(graph: StageGraph, wait_for_end: bool) -> StageChain:
         starts[run.name] = StageChain(0.0, (run.id,))
         if run.parent:
             parent = graph.runs[run.parent]
-            start_step = parent.model.steps if wait_for_end or not run.branch_step else run.branch_step
-            starts[run.name] = StageChain(end_hours(parent, start_step), (*starts[run.parent].stages, run.id))
+            start_step = (
+                parent.model.steps if wait_for_end or not run.branch_step else run.branch_step
+            )
+            starts[run.name] = StageChain(
+                end_hours(parent, start_step), (*starts[run.parent].stages, run.id)
+            )
         ends.append(StageChain(end_hours(run, run.model.steps), starts[run.name].stages))
     last_stages = [(grid, hardware.finetune_seconds) for grid in graph.grids.values()]
-    last_stages += [(stage, stage.run_count * hardware.embed_seconds) for stage in graph.embeds.values()]
+    last_stages += [
+        (stage, stage.run_count * hardware.embed_seconds) for stage in graph.embeds.values()
+    ]
     for stage, seconds in last_stages:
         export = graph.exports[stage.name]
         stages = (*starts[export.run].stages, export.id, stage.id)
-        ends.append(StageChain(end_hours(graph.runs[export.run], export.step) + seconds / 3600, stages))
+        ends.append(
+            StageChain(end_hours(graph.runs[export.run], export.step) + seconds / 3600, stages)
+        )
     return max(ends, key=lambda chain: chain.hours)

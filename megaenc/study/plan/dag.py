@@ -49,7 +49,10 @@ class StageGraph:
         """Return all stages by id, such as `pretrain/NAME`, each after the stages that it needs."""
         corpus = [self.corpus] if self.corpus else []
         kinds = (self.runs, self.exports, self.grids, self.embeds)
-        return {stage.id: stage for stage in (*corpus, *(stage for stages in kinds for stage in stages.values()))}
+        return {
+            stage.id: stage
+            for stage in (*corpus, *(stage for stages in kinds for stage in stages.values()))
+        }
 
 
 def build_graph(
@@ -72,7 +75,12 @@ def build_graph(
     corpus = None
     if manifest.corpus.is_built_by_study:
         paths = tuple(manifest.data_dir / path for path in manifest.corpus.text)
-        corpus = CorpusStage(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
+        corpus = CorpusStage(
+            study=study,
+            demo=manifest.corpus.demo,
+            text=paths,
+            vocab_size=manifest.corpus.vocab_size,
+        )
         data_flags = corpus.flags
     exports = {}
     checkpoint_steps = defaultdict(set)
@@ -80,7 +88,9 @@ def build_graph(
         checkpoint_steps[parent].update([branch_step] if branch_step else [])
     for name, key, model, step in manifest.checkpoints():
         run = model.name
-        while starts[run][0] == "branch" and step <= starts[run][2]:  # trained by the run that it branches off
+        while (
+            starts[run][0] == "branch" and step <= starts[run][2]
+        ):  # trained by the run that it branches off
             run = starts[run][1]
         exports[name] = ExportStage(study=study, name=name, key=key, run=run, step=step)
         checkpoint_steps[run].update([] if key.decayed else [step])
@@ -110,12 +120,18 @@ def build_graph(
         data = EmbedData(manifest.embed, demo_folder)
         for name in exports:
             embeds[name] = EmbedStage(
-                study=study, name=name, data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds
+                study=study,
+                name=name,
+                data=data,
+                flags=manifest.embed_flags,
+                seconds=hardware.embed_seconds,
             )
     return StageGraph(manifest, corpus, runs, exports, grids, embeds)
 
 
-def _build_grids(manifest: Manifest, study: Path, models: Iterable[str], demo_folder: str, jobs: int) -> Iterator[FinetuneStage]:
+def _build_grids(
+    manifest: Manifest, study: Path, models: Iterable[str], demo_folder: str, jobs: int
+) -> Iterator[FinetuneStage]:
     """Yield the stage of each of `models` and each training set of the manifest."""
     flags = manifest.finetune_flags
     texts = choose_study_texts(flags)
@@ -126,7 +142,9 @@ def _build_grids(manifest: Manifest, study: Path, models: Iterable[str], demo_fo
     data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags))
     flags_by_training = {}
     for training in manifest.training_sets:
-        datasets = tuple(text for text in flags["datasets"] if dataset_result_name(text) in training.datasets)
+        datasets = tuple(
+            text for text in flags["datasets"] if dataset_result_name(text) in training.datasets
+        )
         flags_by_training[training] = {**flags, "datasets": datasets}
     for name, (training, own_flags) in itertools.product(models, flags_by_training.items()):
         yield FinetuneStage(
@@ -151,12 +169,19 @@ def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str
     families: dict[tuple, list[PlannedModel]] = defaultdict(list)
     for model in models:
         families[_sharing_key(model)].append(model)
-    existing = _read_existing_starts({model.name: model for members in families.values() for model in members}, study)
+    existing = _read_existing_starts(
+        {model.name: model for members in families.values() for model in members}, study
+    )
     starts = dict(existing)
     for members in families.values():
         planned: list[PlannedModel] = []
         for model in sorted(
-            members, key=lambda model: (model.name not in existing, -model.last_undecayed_step, len(model.phases))
+            members,
+            key=lambda model: (
+                model.name not in existing,
+                -model.last_undecayed_step,
+                len(model.phases),
+            ),
         ):
             if model.name not in existing:
                 starts[model.name] = _choose_start(model, planned, starts, study)
@@ -173,7 +198,11 @@ def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str
 def _sharing_key(model: PlannedModel) -> tuple:
     """Return a key that runs have in common if they can share a prefix."""
     # Compares resolved values, so that an explicit default makes no difference. Schedules are compared by count_shared_steps.
-    flags = {name: value for name, value in flatten(model.config).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
+    flags = {
+        name: value
+        for name, value in flatten(model.config).items()
+        if not name.startswith(("lr_warmup", "lr_wsd_decay"))
+    }
     return model.after, model.warmup, model.key.seed, model.key.size, repr(flags)
 
 
@@ -183,7 +212,10 @@ def _unshared_start(model: PlannedModel) -> PlannedStart:
 
 
 def _choose_start(
-    model: PlannedModel, candidates: Iterable[PlannedModel], starts: Mapping[str, PlannedStart], study: Path | None
+    model: PlannedModel,
+    candidates: Iterable[PlannedModel],
+    starts: Mapping[str, PlannedStart],
+    study: Path | None,
 ) -> PlannedStart:
     """Return the start as a branch of the run in `placed` that shares most steps, of equals the first; unshared if none does."""
     parent = ""
@@ -192,17 +224,23 @@ def _choose_start(
         shared = count_shared_steps(model, other)
         shared = _find_branch_step(study / "runs" / other.name, shared) if study else shared
         kind, _, other_branch_step = starts[other.name]
-        if shared > branch_step and (kind != "branch" or shared > other_branch_step):  # a step that it trains itself
+        if shared > branch_step and (
+            kind != "branch" or shared > other_branch_step
+        ):  # a step that it trains itself
             parent = other.name
             branch_step = shared
     return ("branch", parent, branch_step) if parent else _unshared_start(model)
 
 
-def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
+def _read_existing_starts(
+    models: Mapping[str, PlannedModel], study: Path | None
+) -> dict[str, PlannedStart]:
     """Return the starts of existing runs by name, leaving out those that contradict the manifest."""
     starts: dict[str, PlannedStart] = {}
     for name in models if study else ():
-        with contextlib.suppress(InputError):  # there is no run, or the stage's check reports its damaged run.json
+        with contextlib.suppress(
+            InputError
+        ):  # there is no run, or the stage's check reports its damaged run.json
             _, start = read_run_metadata(study / "runs" / name / RUN_FILE)
             starts[name] = (start.kind, Path(start.run).name, start.step)
 
@@ -212,7 +250,11 @@ def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None
             children.add(name)
             model = models[name]
             _, parent, branch_step = starts[name]
-            if parent not in starts or parent in children or _sharing_key(model) != _sharing_key(models[parent]):
+            if (
+                parent not in starts
+                or parent in children
+                or _sharing_key(model) != _sharing_key(models[parent])
+            ):
                 return False
             if not 0 < branch_step <= count_shared_steps(model, models[parent]):
                 return False
@@ -229,7 +271,11 @@ def _find_branch_step(run: Path, step: int) -> int:
     if latest is None or latest < step:
         return step
     return max(
-        (saved_step for saved_step in checkpoints.steps() if saved_step <= step and checkpoints.is_complete(saved_step)),
+        (
+            saved_step
+            for saved_step in checkpoints.steps()
+            if saved_step <= step and checkpoints.is_complete(saved_step)
+        ),
         default=0,
     )
 
@@ -242,7 +288,11 @@ def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
     phases = model.phases
     other_phases = other.phases
     index = other_index = step = 0
-    while index < len(phases) and other_index < len(other_phases) and phases[index].text == other_phases[other_index].text:
+    while (
+        index < len(phases)
+        and other_index < len(other_phases)
+        and phases[index].text == other_phases[other_index].text
+    ):
         ends = phases[index].last, other_phases[other_index].last
         if ends[0] != ends[1] and "->" in phases[index].text:
             break

@@ -11,7 +11,16 @@ from megaenc.estimate.work import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.training.lr_schedule import LearningRateSchedule
-from megaenc.viz.style import BLUE, GREY, GRID, LEGEND, ORANGE, STYLES, format_count_ticks, without_math_text
+from megaenc.viz.style import (
+    BLUE,
+    GREY,
+    GRID,
+    LEGEND,
+    ORANGE,
+    STYLES,
+    format_count_ticks,
+    without_math_text,
+)
 
 _MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
 
@@ -51,8 +60,13 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
     while pending:  # a recursion could get too deep
         row = pending.pop()
         rows.append(row)
-        branches = [(row.offset if child.start == "branch" else row.end, child) for child in children[row.run.name]]
-        for number, (offset, child) in enumerate(reversed(sorted(branches, key=lambda one: -one[0] - one[1].branch_step))):
+        branches = [
+            (row.offset if child.start == "branch" else row.end, child)
+            for child in children[row.run.name]
+        ]
+        for number, (offset, child) in enumerate(
+            reversed(sorted(branches, key=lambda one: -one[0] - one[1].branch_step))
+        ):
             rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
             pending.append(DagRow(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
     return rows
@@ -73,7 +87,11 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
         if model.key.size != size and not run.parent:
             size = model.key.size
             yield f"{size}:"
-        start = {"new": "", "branch": f"from step {run.branch_step:,}", "weights": f"after its {row.offset:,}"}[run.start]
+        start = {
+            "new": "",
+            "branch": f"from step {run.branch_step:,}",
+            "weights": f"after its {row.offset:,}",
+        }[run.start]
         text = _format_phases(run) + (", decay only" if run.steps <= model.decay else "")
         text += ", inferred" if model.inferred else ""
         text += "" if model.evaluate else "  (not evaluated)"
@@ -122,19 +140,51 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     for row, y in zip(rows, positions, strict=True):
         if row.parent is not None:
             line = ":" if row.run.start == "weights" else "-"
-            panel.plot([row.start] * 2, [positions[row.parent], y], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
+            panel.plot(
+                [row.start] * 2,
+                [positions[row.parent], y],
+                color=GREY,
+                linewidth=0.9,
+                linestyle=line,
+                zorder=1,
+            )
         first = row.run.branch_step
         for phase in row.run.model.phases:
             if phase.last > first:
                 x, height = _compute_bar_outline(row, first, phase.last)
-                panel.fill_between(x, y - height, y + height, color=colours[format_phase(phase)], linewidth=0, zorder=2)
+                panel.fill_between(
+                    x,
+                    y - height,
+                    y + height,
+                    color=colours[format_phase(phase)],
+                    linewidth=0,
+                    zorder=2,
+                )
                 first = phase.last
         text_style = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-        panel.annotate(row.run.name, (row.end, y), (5, 0), color="black" if row.run.model.evaluate else GREY, **text_style)
-    positions_by_run = {row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)}
-    on_the_way = [(export.step, *positions_by_run[export.run]) for export in graph.exports.values() if not export.key.decayed]
+        panel.annotate(
+            row.run.name,
+            (row.end, y),
+            (5, 0),
+            color="black" if row.run.model.evaluate else GREY,
+            **text_style,
+        )
+    positions_by_run = {
+        row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)
+    }
+    on_the_way = [
+        (export.step, *positions_by_run[export.run])
+        for export in graph.exports.values()
+        if not export.key.decayed
+    ]
     marker_style = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7}
-    panel.scatter([step + offset for step, offset, _ in on_the_way], [y for *_, y in on_the_way], s=14, zorder=3, **marker_style)
+    panel.scatter(
+        [step + offset for step, offset, _ in on_the_way],
+        [y for *_, y in on_the_way],
+        s=14,
+        zorder=3,
+        **marker_style,
+    )
     label_of_x = "pretraining steps; height: learning rate"
     panel.set(ylim=(positions[-1] + 0.7, -0.9), xlim=(0, last * 1.3), yticks=[], xlabel=label_of_x)
     format_count_ticks(panel.xaxis)
@@ -145,13 +195,28 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     if on_the_way:
-        marker_style = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
-        handles.append(Line2D([], [], linestyle="", **marker_style, label="intermediate checkpoint, evaluated"))
-    connections = {"branch": ("-", "branch: optimizer and rate continue"), "weights": (":", "finished weights, new optimizer")}
+        marker_style = {
+            "marker": "o",
+            "markersize": 4,
+            "markerfacecolor": "white",
+            "markeredgecolor": "black",
+        }
+        handles.append(
+            Line2D([], [], linestyle="", **marker_style, label="intermediate checkpoint, evaluated")
+        )
+    connections = {
+        "branch": ("-", "branch: optimizer and rate continue"),
+        "weights": (":", "finished weights, new optimizer"),
+    }
     for start in [start for start in connections if any(row.run.start == start for row in rows)]:
         line, words = connections[start]
         handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), **{**LEGEND, "fontsize": 8})
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=min(len(handles), 5),
+        **{**LEGEND, "fontsize": 8},
+    )
     return figure
 
 
@@ -172,8 +237,12 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     model = row.run.model
     steps = {"lr_warmup_iters": model.warmup, "lr_wsd_decay_iters": model.decay}
     steps |= {"lr_warmup_fraction": None, "lr_wsd_decay_fraction": None}
-    rates = LearningRateSchedule.from_config(replace(model.config.learning_rate, **steps), model.steps)
-    curve = np.linspace(model.last_undecayed_step, model.steps, 2 if rates.style == "linear" else 12)
+    rates = LearningRateSchedule.from_config(
+        replace(model.config.learning_rate, **steps), model.steps
+    )
+    curve = np.linspace(
+        model.last_undecayed_step, model.steps, 2 if rates.style == "linear" else 12
+    )
     corners = {first, last, *(step for step in (model.warmup, *curve) if first < step < last)}
     x = np.array(sorted(corners), dtype=np.float64)
     rising = np.minimum(1.0, x / model.warmup) if model.warmup else np.ones_like(x)
@@ -187,7 +256,11 @@ def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:
     from matplotlib.colors import to_hex, to_rgb
 
     parts = {format_phase(phase): phase for row in rows for phase in row.run.model.phases}
-    masks = sorted((phase.parts[0][0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
+    masks = sorted(
+        (phase.parts[0][0].predicted, name)
+        for name, phase in parts.items()
+        if name.startswith("MLM ")
+    )
     colours: dict[str, Any] = {"CLM": BLUE} if "CLM" in parts else {}
     for number, (_, name) in enumerate(masks):
         depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)

@@ -20,10 +20,14 @@ class TrainingCost:
         """Return the sum of two costs; device hours are None if either is unknown."""
         hours = (self.device_hours, other.device_hours)
         total = None if None in hours else sum(hours)
-        return TrainingCost(self.steps + other.steps, self.tokens + other.tokens, self.flops + other.flops, total)
+        return TrainingCost(
+            self.steps + other.steps, self.tokens + other.tokens, self.flops + other.flops, total
+        )
 
 
-def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
+def compute_training_cost(
+    manifest: Manifest, model: PlannedModel, after: int, last: int
+) -> TrainingCost:
     """Return the TrainingCost of steps after + 1..last of a model's run."""
     config = model.config
     tokens_per_second = manifest.hardware.rate(model.key.size)
@@ -35,5 +39,13 @@ def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, l
         for work, steps in phase.parts
     ]
     flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)
-    tokens, tokens_read = (count * config.data.seq_length for count in ((last - after) * packs, sum(reads for reads, _ in parts)))
-    return TrainingCost(last - after, tokens, flops, tokens_read / tokens_per_second / 3600 if tokens_per_second else None)
+    tokens, tokens_read = (
+        count * config.data.seq_length
+        for count in ((last - after) * packs, sum(reads for reads, _ in parts))
+    )
+    return TrainingCost(
+        last - after,
+        tokens,
+        flops,
+        tokens_read / tokens_per_second / 3600 if tokens_per_second else None,
+    )

@@ -24,7 +24,11 @@ from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import StudyScope, build_scope
 from megaenc.study.report import methods, output_dir
 from megaenc.study.report.figures.base import FigureSpec
-from megaenc.study.report.figures.registry import ReportFigure, build_figures, published_flops_by_model
+from megaenc.study.report.figures.registry import (
+    ReportFigure,
+    build_figures,
+    published_flops_by_model,
+)
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.methods import Fact
 from megaenc.study.report.missing_results import find_missing_results
@@ -37,10 +41,24 @@ from megaenc.study.report.score_tables import (
     format_scores_csv,
 )
 from megaenc.study.report.table import WRITERS, Table
-from megaenc.study.report.zero_shot import build_zero_shot_figure, build_zero_shot_tables, zero_shot_facts
-from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
+from megaenc.study.report.zero_shot import (
+    build_zero_shot_figure,
+    build_zero_shot_tables,
+    zero_shot_facts,
+)
+from megaenc.study.results.evidence import (
+    PAPER_SCORE,
+    Evidence,
+    build_evidence,
+    describe_missing_scores,
+)
 from megaenc.study.results.groups import STANDARD_METRICS
-from megaenc.study.results.pretrain_runs import TrainedRun, flops_by_model, read_runs, resolve_model_keys
+from megaenc.study.results.pretrain_runs import (
+    TrainedRun,
+    flops_by_model,
+    read_runs,
+    resolve_model_keys,
+)
 from megaenc.study.results.published import drop_unprinted_results, published
 from megaenc.study.results.zero_shot import ZeroShotResults, read_zero_shot
 from megaenc.study.run.embed_stage import EmbedStage
@@ -113,7 +131,9 @@ def build_report(config: ReportConfig) -> ReportPage:
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
         zero_shot_evidence = zero_shot.build_evidence(config.interval) if zero_shot else None
-        verdicts = judge(evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence)
+        verdicts = judge(
+            evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence
+        )
         tables = [
             *build_score_tables(evidence, inputs.published),
             *build_standard_metric_tables(evidence, inputs.standard),
@@ -161,13 +181,17 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         InputError: one of them is invalid, or has nothing to report.
     """
     if not config.results:
-        raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
+        raise InputError(
+            "--results: missing, expected a results directory (or --published for the study's published tables)"
+        )
     scope, title = _read_scope(config.manifest)
     zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
     is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
     existing = [] if is_zero_shot_only else read_result_tree(config.results)
     results = drop_unprinted_results(existing) or existing
-    models = list(dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())]))
+    models = list(
+        dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())])
+    )
     model_keys = resolve_model_keys(sorted(models), scope.model_keys)
     evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
     if not is_zero_shot_only:
@@ -179,16 +203,27 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         flops = {}
     else:
         flops = published_flops_by_model(evidence)
-    available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
-    metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
+    available_metrics = {
+        name for one in results if one.test is not None for name in one.test.metrics
+    }
+    metrics = [
+        name for names in STANDARD_METRICS.values() for name in names if name in available_metrics
+    ]
     dropped = len(existing) - len(results)
     facts = [
         *methods.read_notes(Path(config.results), config.about),
         *([] if is_zero_shot_only else methods.finetuning_facts(results, evidence)),
         *(zero_shot_facts(zero_shot) if zero_shot else []),
         *methods.pretraining_facts(runs),
-        ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published())}"),
-        *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
+        (
+            "Intervals",
+            f"of tables and figures: {methods.describe_intervals(evidence, published())}",
+        ),
+        *(
+            [("Left out", f"{dropped:,} results on data sets that the study's tables do not have")]
+            if dropped
+            else []
+        ),
     ]
     checks: list[Table] = []
     notices: list[str] = []
@@ -201,7 +236,10 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         flops=flops,
         facts=facts,
         runs=runs,
-        standard=[build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics],
+        standard=[
+            build_evidence(results, model_keys.get, name, config.interval, scope)
+            for name in metrics
+        ],
         zero_shot=zero_shot,
         published=published(),
         checks=checks,
@@ -219,19 +257,29 @@ def _read_scope(path: str) -> tuple[StudyScope, str]:
     return build_scope(manifest), manifest.title or "Results of a study"
 
 
-def _check_results(evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig) -> None:
+def _check_results(
+    evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig
+) -> None:
     """Raise InputError if no result belongs to the manifest's models and grid, or if there is no score yet."""
-    place, names, grid = f"--results {config.results}", list(evidence.scope.model_keys), evidence.scope.grid
+    place, names, grid = (
+        f"--results {config.results}",
+        list(evidence.scope.model_keys),
+        evidence.scope.grid,
+    )
     if names and not any(model in names for model in models):
         actual, expected = ", ".join(models[:3]), ", ".join(names[:3])
-        raise InputError(f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ...")
+        raise InputError(
+            f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ..."
+        )
     if grid is not None and not evidence.grids:
         actual = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
         expected = f"some of the grid of {config.manifest}: {_format_grid(grid.rates, grid.seeds)}"
         raise InputError(f"{place}: found {actual}, expected {expected}")
     if not evidence.scores:
         expected = f"expected at least one: {describe_missing_scores(evidence)}"
-        raise InputError(f"{config.results}: no model has a learning rate with every seed finished yet; {expected}")
+        raise InputError(
+            f"{config.results}: no model has a learning rate with every seed finished yet; {expected}"
+        )
 
 
 def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
@@ -246,12 +294,22 @@ def write_report(report: ReportPage, output: Path) -> None:
     directory that cannot be written or that contains anything but a report.
     """
     earlier = output_dir.check_report_dir(output)
-    texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
+    texts = {
+        f"{TABLES}/{table.key}.{suffix}": (table, form)
+        for table in report.tables
+        for suffix, form in WRITERS.items()
+    }
     figures: dict[str, FigureSpec] = {}
     for one in report.figures:
         pair = {one.figure.key: one.figure, f"{one.figure.key}-published": one.published}
-        figures |= {f"{FIGURES}/{name}": spec for name, spec in pair.items() if spec and spec.panels}
-    names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in figures for suffix in ("png", "svg"))]
+        figures |= {
+            f"{FIGURES}/{name}": spec for name, spec in pair.items() if spec and spec.panels
+        }
+    names = [
+        *texts,
+        f"{TABLES}/{SCORES}",
+        *(f"{name}.{suffix}" for name in figures for suffix in ("png", "svg")),
+    ]
     output_dir.prepare_report_dir(output, earlier, names)
     for name, (table, form) in texts.items():
         atomic_write(output / name, form(table))

@@ -55,7 +55,9 @@ def render_page(report: ReportPage) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
-        finalize=lambda value: value.replace(" %", "\u00a0%") if type(value) is str else value,  # no break before %
+        finalize=lambda value: (
+            value.replace(" %", "\u00a0%") if type(value) is str else value
+        ),  # no break before %
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -69,11 +71,15 @@ def render_page(report: ReportPage) -> str:
         "inline_svg": lambda figure, name, alt: Markup(embed_svg(figure.svg, name, alt)),
         "p_value": lambda value: "" if math.isnan(value) else format_p_value(value),
         "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
-        "seeds": lambda needed: "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
+        "seeds": lambda needed: (
+            "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}"
+        ),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
-    verdicts = Counter((one.verdict, one.label.removeprefix(one.verdict)) for one in report.verdicts)
+    verdicts = Counter(
+        (one.verdict, one.label.removeprefix(one.verdict)) for one in report.verdicts
+    )
     counts = ", ".join(
         f"{verdicts[name, runs]} {label['after_count']}{runs}"
         for name, label in _OUTCOME_LABELS.items()

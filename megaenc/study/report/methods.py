@@ -40,7 +40,9 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     if outside:
         counts += f"; {outside:,} with rates or seeds that the manifest does not plan are left out"
     planned = f" of {len(scope.model_keys)} planned" if scope.model_keys else ""
-    rates, seeds = ({run[at] for grid in evidence.grids for run in grid.collapsed_by_run} for at in (0, 1))
+    rates, seeds = (
+        {run[at] for grid in evidence.grids for run in grid.collapsed_by_run} for at in (0, 1)
+    )
     seconds = _total_seconds(results)
     facts = [
         ("Models", f"{len({one.model for one in finished})} evaluated{planned}"),
@@ -49,7 +51,10 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
         ("Fine-tuning seeds", _format_unique(sorted(seeds))),
         ("Learning rates", _format_unique(map(format_learning_rate, sorted(rates)))),
         ("Pretraining seeds", _format_unique(sorted({key.seed for key in evidence.model_keys()}))),
-        ("Time in fine-tuning", f"{seconds / 3600:,.1f} hours, evaluation included" if seconds else ""),
+        (
+            "Time in fine-tuning",
+            f"{seconds / 3600:,.1f} hours, evaluation included" if seconds else "",
+        ),
     ]
     return [(name, text) for name, text in facts if text]
 
@@ -67,7 +72,9 @@ def _total_seconds(results: Sequence[Result]) -> float:
         times = dict(read_json_or_empty(one.path / TIMING))
         if all(is_number(value) and value >= 0 for value in times.values()):
             total += times.pop("evaluation", 0.0)
-            training[one.model, one.family, one.train_on, one.learning_rate, one.seed] = sum(times.values())
+            training[one.model, one.family, one.train_on, one.learning_rate, one.seed] = sum(
+                times.values()
+            )
     return total + sum(training.values())
 
 
@@ -76,20 +83,45 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     if not runs:
         return []
     every = list(runs.values())
-    steps, tokens = (sum(run.steps[-1][name] - run.start_progress[name] for run in every) for name in ("step", "tokens"))
+    steps, tokens = (
+        sum(run.steps[-1][name] - run.start_progress[name] for run in every)
+        for name in ("step", "tokens")
+    )
     seconds = sum(training_seconds(run.steps, run.start_progress["step"]) for run in every)
     facts = [
         ("Pretraining", f"{len(every)} runs, {steps:,} steps, {format_number(tokens)} tokens"),
         ("Time in pretraining", f"{seconds / 3600:,.2f} hours in training steps"),
         (
             "Parameters",
-            _format_unique(format_number(run.facts["parameters"]) for run in every if is_number(run.facts.get("parameters"))),
+            _format_unique(
+                format_number(run.facts["parameters"])
+                for run in every
+                if is_number(run.facts.get("parameters"))
+            ),
         ),
     ]
-    flags = {"Tokens a sequence": "seq_length", "Sequences a step": "global_batch_size", "Peak learning rate": "lr"}
+    flags = {
+        "Tokens a sequence": "seq_length",
+        "Sequences a step": "global_batch_size",
+        "Peak learning rate": "lr",
+    }
     for label, name in flags.items():
-        facts.append((label, _format_unique(f"{run.identity[name]:g}" for run in every if is_number(run.identity.get(name)))))
-    facts.append(("Software", _format_unique(f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts)))
+        facts.append(
+            (
+                label,
+                _format_unique(
+                    f"{run.identity[name]:g}" for run in every if is_number(run.identity.get(name))
+                ),
+            )
+        )
+    facts.append(
+        (
+            "Software",
+            _format_unique(
+                f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts
+            ),
+        )
+    )
     return [(name, text) for name, text in facts if text]
 
 
@@ -99,7 +131,9 @@ def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
     for text in about:
         name, equals, value = text.partition("=")
         if not equals or not name.strip() or not value.strip():
-            raise InputError(f"--about {text}: expected NAME=TEXT, such as hardware='2 cores of an EPYC 7B13'")
+            raise InputError(
+                f"--about {text}: expected NAME=TEXT, such as hardware='2 cores of an EPYC 7B13'"
+            )
         notes[name.strip()] = value.strip()
     return [(name[:1].upper() + name[1:].replace("_", " "), value) for name, value in notes.items()]
 
@@ -123,12 +157,26 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
         over = f"over {' or '.join(map(str, counts)) if len(counts) < 3 else f'{counts[0]} to {counts[-1]}'} fine-tuning seeds"
         if kind == "t":
             return f"95 % by Student's t {over}"
-        often = " to ".join(dict.fromkeys(f"{100 * normal_interval_coverage(count):.0f}" for count in (counts[0], counts[-1])))
+        often = " to ".join(
+            dict.fromkeys(
+                f"{100 * normal_interval_coverage(count):.0f}" for count in (counts[0], counts[-1])
+            )
+        )
         return f"1.96 standard errors {over}, which hold the true mean {often} times in 100"
 
-    counts = sorted({len(one.seed_scores) or PUBLISHED_SEEDS for one in evidence.scores if one.half_width is not None})
+    counts = sorted(
+        {
+            len(one.seed_scores) or PUBLISHED_SEEDS
+            for one in evidence.scores
+            if one.half_width is not None
+        }
+    )
     given = "given the chosen learning rate"
-    ours = f"{describe(counts, evidence.kind)}, {given}" if counts else "none, as there is one fine-tuning seed"
+    ours = (
+        f"{describe(counts, evidence.kind)}, {given}"
+        if counts
+        else "none, as there is one fine-tuning seed"
+    )
     if published is None or (evidence.kind == "normal" and counts == [PUBLISHED_SEEDS]):
         return ours
     return f"{ours}; published ones are {describe([PUBLISHED_SEEDS], 'normal')}"

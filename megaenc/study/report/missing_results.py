@@ -19,8 +19,14 @@ def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
         return [], []
     missing = sum(len(rate.missing_seeds) for _, rate in incomplete)
     planned = sum(grid.planned_runs for grid in evidence.grids)
-    better = sum(rate.validation_lead is not None and rate.validation_lead > 0 for _, rate in incomplete)
-    effect = f"; {better:,} of {len(incomplete):,} would validate better than the chosen one" if better else ""
+    better = sum(
+        rate.validation_lead is not None and rate.validation_lead > 0 for _, rate in incomplete
+    )
+    effect = (
+        f"; {better:,} of {len(incomplete):,} would validate better than the chosen one"
+        if better
+        else ""
+    )
     notice = f"Missing: {missing:,} of {planned:,} results. Rates that lack a seed cannot be chosen{effect} (table {MISSING})."
     return [_build_missing_table(incomplete)], [notice]
 
@@ -33,9 +39,14 @@ def _build_missing_table(incomplete: list[tuple[GridStatus, IncompleteRate]]) ->
         seeds = ", ".join(map(str, rate.missing_seeds))
         place = (grid.model, grid.family, dataset_label(grid.family, grid.dataset))
         is_next_model = bool(rows) and rows[-1].cells[0] != grid.model
-        rows.append(TableRow((*place, format_learning_rate(rate.rate), seeds, lead), rule=is_next_model))
+        rows.append(
+            TableRow((*place, format_learning_rate(rate.rate), seeds, lead), rule=is_next_model)
+        )
     columns = (
-        *(Column(name, number=False) for name in ("Model", "Family", "Data set", "Rate", "Missing seeds")),
+        *(
+            Column(name, number=False)
+            for name in ("Model", "Family", "Data set", "Rate", "Missing seeds")
+        ),
         Column("Validation"),
     )
     note = (

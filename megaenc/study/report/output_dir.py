@@ -14,7 +14,9 @@ FILES = "files.txt"
 """List of the files that a report wrote to its subdirectories, one a line; no others are ever removed."""
 
 _LIST_HEADER = "# written by megaenc study report"
-_WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # other lines are ignored
+_WRITTEN = re.compile(
+    rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)"
+)  # other lines are ignored
 
 
 def check_report_dir(output: Path) -> set[str]:
@@ -26,15 +28,29 @@ def check_report_dir(output: Path) -> set[str]:
         for name in ("", TABLES, FIGURES, PAGE, FILES):
             path = output / name
             is_folder = name not in (PAGE, FILES)
-            if path.is_symlink() or (path.exists() and not (path.is_dir() if is_folder else path.is_file())):
+            if path.is_symlink() or (
+                path.exists() and not (path.is_dir() if is_folder else path.is_file())
+            ):
                 expected = "directory" if is_folder else "regular file"
-                raise InputError(f"--output {path}: found a link or another kind of file, expected a {expected}")
-        entries = sorted(path.name for path in output.iterdir() if path.suffix != ".tmp") if output.exists() else []
+                raise InputError(
+                    f"--output {path}: found a link or another kind of file, expected a {expected}"
+                )
+        entries = (
+            sorted(path.name for path in output.iterdir() if path.suffix != ".tmp")
+            if output.exists()
+            else []
+        )
         if not entries:
             return set()
-        lines = read_regular_file(output / FILES).decode("utf-8", errors="replace").splitlines() if FILES in entries else []
+        lines = (
+            read_regular_file(output / FILES).decode("utf-8", errors="replace").splitlines()
+            if FILES in entries
+            else []
+        )
     except OSError as error:
-        raise InputError(f"--output {output}: cannot be read: {error.strerror}; choose another directory") from None
+        raise InputError(
+            f"--output {output}: cannot be read: {error.strerror}; choose another directory"
+        ) from None
     if not lines or lines[0] != _LIST_HEADER:
         raise InputError(
             f"--output {output}: contains {entries[0]} and no report; expected a new or empty directory, or a report"
@@ -54,7 +70,9 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
             )
     try:
         output.mkdir(parents=True, exist_ok=True)
-        _write_file_list(output, {*earlier, *names})  # first, so that a killed attempt can be repeated
+        _write_file_list(
+            output, {*earlier, *names}
+        )  # first, so that a killed attempt can be repeated
         for folder in (output / TABLES, output / FIGURES):
             folder.mkdir(exist_ok=True)
     except OSError as error:

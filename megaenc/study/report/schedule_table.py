@@ -57,16 +57,22 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
     if not deviation > 0:
         unknown = np.full(len(recipes), math.nan)
         return ControlComparison(differences, unknown, unknown, deviation, df)
-    with warnings.catch_warnings():  # about single or equal runs, and about an error of the interval's level below 0.001
+    with (
+        warnings.catch_warnings()
+    ):  # about single or equal runs, and about an error of the interval's level below 0.001
         warnings.simplefilter("ignore")
         result = dunnett(*recipes, control=control, random_state=0)
         interval = result.confidence_interval()
-    return ControlComparison(differences, (interval.high - interval.low) / 2, result.pvalue, deviation, df)
+    return ControlComparison(
+        differences, (interval.high - interval.low) / 2, result.pvalue, deviation, df
+    )
 
 
 def build_schedule_table(evidence: Evidence) -> Table | None:
     """Return the Table of differences from MLM, by objective or schedule; None without other schedules next to MLM."""
-    recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio))
+    recipes = group_by_recipe(
+        select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio)
+    )
     controls = [one for one in recipes if not one.schedule and not one.clm_steps]
     groups: dict[ModelKey, list[ModelKey]] = {}
     for recipe in recipes:
@@ -74,7 +80,11 @@ def build_schedule_table(evidence: Evidence) -> Table | None:
         if candidates and recipe not in controls:
             control = max(candidates, key=lambda one: (one.steps == recipe.steps, one.steps))
             groups.setdefault(control, []).append(recipe)
-    groups = {control: members for control, members in groups.items() if any(one.schedule for one in members)}
+    groups = {
+        control: members
+        for control, members in groups.items()
+        if any(one.schedule for one in members)
+    }
     if not groups:
         return None
     datasets = datasets_by_family(evidence.datasets())
@@ -86,9 +96,15 @@ def build_schedule_table(evidence: Evidence) -> Table | None:
     columns = (
         *(Column(name, number=False) for name in ("Size", "Objective")),
         *(Column(name) for name in ("Steps", "Steps of MLM", "Runs")),
-        *(Column(name, f"{family} {label}") for label, family in pairs for name in ("less MLM", "p")),
+        *(
+            Column(name, f"{family} {label}")
+            for label, family in pairs
+            for name in ("less MLM", "p")
+        ),
     )
-    return Table("schedules", "Objectives and schedules compared with MLM", _NOTE, columns, tuple(rows))
+    return Table(
+        "schedules", "Objectives and schedules compared with MLM", _NOTE, columns, tuple(rows)
+    )
 
 
 def _build_rows(
@@ -113,7 +129,9 @@ def _build_rows(
         if compared:
             result = compare_with_control([scores[one] for one in compared], scores[control])
             each = zip(compared, result.differences, result.half_width, result.p, strict=True)
-            by_recipe = {one: _format_cells(difference, half, p) for one, difference, half, p in each}
+            by_recipe = {
+                one: _format_cells(difference, half, p) for one, difference, half, p in each
+            }
             noise_cell = f"{100 * result.run_deviation:.2f} ({result.df} df)" if result.df else None
         for one in members:
             cells[one] += by_recipe.get(one, (None, None))
@@ -127,10 +145,15 @@ def _build_rows(
         for at, one in enumerate(members)
     ]
     label = "standard deviation between runs"
-    return [*rows, TableRow((control.size, label, None, control.steps, None, *noise), light=True, name=label)]
+    return [
+        *rows,
+        TableRow((control.size, label, None, control.steps, None, *noise), light=True, name=label),
+    ]
 
 
 def _format_cells(difference: float, half_width: float, p: float) -> tuple[CellValue, CellValue]:
     """Format a difference with the half width of its interval, in points, and p; both unknown parts are left out."""
     text = f"{100 * difference:+.2f}"
-    return (text, None) if math.isnan(p) else (f"{text} ({100 * half_width:.2f})", format_p_value(p))
+    return (
+        (text, None) if math.isnan(p) else (f"{text} ({100 * half_width:.2f})", format_p_value(p))
+    )

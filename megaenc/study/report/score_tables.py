@@ -28,7 +28,12 @@ from megaenc.study.results.groups import (
     format_percent,
     objective_name,
 )
-from megaenc.study.stats.inference import VarianceComponents, collapse_rate, required_seeds, variance_components
+from megaenc.study.stats.inference import (
+    VarianceComponents,
+    collapse_rate,
+    required_seeds,
+    variance_components,
+)
 from megaenc.tables import format_csv
 
 _TEXT_COLUMNS = ("Size", "Objective", "Schedule", "Model")
@@ -74,7 +79,9 @@ def _format_note(text: str, *marks: tuple[str, Iterable[bool]]) -> str:
 def _list_score_columns(evidence: Evidence) -> list[ScoreColumn]:
     """Return a score column for each data set, grouped by family."""
     return [
-        (family, evidence, family, name) for family, names in datasets_by_family(evidence.datasets()).items() for name in names
+        (family, evidence, family, name)
+        for family, names in datasets_by_family(evidence.datasets()).items()
+        for name in names
     ]
 
 
@@ -102,12 +109,19 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
     note = "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's score."
     if not places:
         return []
-    tables = _build_setup_tables(evidence, places, "{}-standard", "{}: standard metrics", note, None)
+    tables = _build_setup_tables(
+        evidence, places, "{}-standard", "{}: standard metrics", note, None
+    )
     return [replace(table, folded=True) for table in tables]
 
 
 def _build_setup_tables(
-    evidence: Evidence, places: Sequence[ScoreColumn], key: str, title: str, note: str, published: Evidence | None
+    evidence: Evidence,
+    places: Sequence[ScoreColumn],
+    key: str,
+    title: str,
+    note: str,
+    published: Evidence | None,
 ) -> list[Table]:
     """Build a table of the score columns `places` for each setup; `key` and `title` are templates for the setup's."""
     tables = []
@@ -138,12 +152,23 @@ def _build_setup_tables(
             row_scores = [source.find(one, name, family) for _, source, family, name in places]
             shown_scores += [each for each in row_scores if each is not None]
             rule = None not in (previous, group) and group != previous
-            rows.append(TableRow((*head, *ours, *map(_format_score_cell, row_scores)), rule=rule, name=names.get(one, "")))
+            rows.append(
+                TableRow(
+                    (*head, *ours, *map(_format_score_cell, row_scores)),
+                    rule=rule,
+                    name=names.get(one, ""),
+                )
+            )
             previous = group
             if has_published and one in names:
-                published_cells = [_format_score_cell(published.find(one, name, family)) for *_, family, name in places]
+                published_cells = [
+                    _format_score_cell(published.find(one, name, family))
+                    for *_, family, name in places
+                ]
                 if any(published_cells):
-                    rows.append(TableRow((*head, *theirs, *published_cells), light=True, name="published"))
+                    rows.append(
+                        TableRow((*head, *theirs, *published_cells), light=True, name="published")
+                    )
         columns = [Column(name, number=name not in _TEXT_COLUMNS) for name in heads] + [
             Column("Source", number=False)
         ] * has_published
@@ -154,7 +179,11 @@ def _build_setup_tables(
         )
         tables.append(
             Table(
-                key.format(setup), title.format(SETUP_TITLES[setup]), full_note, (*columns, *_build_columns(places)), tuple(rows)
+                key.format(setup),
+                title.format(SETUP_TITLES[setup]),
+                full_note,
+                (*columns, *_build_columns(places)),
+                tuple(rows),
             )
         )
     return tables
@@ -166,15 +195,32 @@ def _format_score_cell(score: Score | None) -> CellValue:
         return None
     run_count = sum(len(one.seed_scores) for one in score.members or (score,))
     collapsed = f" †{score.collapsed_at_rate}/{run_count}" if score.collapsed_at_rate else ""
-    return f"{format_score(score.mean, score.half_width)}{collapsed}{_format_unfinished_mark(score)}"
+    return (
+        f"{format_score(score.mean, score.half_width)}{collapsed}{_format_unfinished_mark(score)}"
+    )
 
 
 def _format_unfinished_mark(score: Score) -> str:
     """Return the mark [k/n] if only k of n planned runs have ended, else empty text."""
-    return f" [{score.ended_runs}/{score.planned_runs}]" if score.ended_runs < score.planned_runs else ""
+    return (
+        f" [{score.ended_runs}/{score.planned_runs}]"
+        if score.ended_runs < score.planned_runs
+        else ""
+    )
 
 
-CSV_COLUMNS = ("setup", "size", "clm_steps", "mlm_steps", "cpt_mlm_steps", "mask_ratio", "task", "dataset", "mean", "ci95")
+CSV_COLUMNS = (
+    "setup",
+    "size",
+    "clm_steps",
+    "mlm_steps",
+    "cpt_mlm_steps",
+    "mask_ratio",
+    "task",
+    "dataset",
+    "mean",
+    "ci95",
+)
 """Columns of the published file."""
 _MODEL_AND_SEEDS = ("model", "pretraining_seed", "finetuning_seeds", "metric")
 _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned_trainings")
@@ -187,11 +233,18 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for each in evidence:
-        setups: list[tuple[str, ModelKey | None]] = [(setup, one) for setup, of in each.group_by_setup().items() for one in of]
+        setups: list[tuple[str, ModelKey | None]] = [
+            (setup, one) for setup, of in each.group_by_setup().items() for one in of
+        ]
         for setup, model_key in [*setups, ("other", None)]:
             scores = [one for one in each.scores if one.model_key == model_key]
-            for family, names in datasets_by_family((one.family, one.dataset) for one in scores).items():
-                family_scores = sorted((one for one in scores if one.family == family), key=lambda one: names.index(one.dataset))
+            for family, names in datasets_by_family(
+                (one.family, one.dataset) for one in scores
+            ).items():
+                family_scores = sorted(
+                    (one for one in scores if one.family == family),
+                    key=lambda one: names.index(one.dataset),
+                )
                 lines += [_build_csv_row(setup, one, each.metric) for one in family_scores]
     return format_csv(lines)
 
@@ -206,8 +259,17 @@ def _build_csv_row(setup: str, score: Score, metric: str) -> list[object]:
         mask = "" if key.mask_ratio is None else f"{key.mask_ratio:g}"
         model = [key.size, key.clm_steps, key.mlm_steps, key.cpt_mlm_steps, mask]
         seed = key.seed
-    runs = (score.collapsed_at_rate, score.ended_runs, score.planned_runs) if score.planned_runs else ("", "", "")
-    numbers = [score.family, dataset_label(score.family, score.dataset), f"{100 * score.mean:.2f}", half]
+    runs = (
+        (score.collapsed_at_rate, score.ended_runs, score.planned_runs)
+        if score.planned_runs
+        else ("", "", "")
+    )
+    numbers = [
+        score.family,
+        dataset_label(score.family, score.dataset),
+        f"{100 * score.mean:.2f}",
+        half,
+    ]
     return [setup, *model, *numbers, score.model, seed, len(score.seed_scores) or "", metric, *runs]
 
 
@@ -216,12 +278,20 @@ def _list_model_names(evidence: Evidence) -> list[str]:
     every = [*evidence.scores, *evidence.grids]
     names = {one.model_key: one.model for one in reversed(every) if one.model_key is not None}
     keys = [key for members in evidence.group_by_setup(names).values() for key in members]
-    return list(dict.fromkeys([*(names[key] for key in keys), *(one.model for one in every if one.model_key is None)]))
+    return list(
+        dict.fromkeys(
+            [*(names[key] for key in keys), *(one.model for one in every if one.model_key is None)]
+        )
+    )
 
 
 def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
     """Return the Tables of rate sensitivity, collapsed runs and variance, without those that the results do not allow."""
-    tables = (build_rate_table(evidence), build_collapse_table(evidence), build_variance_table(evidence))
+    tables = (
+        build_rate_table(evidence),
+        build_collapse_table(evidence),
+        build_variance_table(evidence),
+    )
     return [table for table in tables if table is not None]
 
 
@@ -254,15 +324,24 @@ def build_rate_table(evidence: Evidence) -> Table | None:
         (_UNFINISHED, (one.ended_runs < one.planned_runs for one in evidence.scores)),
     )
     places = _list_score_columns(evidence)
-    cell_by_place = {(one.model, one.family, one.dataset): format_cell(one) for one in evidence.scores}
+    cell_by_place = {
+        (one.model, one.family, one.dataset): format_cell(one) for one in evidence.scores
+    }
     cells_by_model = {
-        model: [cell_by_place.get((model, family, name)) for *_, family, name in places] for model in _list_model_names(evidence)
+        model: [cell_by_place.get((model, family, name)) for *_, family, name in places]
+        for model in _list_model_names(evidence)
     }
     rows = tuple(
-        TableRow((model, *cells)) for model, cells in cells_by_model.items() if any(value is not None for value in cells)
+        TableRow((model, *cells))
+        for model, cells in cells_by_model.items()
+        if any(value is not None for value in cells)
     )
     columns = (Column("Model", number=False), *_build_columns(places))
-    return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows) if rows else None
+    return (
+        Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows)
+        if rows
+        else None
+    )
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
@@ -286,18 +365,30 @@ def build_collapse_table(evidence: Evidence) -> Table | None:
 
     def build_row(name: str, grids: Sequence[GridStatus], rule: bool = False) -> TableRow:
         """Build the row of one model, or of all, from its grids."""
-        by_place = [[one for one in grids if (one.family, one.dataset) == place] for place in places]
+        by_place = [
+            [one for one in grids if (one.family, one.dataset) == place] for place in places
+        ]
         cells = [
-            format_share(collapsed for one in place_grids for collapsed in one.collapsed_by_run.values())
+            format_share(
+                collapsed for one in place_grids for collapsed in one.collapsed_by_run.values()
+            )
             for place_grids in by_place
         ]
-        ended = collapsed_by_training(((one.model, one.family, one.train_on), one.collapsed_by_run) for one in grids)
-        cells += [format_share(collapsed for (_, at, _), collapsed in ended.items() if at == rate) for rate in rates]
+        ended = collapsed_by_training(
+            ((one.model, one.family, one.train_on), one.collapsed_by_run) for one in grids
+        )
+        cells += [
+            format_share(collapsed for (_, at, _), collapsed in ended.items() if at == rate)
+            for rate in rates
+        ]
         mean, low, high = collapse_rate(sum(ended.values()), len(ended))
         interval = f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
         return TableRow((name, *cells, format_share(ended.values()), interval), rule=rule)
 
-    rows = [build_row(model, [one for one in evidence.grids if one.model == model]) for model in _list_model_names(evidence)]
+    rows = [
+        build_row(model, [one for one in evidence.grids if one.model == model])
+        for model in _list_model_names(evidence)
+    ]
     if len(rows) > 1:
         rows.append(build_row("all models", evidence.grids, rule=True))
     columns = (
@@ -329,21 +420,45 @@ def build_variance_table(evidence: Evidence) -> Table | None:
     order = {model: at for at, model in enumerate(_list_model_names(evidence))}
     for family, names in datasets_by_family(evidence.datasets()).items():
         for name in names:
-            scores = [one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seed_scores) > 1]
+            scores = [
+                one
+                for one in evidence.scores
+                if (one.family, one.dataset) == (family, name) and len(one.seed_scores) > 1
+            ]
             members = sorted(scores, key=lambda one: order[one.model])
             if not members:
                 continue
             parts = [_score_variance_components(sorted(one.seed_scores), one) for one in members]
-            runs = [len(one.seed_scores) * part.seed_variance for one, part in zip(members, parts, strict=True)]
-            spreads = (runs, [part.seed_variance for part in parts], [part.example_variance for part in parts])
-            head = (family, dataset_label(family, name), len(members), max(len(one.seed_scores) for one in members))
+            runs = [
+                len(one.seed_scores) * part.seed_variance
+                for one, part in zip(members, parts, strict=True)
+            ]
+            spreads = (
+                runs,
+                [part.seed_variance for part in parts],
+                [part.example_variance for part in parts],
+            )
+            head = (
+                family,
+                dataset_label(family, name),
+                len(members),
+                max(len(one.seed_scores) for one in members),
+            )
             cells = [format_score(math.sqrt(_finite_mean(variances))) for variances in spreads]
-            rows.append(TableRow((*head, *cells, *_format_required_seeds(members)), rule=name == names[0]))
+            rows.append(
+                TableRow((*head, *cells, *_format_required_seeds(members)), rule=name == names[0])
+            )
     columns = (
         *(Column(name, number=False) for name in ("Family", "Data set")),
         *(Column(name) for name in ("Models", "Seeds")),
-        *(Column(name, "Standard deviation") for name in ("of a run", "of a mean: seeds", "of a mean: examples")),
-        *(Column(f"{100 * difference:g}", "Seeds for a difference of") for difference in TARGET_DIFFERENCES),
+        *(
+            Column(name, "Standard deviation")
+            for name in ("of a run", "of a mean: seeds", "of a mean: examples")
+        ),
+        *(
+            Column(f"{100 * difference:g}", "Seeds for a difference of")
+            for difference in TARGET_DIFFERENCES
+        ),
     )
     note = (
         "In points; root mean squares over the models. Standard deviations of a run's score over the seeds, and of a mean due to "
@@ -351,7 +466,17 @@ def build_variance_table(evidence: Evidence) -> Table | None:
         "difference of so many points between two models that share seeds and examples is found in four of five studies; never: "
         "the test examples are too few for any number of seeds. Estimates from few seeds are rough."
     )
-    return Table("variance", "Seeds and examples: where uncertainty comes from", note, columns, tuple(rows)) if rows else None
+    return (
+        Table(
+            "variance",
+            "Seeds and examples: where uncertainty comes from",
+            note,
+            columns,
+            tuple(rows),
+        )
+        if rows
+        else None
+    )
 
 
 def _finite_mean(values: Sequence[float]) -> float:
@@ -371,7 +496,10 @@ def _score_variance_components(seeds: Sequence[int], *scores: Score) -> Variance
     shapes = {tuple(None if block is None else block.shape for block in each) for each in blocks}
     paired = []
     if len(shapes) == 1 and None not in next(iter(shapes)):
-        paired = [functools.reduce(operator.sub, each) / len(members[0]) for each in zip(*blocks, strict=True)]
+        paired = [
+            functools.reduce(operator.sub, each) / len(members[0])
+            for each in zip(*blocks, strict=True)
+        ]
     return variance_components(functools.reduce(operator.sub, values), paired)
 
 
@@ -386,8 +514,12 @@ def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
         return [None] * len(TARGET_DIFFERENCES)
     parts = parts_by_seed_count[max(parts_by_seed_count)]
     seed_variance, example_variance = (
-        _finite_mean([getattr(part, name) for part in parts]) for name in ("seed_variance", "example_variance")
+        _finite_mean([getattr(part, name) for part in parts])
+        for name in ("seed_variance", "example_variance")
     )
     mean = VarianceComponents(seed_variance, example_variance)
-    needed = [required_seeds(difference, mean, max(parts_by_seed_count)) for difference in TARGET_DIFFERENCES]
+    needed = [
+        required_seeds(difference, mean, max(parts_by_seed_count))
+        for difference in TARGET_DIFFERENCES
+    ]
     return ["never" if seeds is None else seeds for seeds in needed]

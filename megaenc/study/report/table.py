@@ -50,7 +50,9 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row.cells) != len(self.columns):
-                raise ValueError(f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns")
+                raise ValueError(
+                    f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns"
+                )
 
     @property
     def named(self) -> bool:
@@ -96,7 +98,10 @@ def table_to_markdown(table: Table) -> str:
     def format_row(cells: Iterable[str]) -> str:
         """Format cells as a padded Markdown row."""
         pairs = zip(cells, fitted, strict=True)
-        padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
+        padded = (
+            cell.rjust(width) if column.number else cell.ljust(width)
+            for cell, (column, width) in pairs
+        )
         return "| " + " | ".join(padded) + " |"
 
     lines = [
@@ -129,17 +134,27 @@ def table_to_latex(table: Table) -> str:
 
 def _format_latex_block(table: Table, groups: list[str]) -> str:
     """Format the ungrouped columns and those of `groups` as a LaTeX tabular."""
-    numbered_columns = [(at, column) for at, column in enumerate(table.columns) if not column.group or column.group in groups]
+    numbered_columns = [
+        (at, column)
+        for at, column in enumerate(table.columns)
+        if not column.group or column.group in groups
+    ]
 
     def format_row(cells: Iterable[str]) -> str:
         """Format cells as a LaTeX row."""
         return " & ".join(cells) + r" \\"
 
-    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in numbered_columns)}}}", "\\toprule"]
+    lines = [
+        f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in numbered_columns)}}}",
+        "\\toprule",
+    ]
     if groups:
         heads = sum(not column.group for column in table.columns)
         ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
-        headings = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}" for group in groups]
+        headings = [
+            f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}"
+            for group in groups
+        ]
         rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
         lines += [format_row([""] * heads + headings), " ".join(rules)]
     lines += [format_row(_escape_latex(column.name) for _, column in numbered_columns), "\\midrule"]
@@ -147,7 +162,9 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
         if row.rule and at:
             lines.append("\\addlinespace")
         cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in numbered_columns]
-        lines.append(format_row(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
+        lines.append(
+            format_row(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells)
+        )
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
 
@@ -160,7 +177,10 @@ _LATEX = {
 
 def _escape_latex(text: str) -> str:
     """Escape text for LaTeX, as one line with thin spaces before percent signs."""
-    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.splitlines()).replace(" %", "\u202f%"))
+    return "".join(
+        _LATEX.get(letter, letter)
+        for letter in " ".join(text.splitlines()).replace(" %", "\u202f%")
+    )
 
 
 WRITERS = {"csv": table_to_csv, "md": table_to_markdown, "tex": table_to_latex}

@@ -7,9 +7,22 @@ import numpy as np
 
 from megaenc.finetune.results.aggregate import IntervalKind, compute_interval
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.report.figures.base import MUTED_COLOUR, OBJECTIVE_STYLES, FigureLine, FigurePanel, FigurePoint, FigureSpec
+from megaenc.study.report.figures.base import (
+    MUTED_COLOUR,
+    OBJECTIVE_STYLES,
+    FigureLine,
+    FigurePanel,
+    FigurePoint,
+    FigureSpec,
+)
 from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_score
-from megaenc.study.results.groups import format_percent, objective_name, recipe_label, reference_mask_ratio, sort_sizes
+from megaenc.study.results.groups import (
+    format_percent,
+    objective_name,
+    recipe_label,
+    reference_mask_ratio,
+    sort_sizes,
+)
 from megaenc.study.results.zero_shot import BASELINES, METRIC, RECALL, QueryScores, ZeroShotResults
 from megaenc.viz.style import STYLES
 
@@ -20,7 +33,10 @@ _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 
 def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list[Table]:
     """Return the Table of NDCG@10 of all models before and after contrastive training, and that of recall@100, folded."""
-    return [_build_table(results, kind, METRIC, "zero-shot"), _build_table(results, kind, RECALL, "zero-shot-recall")]
+    return [
+        _build_table(results, kind, METRIC, "zero-shot"),
+        _build_table(results, kind, RECALL, "zero-shot-recall"),
+    ]
 
 
 def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key: str) -> Table:
@@ -31,7 +47,11 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     previous = None
     for model in sort_models(results):
         one = results.model_keys.get(model)
-        known = [None] * 4 if one is None else [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
+        known = (
+            [None] * 4
+            if one is None
+            else [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
+        )
         head = [model, *known, *[one.seed if one else None] * has_seeds]
         cells: list[CellValue] = []
         for dataset in results.datasets:
@@ -45,12 +65,26 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     for name in BASELINES:
         scores = [results.baselines.get((name, dataset, metric)) for dataset in results.datasets]
         if any(scores):
-            cells = [cell for one in scores for cell in (_format_query_scores(one), None)[: len(states)]]
+            cells = [
+                cell for one in scores for cell in (_format_query_scores(one), None)[: len(states)]
+            ]
             label = _BASELINE_LABELS[name]
-            rows.append(TableRow((label, *[None] * (4 + has_seeds), *cells), rule=name == BASELINES[0], name=label))
-    heads = [Column(name, number=False) for name in ("Model", "Size", "Objective")] + [Column("Mask"), Column("Steps")]
+            rows.append(
+                TableRow(
+                    (label, *[None] * (4 + has_seeds), *cells),
+                    rule=name == BASELINES[0],
+                    name=label,
+                )
+            )
+    heads = [Column(name, number=False) for name in ("Model", "Size", "Objective")] + [
+        Column("Mask"),
+        Column("Steps"),
+    ]
     heads += [Column("Seed")] * has_seeds
-    columns = (*heads, *(Column(state, dataset) for dataset in results.datasets for state in states))
+    columns = (
+        *heads,
+        *(Column(state, dataset) for dataset in results.datasets for state in states),
+    )
     note = (
         f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean pooling. In brackets: bootstrap "
         "95 % intervals over queries."
@@ -77,7 +111,15 @@ def sort_models(results: ZeroShotResults) -> list[str]:
         objective = objective_name(one)
         kinds = list(OBJECTIVE_STYLES)
         place = kinds.index(objective) if objective in kinds else len(kinds)
-        return (sizes.index(one.size), place, objective, bool(one.cpt_mlm_steps), mask, one.steps, model)
+        return (
+            sizes.index(one.size),
+            place,
+            objective,
+            bool(one.cpt_mlm_steps),
+            mask,
+            one.steps,
+            model,
+        )
 
     return sorted(results.models, key=order)
 
@@ -86,16 +128,24 @@ def _format_query_scores(scores: QueryScores | None) -> CellValue:
     """Format a mean with its interval over queries, `67.72 [62.9, 72.5]`; None without scores."""
     if scores is None:
         return None
-    ends = "" if scores.interval is None else " [{:.1f}, {:.1f}]".format(*(100 * end for end in scores.interval))
+    ends = (
+        ""
+        if scores.interval is None
+        else " [{:.1f}, {:.1f}]".format(*(100 * end for end in scores.interval))
+    )
     return f"{format_score(scores.mean)}{ends}"
 
 
-def _format_seed_scores(results: ZeroShotResults, by_seed: Mapping[int, QueryScores], kind: IntervalKind) -> CellValue:
+def _format_seed_scores(
+    results: ZeroShotResults, by_seed: Mapping[int, QueryScores], kind: IntervalKind
+) -> CellValue:
     """Format the mean over the seeds with half its interval, and [k/n] if seeds are missing; None without any."""
     if not by_seed:
         return None
     interval = compute_interval([one.mean for one in by_seed.values()], kind)
-    unfinished = f" [{len(by_seed)}/{len(results.seeds)}]" if len(by_seed) < len(results.seeds) else ""
+    unfinished = (
+        f" [{len(by_seed)}/{len(results.seeds)}]" if len(by_seed) < len(results.seeds) else ""
+    )
     return f"{format_score(interval.mean, interval.half)}{unfinished}"
 
 
@@ -111,47 +161,91 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
     models = {
         model: one
         for model in sort_models(results)
-        if (one := results.model_keys.get(model)) is not None and one.decayed and one.mask_ratio in (None, ratio)
+        if (one := results.model_keys.get(model)) is not None
+        and one.decayed
+        and one.mask_ratio in (None, ratio)
     }
     panels = []
     for state in (_BEFORE, _AFTER):
-        points = {model: point for model, one in models.items() if (point := _build_point(results, model, one, state, kind))}
+        points = {
+            model: point
+            for model, one in models.items()
+            if (point := _build_point(results, model, one, state, kind))
+        }
         if points:
-            lines = (*_build_lines(models, points), *_build_bm25_line(results, [point.x for point in points.values()]))
-            panels.append(FigurePanel(state[0].upper() + state[1:], lines, "pretraining steps", "NDCG@10 (%)", unit="steps"))
+            lines = (
+                *_build_lines(models, points),
+                *_build_bm25_line(results, [point.x for point in points.values()]),
+            )
+            panels.append(
+                FigurePanel(
+                    state[0].upper() + state[1:],
+                    lines,
+                    "pretraining steps",
+                    "NDCG@10 (%)",
+                    unit="steps",
+                )
+            )
     if not panels:
-        return FigureSpec(key, title, "No decayed model has zero-shot scores on every data set yet.")
-    over = results.datasets[0] if len(results.datasets) == 1 else f"the mean over {', '.join(results.datasets)}"
+        return FigureSpec(
+            key, title, "No decayed model has zero-shot scores on every data set yet."
+        )
+    over = (
+        results.datasets[0]
+        if len(results.datasets) == 1
+        else f"the mean over {', '.join(results.datasets)}"
+    )
     hidden = f" MLM hides {format_percent(ratio)} of the tokens." if ratio else ""
     after = ", over the seeds after contrastive training" if results.is_trained else ""
     bars = f"Bars: 95 % intervals over queries as pretrained{after}."
-    caption = f"Models at the end of pretraining by their number of steps, on {over}.{hidden} {bars}"
+    caption = (
+        f"Models at the end of pretraining by their number of steps, on {over}.{hidden} {bars}"
+    )
     return FigureSpec(key, title, caption, tuple(panels))
 
 
-def _build_point(results: ZeroShotResults, model: str, one: ModelKey, state: str, kind: IntervalKind) -> FigurePoint | None:
+def _build_point(
+    results: ZeroShotResults, model: str, one: ModelKey, state: str, kind: IntervalKind
+) -> FigurePoint | None:
     """Build the point of a model, the mean over all data sets; None if a set or a seed is missing."""
     places = [(model, dataset, METRIC) for dataset in results.datasets]
     if state == _BEFORE:
         scores = [results.pretrained.get(place) for place in places]
         if None in scores:
             return None
-        variances = [np.var(of_set.values, ddof=1) / len(of_set.values) for of_set in scores if len(of_set.values) > 1]
-        half = 1.96 * math.sqrt(math.fsum(variances)) / len(scores) if len(variances) == len(scores) else None
+        variances = [
+            np.var(of_set.values, ddof=1) / len(of_set.values)
+            for of_set in scores
+            if len(of_set.values) > 1
+        ]
+        half = (
+            1.96 * math.sqrt(math.fsum(variances)) / len(scores)
+            if len(variances) == len(scores)
+            else None
+        )
         mean = math.fsum(of_set.mean for of_set in scores) / len(scores)
         return FigurePoint(one.steps, 100 * mean, None if half is None else 100 * half)
     by_set = [results.trained.get(place, {}) for place in places]
     if not results.seeds or any(of_set.keys() < set(results.seeds) for of_set in by_set):
         return None
-    means = [math.fsum(of_set[seed].mean for of_set in by_set) / len(by_set) for seed in results.seeds]
+    means = [
+        math.fsum(of_set[seed].mean for of_set in by_set) / len(by_set) for seed in results.seeds
+    ]
     interval = compute_interval(means, kind)
-    return FigurePoint(one.steps, 100 * interval.mean, None if math.isnan(interval.half) else 100 * interval.half)
+    return FigurePoint(
+        one.steps, 100 * interval.mean, None if math.isnan(interval.half) else 100 * interval.half
+    )
 
 
-def _build_lines(models: Mapping[str, ModelKey], points: Mapping[str, FigurePoint]) -> Iterable[FigureLine]:
+def _build_lines(
+    models: Mapping[str, ModelKey], points: Mapping[str, FigurePoint]
+) -> Iterable[FigureLine]:
     """Yield a line per objective (and size, if several), over all models' styles; further pretraining seeds as points."""
     several = len({one.size for one in models.values()}) > 1
-    names = {model: recipe_label(one) + (f", {one.size}" if several else "") for model, one in models.items()}
+    names = {
+        model: recipe_label(one) + (f", {one.size}" if several else "")
+        for model, one in models.items()
+    }
     distinct = list(dict.fromkeys(names.values()))
     spare = [style for style in STYLES if style not in OBJECTIVE_STYLES.values()]
     others = [name for name in distinct if name not in OBJECTIVE_STYLES]
@@ -163,12 +257,16 @@ def _build_lines(models: Mapping[str, ModelKey], points: Mapping[str, FigurePoin
                 by_seed.setdefault(models[model].seed, []).append(point)
         for at, (_, members) in enumerate(sorted(by_seed.items())):
             ordered = tuple(sorted(members, key=lambda point: point.x))
-            yield FigureLine(name, *styles[name], ordered, joined=not at, light=bool(at), labelled=not at)
+            yield FigureLine(
+                name, *styles[name], ordered, joined=not at, light=bool(at), labelled=not at
+            )
 
 
 def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[FigureLine]:
     """Return the horizontal line of BM25's mean over all data sets; none if a set lacks it."""
-    scores = [results.baselines.get((BASELINES[0], dataset, METRIC)) for dataset in results.datasets]
+    scores = [
+        results.baselines.get((BASELINES[0], dataset, METRIC)) for dataset in results.datasets
+    ]
     if None in scores:
         return []
     mean = 100 * math.fsum(of_set.mean for of_set in scores) / len(scores)
@@ -181,7 +279,9 @@ def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
     """Return (name, text) facts on zero-shot retrieval: models, sets, seeds, and the claims that its scores test."""
     counts = f"{len(results.models)} models on {', '.join(results.datasets)}, as pretrained"
     if results.is_trained:
-        counts += f" and after contrastive training with the seeds {', '.join(map(str, results.seeds))}"
+        counts += (
+            f" and after contrastive training with the seeds {', '.join(map(str, results.seeds))}"
+        )
         tested = "after contrastive training, paired over its seeds and over queries"
     else:
         tested = "as pretrained, paired over queries; with one evaluation a model, p needs several pretraining seeds"
@@ -189,4 +289,6 @@ def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
         "The other claims do not use it: they have margins, learning rates or task families of fine-tuning, and pooled with "
         "those, a test keeps only the seeds that all have"
     )
-    return [("Zero-shot retrieval", f"{counts}. Claims 1f, 4c and 5c test NDCG@10 {tested}. {others}.")]
+    return [
+        ("Zero-shot retrieval", f"{counts}. Claims 1f, 4c and 5c test NDCG@10 {tested}. {others}.")
+    ]

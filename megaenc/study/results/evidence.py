@@ -60,7 +60,9 @@ class Score:
     """scores by fine-tuning seed at the chosen learning rate; empty for published tables"""
     rate_scores: RateScores = field(default_factory=dict)
     """scores of the finished runs; an average has the seeds that all its data sets share"""
-    load_examples: Callable[[], Mapping[int, np.ndarray]] = field(default=dict, compare=False, repr=False)
+    load_examples: Callable[[], Mapping[int, np.ndarray]] = field(
+        default=dict, compare=False, repr=False
+    )
     """cached reader of float32[N] by seed at the chosen rate; empty for averages, if a file has no example scores, and if the
     runs were tested on different examples"""
     collapsed_runs: int = 0
@@ -101,7 +103,10 @@ class Score:
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
         """Return float32[S, N], the scores of N test examples for each of `seeds`; None if missing or if counts differ."""
         by_seed = self.load_examples()
-        if any(seed not in by_seed for seed in seeds) or len({len(by_seed[seed]) for seed in seeds}) != 1:
+        if (
+            any(seed not in by_seed for seed in seeds)
+            or len({len(by_seed[seed]) for seed in seeds}) != 1
+        ):
             return None
         return np.stack([by_seed[seed] for seed in seeds])
 
@@ -167,12 +172,17 @@ class Evidence:
     def planned_model_keys(self) -> list[ModelKey]:
         """Return the manifest's model keys, then those with a score of sizes not in it (of any size without manifest)."""
         planned = self.scope.model_keys.values()
-        return [*planned, *(key for key in self.model_keys() if not planned or key.size not in self.scope.sizes)]
+        return [
+            *planned,
+            *(key for key in self.model_keys() if not planned or key.size not in self.scope.sizes),
+        ]
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
         """Return model keys (default: all scored) by kind of pretraining ("base", "cpt", ...), some in several."""
         return group_by_setup(
-            self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes
+            self.model_keys() if model_keys is None else model_keys,
+            self.planned_model_keys(),
+            self.scope.sizes,
         )
 
     def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
@@ -186,12 +196,17 @@ class Evidence:
 
     def datasets(self) -> list[tuple[str, str]]:
         """Return distinct (family, data set) pairs with a score: in each family the study's, then others, averages last."""
-        by_family = datasets_by_family(((score.family, score.dataset) for score in self.scores), STUDY_DATASETS)
+        by_family = datasets_by_family(
+            ((score.family, score.dataset) for score in self.scores), STUDY_DATASETS
+        )
         return [(family, name) for family, names in by_family.items() for name in names]
 
 
 def read_evidence(
-    results: Path, model_keys: Mapping[str, ModelKey], metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
+    results: Path,
+    model_keys: Mapping[str, ModelKey],
+    metric: str = PAPER_SCORE,
+    kind: IntervalKind = "normal",
 ) -> Evidence:
     """Read a results directory into Evidence; `model_keys`: key by model name. InputError without results or the metric."""
     return build_evidence(read_result_tree(results), model_keys.get, metric, kind)
@@ -209,7 +224,10 @@ def build_evidence(
     `resolve_model_key` maps a model's name to its key, or to None. Runs outside the grid of `scope` are ignored. Raises
     InputError for a metric that no finished run has.
     """
-    known = {PAPER_SCORE, *(name for run in results if run.test is not None for name in run.test.metrics)}
+    known = {
+        PAPER_SCORE,
+        *(name for run in results if run.test is not None for name in run.test.metrics),
+    }
     if metric not in known:
         expected = " or ".join([PAPER_SCORE, *sorted(known - {PAPER_SCORE})])
         raise InputError(f"metric `{metric}`: no result has it, expected {expected}")
@@ -224,7 +242,12 @@ def build_evidence(
         for cell in members:
             name = cell.dataset + suffix.format(cell.train_on)
             failed = sum(run.failure is not None for run in cell.runs)
-            counts = (_collapsed_by_run(cell), failed, cell.planned_run_count, cell.find_incomplete_rates())
+            counts = (
+                _collapsed_by_run(cell),
+                failed,
+                cell.planned_run_count,
+                cell.find_incomplete_rates(),
+            )
             grids.append(GridStatus(model, model_key, str(family), name, cell.train_on, *counts))
             score_by_cell[id(cell)] = _build_score(name, [cell], model_key, metric, kind)
         averages = []
@@ -232,7 +255,14 @@ def build_evidence(
             dataset_scores = [score_by_cell[id(cell)] for cell in over]
             if None not in dataset_scores:
                 averages.append(
-                    _build_score(AVERAGE + suffix.format(over[0].train_on), over, model_key, metric, kind, dataset_scores)
+                    _build_score(
+                        AVERAGE + suffix.format(over[0].train_on),
+                        over,
+                        model_key,
+                        metric,
+                        kind,
+                        dataset_scores,
+                    )
                 )
         scores += [score for score in (*score_by_cell.values(), *averages) if score is not None]
     return Evidence(scores, metric, kind, scope, grids)
@@ -240,7 +270,10 @@ def build_evidence(
 
 def _collapsed_by_run(cell: ScoreCell) -> dict[tuple[float, int], bool]:
     """Return by (rate, seed) whether each run of a cell collapsed or failed."""
-    return {(run.learning_rate, run.seed): run.failure is not None or bool(run.test.collapsed) for run in cell.runs}
+    return {
+        (run.learning_rate, run.seed): run.failure is not None or bool(run.test.collapsed)
+        for run in cell.runs
+    }
 
 
 def _build_score(
@@ -296,7 +329,9 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
     for rate in parts[0]:
         each = [part.get(rate, {}) for part in parts]
         if common := sorted(set.intersection(*map(set, each))):
-            means[rate] = {seed: math.fsum(of_set[seed] for of_set in each) / len(each) for seed in common}
+            means[rate] = {
+                seed: math.fsum(of_set[seed] for of_set in each) / len(each) for seed in common
+            }
     return means
 
 
@@ -346,7 +381,9 @@ def describe_missing_scores(evidence: Evidence) -> str:
     unstarted = [model for model, of_model in grids.items() if not of_model]
     sentences = []
     if incomplete:
-        sentences.append(f"No score yet, which needs a learning rate with every seed finished: {', '.join(incomplete)}.")
+        sentences.append(
+            f"No score yet, which needs a learning rate with every seed finished: {', '.join(incomplete)}."
+        )
     if unstarted:
         sentences.append(f"No run yet: {', '.join(unstarted)}.")
     return " ".join(sentences)

@@ -23,7 +23,12 @@ SETUP_TITLES: dict[Setup, str] = {
     "cpt": "Continued pretraining by length",
     "other": "Other schedules",
 }
-FAMILY_LABELS = {"SC": "Sequence classification", "TC": "Token classification", "QA": "Question answering", "IR": "Retrieval"}
+FAMILY_LABELS = {
+    "SC": "Sequence classification",
+    "TC": "Token classification",
+    "QA": "Question answering",
+    "IR": "Retrieval",
+}
 DATASET_LABELS = {
     "SC": {"sst2": "SST-2", "qqp": "QQP", "mnli_m": "MNLI"},
     "TC": {"ontonotes": "OntoNotes", "conll2003_en": "CoNLL", "uner_en": "UNER"},
@@ -31,7 +36,12 @@ DATASET_LABELS = {
     "IR": {"nq": "NQ", "msmarco": "MS MARCO", "mldr_en": "MLDR"},
 }
 """The study's data sets under the names of its tables, in their order."""
-STANDARD_METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match"), "IR": ("ndcg@10",)}
+STANDARD_METRICS = {
+    "SC": ("accuracy",),
+    "TC": ("span_f1",),
+    "QA": ("f1", "exact_match"),
+    "IR": ("ndcg@10",),
+}
 """Standard metrics of each task family."""
 METRIC_LABELS = {
     "accuracy": "accuracy",
@@ -71,7 +81,9 @@ def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[Model
     return recipes
 
 
-def select_schedule_peers(model_keys: Iterable[ModelKey], mask_ratio: float | None) -> list[ModelKey]:
+def select_schedule_peers(
+    model_keys: Iterable[ModelKey], mask_ratio: float | None
+) -> list[ModelKey]:
     """Return finished models with a schedule of their own, and before them the CLM and MLM models to compare them with.
 
     Those have the size and as many steps, or, if no MLM model has as many, any number of steps without continued pretraining.
@@ -83,16 +95,26 @@ def select_schedule_peers(model_keys: Iterable[ModelKey], mask_ratio: float | No
     budgets = {(one.size, one.steps) for one in others}
     mlm_budgets = {(one.size, one.steps) for one in plain if objective_name(one) == "MLM"}
     open_sizes = {size for size, steps in budgets - mlm_budgets}
-    peers = [one for one in plain if (one.size, one.steps) in budgets or (one.size in open_sizes and not one.cpt_mlm_steps)]
+    peers = [
+        one
+        for one in plain
+        if (one.size, one.steps) in budgets or (one.size in open_sizes and not one.cpt_mlm_steps)
+    ]
     return [*peers, *others]
 
 
 def _is_single_objective(model_key: ModelKey) -> bool:
     """Return whether the model was trained under CLM only or MLM only, in one run, until the learning rate had decayed."""
-    return model_key.decayed and not model_key.cpt_mlm_steps and objective_name(model_key) in ("CLM", "MLM")
+    return (
+        model_key.decayed
+        and not model_key.cpt_mlm_steps
+        and objective_name(model_key) in ("CLM", "MLM")
+    )
 
 
-def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()) -> Groups:
+def group_by_setup(
+    model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()
+) -> Groups:
     """Return keys by pretraining: "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt", "other"; may repeat.
 
     Base models have one objective and the longest budget of their size that both objectives share. "pfs" adds the CLM and MLM
@@ -101,7 +123,9 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
     """
     unique_keys = list(dict.fromkeys(model_keys))
     planned = list(planned)
-    decayed = [one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule]
+    decayed = [
+        one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule
+    ]
     sizes = sort_sizes(unique_keys, size_order)
     longest = {**_longest_budgets(unique_keys), **_longest_budgets(planned)}
     masks = {
@@ -111,25 +135,40 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
         for mask in (None, one.mask_ratio)
     }
     parents = {parent_key(one) for one in decayed if one.cpt_mlm_steps}
-    members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {setup: [] for setup in SETUP_TITLES}
+    members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {
+        setup: [] for setup in SETUP_TITLES
+    }
     for one in unique_keys:
         mask = math.inf if one.mask_ratio is None else one.mask_ratio
         kind = objective_name(one)
         base = _is_single_objective(one) and one.steps == longest[one.size]
         usual = one.decayed and not one.schedule
         first = not one.cpt_mlm_steps
-        scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_is_single_objective(one) and not base))
+        scratch = first and (
+            (one.size, one.steps, one.mask_ratio) in masks
+            or (_is_single_objective(one) and not base)
+        )
         places: dict[Setup, tuple[bool, tuple]] = {
             "base": (usual and base, (one.clm_steps, mask)),
-            "efficiency": (not one.decayed and not one.schedule, (kind != "MLM", kind, mask, one.steps)),
+            "efficiency": (
+                not one.decayed and not one.schedule,
+                (kind != "MLM", kind, mask, one.steps),
+            ),
             "pfs": (usual and scratch, (one.steps, mask, one.clm_steps)),
-            "cpt": (usual and (not first or one in parents), (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask)),
+            "cpt": (
+                usual and (not first or one in parents),
+                (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask),
+            ),
             "other": (bool(one.schedule), (one.schedule, one.steps, mask)),
         }
         for setup, (is_member, place) in places.items():
             if is_member:
                 members_by_setup[setup].append(((sizes.index(one.size), *place, one.seed), one))
-    in_order = {setup: sorted(members, key=lambda member: member[0]) for setup, members in members_by_setup.items() if members}
+    in_order = {
+        setup: sorted(members, key=lambda member: member[0])
+        for setup, members in members_by_setup.items()
+        if members
+    }
     return {setup: [one for _, one in members] for setup, members in in_order.items()}
 
 
@@ -144,20 +183,32 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
     budgets: dict[str, dict[str, set[int]]] = {}
     for one in model_keys:
         if _is_single_objective(one):
-            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective_name(one)].add(one.steps)
-    return {size: max(steps["CLM"] & steps["MLM"] or steps["CLM"] | steps["MLM"]) for size, steps in budgets.items()}
+            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective_name(one)].add(
+                one.steps
+            )
+    return {
+        size: max(steps["CLM"] & steps["MLM"] or steps["CLM"] | steps["MLM"])
+        for size, steps in budgets.items()
+    }
 
 
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
     """Return the distinct size names, smallest first: by `size_order` if it has all, else by numbers such as 210M."""
     names = list(dict.fromkeys(one.size for one in model_keys))
-    return sorted(names, key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count)
+    return sorted(
+        names,
+        key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count,
+    )
 
 
 def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
     """Return whether the sizes can be sorted: one size, all in `size_order`, or all names are numbers such as 210M."""
     names = {one.size for one in model_keys}
-    return len(names) < 2 or names <= set(size_order) or not any(math.isinf(_parse_parameter_count(name)) for name in names)
+    return (
+        len(names) < 2
+        or names <= set(size_order)
+        or not any(math.isinf(_parse_parameter_count(name)) for name in names)
+    )
 
 
 def _parse_parameter_count(size: str) -> float:
@@ -168,7 +219,9 @@ def _parse_parameter_count(size: str) -> float:
 
 def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
     """Return the most frequent mask ratio of models without a schedule, on ties the one nearest 0.4; None without any."""
-    counts = Counter(one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule)
+    counts = Counter(
+        one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule
+    )
     return max(counts, key=lambda ratio: (counts[ratio], -abs(ratio - 0.4)), default=None)
 
 
@@ -188,7 +241,9 @@ def datasets_by_family(
         by_family.setdefault(family, []).append(dataset)
     for family, names in by_family.items():
         known = list(order.get(family, ()))
-        names.sort(key=lambda name: (is_average(name), known.index(name) if name in known else len(known)))
+        names.sort(
+            key=lambda name: (is_average(name), known.index(name) if name in known else len(known))
+        )
     return {family: names for family, names in by_family.items() if names}
 
 

@@ -10,7 +10,13 @@ from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.training.run_dir import METRICS_FILE, RUN_FILE
-from megaenc.viz.run_metrics import Row, read_run_json, read_start_progress, read_steps, read_validations
+from megaenc.viz.run_metrics import (
+    Row,
+    read_run_json,
+    read_start_progress,
+    read_steps,
+    read_validations,
+)
 
 _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
@@ -46,9 +52,13 @@ class TrainedRun:
         """Return the training objectives, "CLM", "MLM", "CLM + MLM" or "other", or "continued" if started from weights."""
         if self.start == "weights":
             return "continued"
-        schedule = str(self.identity.get("objective_schedule", "")) or ",".join(row["objective"] for row in self.steps)
+        schedule = str(self.identity.get("objective_schedule", "")) or ",".join(
+            row["objective"] for row in self.steps
+        )
         names = set(_OBJECTIVE_OF_PHASE.findall(re.sub(r"\([^)]*\)", "", schedule)))
-        return {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}.get(tuple(sorted(names)), "other")
+        return {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}.get(
+            tuple(sorted(names)), "other"
+        )
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
@@ -56,17 +66,29 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
     try:
         run_dirs = sorted(path for path in folder.iterdir() if (path / RUN_FILE).is_file())
     except OSError as error:
-        raise InputError(f"--runs {folder}: {error.strerror}; expected a directory of run directories") from None
+        raise InputError(
+            f"--runs {folder}: {error.strerror}; expected a directory of run directories"
+        ) from None
     runs = {}
     for path in run_dirs:
         if steps := read_steps(path, required=False):
-            runs[path.name] = TrainedRun(path.name, read_run_json(path), steps, read_validations(path), read_start_progress(path))
+            runs[path.name] = TrainedRun(
+                path.name,
+                read_run_json(path),
+                steps,
+                read_validations(path),
+                read_start_progress(path),
+            )
     if not runs:
-        raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and {METRICS_FILE}")
+        raise InputError(
+            f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and {METRICS_FILE}"
+        )
     return runs
 
 
-def flops_by_model(runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
+def flops_by_model(
+    runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]
+) -> dict[ModelKey, float]:
     """Return training FLOPs by model key, plus those of ancestors in `runs`; without the model's own run or FLOPs, no entry.
 
     `model_keys`: by model name. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step.
@@ -74,8 +96,15 @@ def flops_by_model(runs: Mapping[str, TrainedRun], model_keys: Mapping[str, Mode
     flops = {}
     for name, model_key in model_keys.items():
         step = None if name in runs else model_key.steps
-        run = runs.get(name) or runs.get(re.sub(rf"-{model_key.steps}(?=(-seed\d+)?$)", "", name))  # the seed at its end stays
-        while run is not None and step is not None and run.start == "branch" and step <= run.start_progress["step"]:
+        run = runs.get(name) or runs.get(
+            re.sub(rf"-{model_key.steps}(?=(-seed\d+)?$)", "", name)
+        )  # the seed at its end stays
+        while (
+            run is not None
+            and step is not None
+            and run.start == "branch"
+            and step <= run.start_progress["step"]
+        ):
             run = runs.get(run.parent)
         if run is None:
             continue
@@ -106,15 +135,24 @@ def published_model_flops(model_key: ModelKey) -> float | None:
 
     def step_flops(share: float, causal: bool) -> float:
         """Return the FLOPs of a step in which this share of the tokens is predicted."""
-        spans = [(start, start if causal else start + _CHUNK, start + _CHUNK) for start in range(0, _LENGTH, _CHUNK)]
+        spans = [
+            (start, start if causal else start + _CHUNK, start + _CHUNK)
+            for start in range(0, _LENGTH, _CHUNK)
+        ]
         return _PACKS * shape.training_flops(_IDS, round(share * _LENGTH), spans)
 
     masked = model_key.mlm_steps + model_key.cpt_mlm_steps
     flops = model_key.clm_steps * step_flops(1.0, causal=True)
-    return flops + (masked * step_flops(model_key.mask_ratio, causal=False) if masked and model_key.mask_ratio else 0.0)
+    return flops + (
+        masked * step_flops(model_key.mask_ratio, causal=False)
+        if masked and model_key.mask_ratio
+        else 0.0
+    )
 
 
-def resolve_model_keys(names: list[str], manifest_keys: Mapping[str, ModelKey]) -> dict[str, ModelKey]:
+def resolve_model_keys(
+    names: list[str], manifest_keys: Mapping[str, ModelKey]
+) -> dict[str, ModelKey]:
     """Return the model key by name, from `manifest_keys` or else parsed from the name; unknown names are left out."""
     model_keys = {name: manifest_keys.get(name) or parse_model_name(name) for name in names}
     return {name: model_key for name, model_key in model_keys.items() if model_key is not None}

@@ -13,14 +13,21 @@ from pathlib import Path
 
 from megaenc.finetune.results.aggregate import STUDY_DATASETS, IntervalKind
 from megaenc.finetune.results.files import Result, read_result_tree
-from megaenc.study.manifest.model_key import DEFAULT_BUDGET, ModelKey, format_model_name, parse_model_name
+from megaenc.study.manifest.model_key import (
+    DEFAULT_BUDGET,
+    ModelKey,
+    format_model_name,
+    parse_model_name,
+)
 from megaenc.study.results.evidence import AVERAGE, PAPER_SCORE, Evidence, Score, build_evidence
 from megaenc.study.results.groups import DATASET_LABELS
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
 
-DATASET_NAMES = {label: name for labels in DATASET_LABELS.values() for name, label in labels.items()} | {"Average": AVERAGE}
+DATASET_NAMES = {
+    label: name for labels in DATASET_LABELS.values() for name, label in labels.items()
+} | {"Average": AVERAGE}
 """Data set names of `megaenc finetune` by their labels in the published tables."""
 
 
@@ -35,7 +42,13 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask = float(row["mask_ratio"]) if row["mask_ratio"] else None
     is_intermediate = row["setup"] == "efficiency"
-    return ModelKey(row["size"], *steps, mask, not is_intermediate, budget=DEFAULT_BUDGET if is_intermediate else 0)
+    return ModelKey(
+        row["size"],
+        *steps,
+        mask,
+        not is_intermediate,
+        budget=DEFAULT_BUDGET if is_intermediate else 0,
+    )
 
 
 @functools.cache
@@ -47,7 +60,12 @@ def published() -> Evidence:
         family = row["task"]
         dataset = DATASET_NAMES[row["dataset"]]
         score = Score(
-            format_model_name(model_key), model_key, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100
+            format_model_name(model_key),
+            model_key,
+            family,
+            dataset,
+            float(row["mean"]) / 100,
+            float(row["ci95"]) / 100,
         )
         scores.setdefault((model_key, family, dataset), score)
     return Evidence(list(scores.values()))
@@ -64,13 +82,19 @@ def is_study_result(result: Result) -> bool:
 @functools.cache
 def _is_study_model(name: str) -> bool:
     """Return whether a model's name follows the study's naming, with one of its sizes."""
-    return (key := parse_model_name(name)) is not None and key.size in {one.size for one in published().model_keys()}
+    return (key := parse_model_name(name)) is not None and key.size in {
+        one.size for one in published().model_keys()
+    }
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
     """Return `results` without the study's own on data sets that its tables do not have (QED); others are kept."""
     printed = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
-    return [result for result in results if (result.family, result.dataset) in printed or not is_study_result(result)]
+    return [
+        result
+        for result in results
+        if (result.family, result.dataset) in printed or not is_study_result(result)
+    ]
 
 
 def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
@@ -78,4 +102,6 @@ def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "nor
 
     Raises InputError if it has no results or none has the metric.
     """
-    return build_evidence(drop_unprinted_results(read_result_tree(folder)), parse_model_name, metric, kind)
+    return build_evidence(
+        drop_unprinted_results(read_result_tree(folder)), parse_model_name, metric, kind
+    )

@@ -59,20 +59,37 @@ class ZeroShotResults:
         They are those after contrastive training if any model has them, of models with every seed; else as pretrained, as one
         seed. Scores of queries are paired over models only if all models have the same queries and data.
         """
-        by_place = self.trained if self.is_trained else {place: {0: one} for place, one in self.pretrained.items()}
+        by_place = (
+            self.trained
+            if self.is_trained
+            else {place: {0: one} for place, one in self.pretrained.items()}
+        )
         needed = set(self.seeds) if self.is_trained else {0}
-        members = {place: scores for place, scores in by_place.items() if place[2] == METRIC and scores.keys() >= needed}
+        members = {
+            place: scores
+            for place, scores in by_place.items()
+            if place[2] == METRIC and scores.keys() >= needed
+        }
         scores = []
         for (model, dataset, _), by_seed in members.items():
             by_seed = {seed: by_seed[seed] for seed in sorted(needed)}
-            every = [one for place, of_place in members.items() if place[1] == dataset for one in of_place.values()]
+            every = [
+                one
+                for place, of_place in members.items()
+                if place[1] == dataset
+                for one in of_place.values()
+            ]
             is_paired = len({(one.fingerprint, one.query_ids) for one in every}) == 1
             blocks = {seed: one.values for seed, one in by_seed.items()} if is_paired else {}
             means = {seed: one.mean for seed, one in by_seed.items()}
             interval = compute_interval(list(means.values()), kind)
             half = None if math.isnan(interval.half) else interval.half
             key, load = self.model_keys.get(model), functools.partial(dict, blocks)
-            scores.append(Score(model, key, ZERO_SHOT, dataset, interval.mean, half, means, load_examples=load))
+            scores.append(
+                Score(
+                    model, key, ZERO_SHOT, dataset, interval.mean, half, means, load_examples=load
+                )
+            )
         return Evidence(scores, METRIC, kind, self.scope)
 
     def describe_missing(self) -> str:
@@ -81,10 +98,16 @@ class ZeroShotResults:
         for model in self.scope.model_keys:
             planned = [(model, dataset, METRIC) for dataset in self.scope.retrieval_sets]
             evaluations = [sum(place in self.pretrained for place in planned)]
-            evaluations += [sum(seed in self.trained.get(place, {}) for place in planned) for seed in self.seeds]
+            evaluations += [
+                sum(seed in self.trained.get(place, {}) for place in planned) for seed in self.seeds
+            ]
             if (finished := sum(evaluations)) < (total := len(planned) * len(evaluations)):
                 incomplete.append(f"{model} ({finished} of {total})")
-        return f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}." if incomplete else ""
+        return (
+            f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}."
+            if incomplete
+            else ""
+        )
 
 
 def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
@@ -105,7 +128,9 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
         if not is_planned or (seed is None and file.stem != PRETRAINED):
             continue
         evaluation = read_evaluation(file)
-        for (scored, dataset, metric), scores in evaluation.scores.items() if evaluation is not None else ():
+        for (scored, dataset, metric), scores in (
+            evaluation.scores.items() if evaluation is not None else ()
+        ):
             if scope.retrieval_sets and dataset not in scope.retrieval_sets:
                 continue
             if scored in BASELINES:
@@ -116,6 +141,10 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
                 trained.setdefault((model, dataset, metric), {})[int(seed[1])] = scores
     if not pretrained and not trained:
         return None
-    seeds = scope.contrastive_seeds or tuple(sorted({seed for by_seed in trained.values() for seed in by_seed}))
+    seeds = scope.contrastive_seeds or tuple(
+        sorted({seed for by_seed in trained.values() for seed in by_seed})
+    )
     names = sorted({model for model, *_ in (*pretrained, *trained)})
-    return ZeroShotResults(pretrained, trained, baselines, resolve_model_keys(names, scope.model_keys), seeds, scope)
+    return ZeroShotResults(
+        pretrained, trained, baselines, resolve_model_keys(names, scope.model_keys), seeds, scope
+    )

@@ -24,7 +24,12 @@ from megaenc.console import format_duration, print_rank_0, silence_libraries
 from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.flags import NonNegativeInt
-from megaenc.machine import accelerator_names, check_process_count, select_visible_devices, usable_core_count
+from megaenc.machine import (
+    accelerator_names,
+    check_process_count,
+    select_visible_devices,
+    usable_core_count,
+)
 from megaenc.output_paths import create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm, python_command
 from megaenc.slurm import ClusterConfig
@@ -36,7 +41,13 @@ from megaenc.study.run.executor import execute_stages, with_dependencies
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.slurm import submit_stages
-from megaenc.study.run.stage import CorpusStage, StageRunner, check_stages, finished_stages, strip_training_set
+from megaenc.study.run.stage import (
+    CorpusStage,
+    StageRunner,
+    check_stages,
+    finished_stages,
+    strip_training_set,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     manifest = read_manifest(settings.manifest, settings.data or None)
     data_flags = _resolve_data_flags(manifest, settings)
     stages = build_graph(
-        manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, data_flags=data_flags
+        manifest,
+        study,
+        processes=settings.processes,
+        grid_jobs=0 if cluster.slurm else 1,
+        data_flags=data_flags,
     ).stages
     chosen = select_stages(stages, settings.only)
     check_stages(chosen, stages, study)
@@ -87,9 +102,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     _check_data(chosen, settings.manifest)
     lock = study / ".locks" / "study"
-    with exit_on_sigterm(), create_parent_with_rollback(lock, "--output"), try_lock(lock) as is_locked:
+    with (
+        exit_on_sigterm(),
+        create_parent_with_rollback(lock, "--output"),
+        try_lock(lock) as is_locked,
+    ):
         if not is_locked:
-            raise InputError(f"--output {study}: another `megaenc study run` uses this directory; wait for it or stop it")
+            raise InputError(
+                f"--output {study}: another `megaenc study run` uses this directory; wait for it or stop it"
+            )
         if cluster.slurm:
             submit_stages(chosen, study, cluster)
         else:
@@ -99,10 +120,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
     """Raise InputError for impossible numbers, and for flags that would have no effect."""
     if cluster.slurm and jobs:
-        raise InputError("--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid")
+        raise InputError(
+            "--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid"
+        )
     for option in fields(cluster):
         if not cluster.slurm and getattr(cluster, option.name) != option.default:
-            raise InputError(f"--{option.name.replace('_', '-')}: found without --slurm, expected --slurm as well")
+            raise InputError(
+                f"--{option.name.replace('_', '-')}: found without --slurm, expected --slurm as well"
+            )
 
 
 def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[str, Any]:
@@ -110,13 +135,19 @@ def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[st
 
     Raises InputError if the manifest builds its own, or if neither the manifest nor the command line names them.
     """
-    data_flags = {name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))}
+    data_flags = {
+        name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))
+    }
     for name in ("data_path", "tokenizer"):
         flag = f"--{name.replace('_', '-')}"
         if manifest.corpus.is_built_by_study:
             if name in data_flags:
-                raise InputError(f"{flag}: found here, but {settings.manifest} builds its own corpus; expected only one of them")
-        elif name not in data_flags and (missing := [model.name for model in manifest.models if not model.flags.get(name)]):
+                raise InputError(
+                    f"{flag}: found here, but {settings.manifest} builds its own corpus; expected only one of them"
+                )
+        elif name not in data_flags and (
+            missing := [model.name for model in manifest.models if not model.flags.get(name)]
+        ):
             raise InputError(
                 f"{flag}: missing, and {settings.manifest} has no `{name}` for {missing[0]}; expected a "
                 "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
@@ -128,11 +159,21 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
     """Raise InputError for missing text, corpus, tokenizer, retrieval set or pairs that a remaining stage reads."""
     check_embed_data(stages, manifest)
     remaining = [stage for stage in stages if not stage.is_done()]
-    for path in [path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text]:
+    for path in [
+        path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text
+    ]:
         if not os.path.exists(path):  # False for a name that is too long
-            raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)")
-    to_train = [stage.flags for stage in remaining if isinstance(stage, PretrainStage) and not stage.has_study_corpus]
-    for data_path in dict.fromkeys(tuple(map(str, train_flags["data_path"])) for train_flags in to_train):
+            raise InputError(
+                f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)"
+            )
+    to_train = [
+        stage.flags
+        for stage in remaining
+        if isinstance(stage, PretrainStage) and not stage.has_study_corpus
+    ]
+    for data_path in dict.fromkeys(
+        tuple(map(str, train_flags["data_path"])) for train_flags in to_train
+    ):
         for prefix in list_prefixes(data_path):
             if not os.path.exists(f"{prefix}.idx"):
                 expected = "the prefix of a corpus of `megaenc preprocess`"
@@ -151,7 +192,9 @@ def _print_dry_run(stages: Sequence[StageRunner]) -> None:
         if stage.id in done:
             print_rank_0(f"{stage.id}: done")
         elif stage.is_done():
-            print_rank_0(f"{stage.id}: exists, and would be compared with {' and '.join(stage.needs)}")
+            print_rank_0(
+                f"{stage.id}: exists, and would be compared with {' and '.join(stage.needs)}"
+            )
         else:
             part, total = stage.progress()
             progress = f" ({part:,.0f} of {total:,.0f} {stage.unit} are done)" if part else ""
@@ -178,34 +221,50 @@ def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunC
 
 
 def print_summary(
-    stages: Sequence[StageRunner], study: Path, failed: Mapping[str, str], seconds: float, settings: StudyRunConfig
+    stages: Sequence[StageRunner],
+    study: Path,
+    failed: Mapping[str, str],
+    seconds: float,
+    settings: StudyRunConfig,
 ) -> None:
     """Print failures (`failed`: reasons by id), counts, and the report command if all are done, else exit with 1."""
     done = finished_stages(stages).difference(failed)
     for stage in stages:
-        if isinstance(stage, FinetuneStage) and stage.is_done() and (sentence := stage.describe_failed_runs()):
+        if (
+            isinstance(stage, FinetuneStage)
+            and stage.is_done()
+            and (sentence := stage.describe_failed_runs())
+        ):
             print_rank_0(f"{stage.id}: {sentence}")
     for id, reason in failed.items():
         print_rank_0(f"failed: {id}: {reason}")
     if waiting := [stage.id for stage in stages if stage.id not in done and stage.id not in failed]:
         print_rank_0(f"not run, because a stage that they need failed: {', '.join(waiting)}")
-    print_rank_0(f"{len(done):,} of {len(stages):,} stages are done, in {format_duration(seconds)} this time")
+    print_rank_0(
+        f"{len(done):,} of {len(stages):,} stages are done, in {format_duration(seconds)} this time"
+    )
     if failed or waiting:
         print_rank_0("rerun the same command to retry failed stages and continue")
         sys.exit(1)
     paths = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
-    print_rank_0(f"for a report, run `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *paths]))}`")
+    print_rank_0(
+        f"for a report, run `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *paths]))}`"
+    )
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
     """Return `output`, the study directory, as absolute path; InputError, with `command` for --help, if empty or a file."""
     if not output:
-        raise InputError(f"--output: missing, expected the study directory; see megaenc study {command} --help")
+        raise InputError(
+            f"--output: missing, expected the study directory; see megaenc study {command} --help"
+        )
     study = Path(output).absolute()
     try:
         nearest = next(folder for folder in (study, *study.parents) if folder.exists())
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; expected the study directory") from None
+        raise InputError(
+            f"--output {output}: {error.strerror}; expected the study directory"
+        ) from None
     if not nearest.is_dir():
         raise InputError(f"--output {output}: {nearest} is a file; expected the study directory")
     return study
@@ -222,7 +281,9 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
     for pattern in only:
         matches = []
         for id, name in names.items():
-            if any(fnmatch.fnmatchcase(text, pattern) for text in (id, strip_training_set(id), name)):
+            if any(
+                fnmatch.fnmatchcase(text, pattern) for text in (id, strip_training_set(id), name)
+            ):
                 matches.append(id)
         if not matches:
             near = closest_match(pattern, [*names.values(), *names])

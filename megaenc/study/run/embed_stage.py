@@ -16,10 +16,20 @@ from megaenc.embed.evaluation_file import read_evaluation
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import compute_test_fingerprint
 from megaenc.finetune.datasets.registry import parse_dataset_name
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_model_stamp, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    compute_model_fingerprints,
+    compute_model_stamp,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.json_files import read_json_or_empty
 from megaenc.study.manifest.embed_entry import DEMO_SET, EmbedEntry
-from megaenc.study.run.stage import StageRunner, StaleArtifactError, compute_size, format_flags, megaenc_command
+from megaenc.study.run.stage import (
+    StageRunner,
+    StaleArtifactError,
+    compute_size,
+    format_flags,
+    megaenc_command,
+)
 from megaenc.training.run_dir import describe_difference
 
 PRETRAINED = "pretrained"
@@ -37,7 +47,10 @@ class EmbedData:
     @cached_property
     def folders(self) -> dict[str, Path]:
         """Return the BEIR folder of each retrieval set by name."""
-        paths = {name: parse_dataset_name(text)[1] for name, text in zip(self.entry.names, self.entry.datasets, strict=True)}
+        paths = {
+            name: parse_dataset_name(text)[1]
+            for name, text in zip(self.entry.names, self.entry.datasets, strict=True)
+        }
         return {name: path or Path(self.demo_folder, name) for name, path in paths.items()}
 
     @property
@@ -48,7 +61,11 @@ class EmbedData:
     @property
     def demo(self) -> Path | None:
         """Return the folder of demo_ir, which the study builds; None if the manifest does not name it."""
-        return Path(self.demo_folder, DEMO_SET) if DEMO_SET in (*self.entry.datasets, self.entry.train) else None
+        return (
+            Path(self.demo_folder, DEMO_SET)
+            if DEMO_SET in (*self.entry.datasets, self.entry.train)
+            else None
+        )
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -94,12 +111,16 @@ class EmbedStage(StageRunner):
     @property
     def planned_seconds(self) -> float | None:
         """Return the planned seconds of all contrastive trainings, None if unknown; without training those of a conversion."""
-        return self.run_count * self.seconds or None if self.run_count else StageRunner.planned_seconds
+        return (
+            self.run_count * self.seconds or None if self.run_count else StageRunner.planned_seconds
+        )
 
     @property
     def models(self) -> dict[str, Path]:
         """Return the folder of each evaluated model by its name in the evaluation: pretrained, seed-0, ..."""
-        trained = {f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds}
+        trained = {
+            f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds
+        }
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
     def prepare(self) -> None:
@@ -124,8 +145,15 @@ class EmbedStage(StageRunner):
             if self._is_evaluated(name):
                 continue
             if name != PRETRAINED and not (folder / TRAINING_DETAILS).is_file():
-                paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
-                commands.append(megaenc_command("embed", "train", *format_flags({**paths, **self.flags})))
+                paths = {
+                    "model": self.study / "hf" / self.name,
+                    "data": self.data.pairs,
+                    "output": folder,
+                    "seed": seed,
+                }
+                commands.append(
+                    megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
+                )
             commands.append(self._evaluation_command(name))
         return commands
 
@@ -133,9 +161,13 @@ class EmbedStage(StageRunner):
         """Return the command line of `megaenc embed eval` for the model `name`."""
         data = [f"{dataset}={folder}" for dataset, folder in self.data.folders.items()]
         paths = {"model": f"{name}={self.models[name]}", "data": data, "output": self._file(name)}
-        paths["overwrite"] = True  # a file that lacks scores, such as those of a set added to the manifest
+        paths["overwrite"] = (
+            True  # a file that lacks scores, such as those of a set added to the manifest
+        )
         bm25 = {} if self._needs_bm25(name) else {"bm25": False}
-        return megaenc_command("embed", "eval", *format_flags({**paths, **self._rules(name), **bm25}))
+        return megaenc_command(
+            "embed", "eval", *format_flags({**paths, **self._rules(name), **bm25})
+        )
 
     def _rules(self, name: str) -> dict[str, Any]:
         """Return the flags of an evaluation; a trained model's folder has its own attention, length and prefixes."""
@@ -164,11 +196,17 @@ class EmbedStage(StageRunner):
 
     def check(self) -> None:
         """Raise StaleArtifactError for an evaluation or a training of another model, other data or other settings."""
-        evaluations = {name: read_evaluation(self._file(name)) for name in self.models if self._is_evaluated(name)}
+        evaluations = {
+            name: read_evaluation(self._file(name))
+            for name in self.models
+            if self._is_evaluated(name)
+        }
         fingerprints = {}
         for name, folder in self.models.items():
             if name in evaluations:
-                fingerprints[name] = _fingerprint_model(folder, evaluations[name].fingerprints.get(name, {}))
+                fingerprints[name] = _fingerprint_model(
+                    folder, evaluations[name].fingerprints.get(name, {})
+                )
             elif name == PRETRAINED and self.folder.is_dir():
                 fingerprints[name] = _fingerprint_model(folder, {})
         if self.run_count:
@@ -185,19 +223,36 @@ class EmbedStage(StageRunner):
         """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
         name = f"seed-{seed}"
         recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
-        config, planned = _get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
-        defaults = {"pooling": "mean", "attention": "bidirectional", "query_prefix": "", "document_prefix": ""}  # of an export
+        config, planned = (
+            _get_object(recorded, "config"),
+            flags.flatten(self.data.entry.training) | {"seed": seed},
+        )
+        defaults = {
+            "pooling": "mean",
+            "attention": "bidirectional",
+            "query_prefix": "",
+            "document_prefix": "",
+        }  # of an export
         planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
         if not planned["precision"]:  # depends on the machine
             del planned["precision"]
-        self._compare(name, config, {key: list(value) if isinstance(value, tuple) else value for key, value in planned.items()})
+        self._compare(
+            name,
+            config,
+            {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in planned.items()
+            },
+        )
         self._compare(name, _get_object(recorded, "fingerprints"), origin)
 
     def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         """Raise StaleArtifactError if a recorded value differs from the current one of that name; both must be known."""
         values = {key: recorded[key] for key in current if key in recorded}
         if difference := describe_difference(values, {key: current[key] for key in values}):
-            raise StaleArtifactError(self.folder, f"made with other settings: embed: {difference} ({name})")
+            raise StaleArtifactError(
+                self.folder, f"made with other settings: embed: {difference} ({name})"
+            )
 
 
 def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -225,9 +280,15 @@ def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
     remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
     for data in [stage.data for stage in remaining][:1]:  # all stages read the same
         for name, folder in data.folders.items():
-            if folder != data.demo and not os.path.isdir(folder):  # False for a name that is too long
+            if folder != data.demo and not os.path.isdir(
+                folder
+            ):  # False for a name that is too long
                 place = f"{manifest}: embed: field `datasets`: {name}"
-                raise InputError(f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)")
+                raise InputError(
+                    f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)"
+                )
         if data.entry.train and data.pairs != data.demo and not os.path.exists(data.pairs):
             place = f"{manifest}: embed: field `train`: {data.pairs}"
-            raise InputError(f"{place}: no such file or folder; expected pairs to train on (see --data)")
+            raise InputError(
+                f"{place}: no such file or folder; expected pairs to train on (see --data)"
+            )

@@ -18,7 +18,9 @@ class EtaEstimator:
         """Read the durations of the stages that are done from their logs."""
         self._stages = {stage.id: stage for stage in stages}
         self._shares: dict[str, float] = {}
-        self._durations: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
+        self._durations: dict[str, list[float]] = defaultdict(
+            lambda: [0.0, 0.0]
+        )  # by kind: seconds, work
         for stage in self._stages.values():
             self._shares[stage.id] = float(stage.is_done())
             attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
@@ -48,10 +50,19 @@ class EtaEstimator:
 
         They are at least those of the longest chain.
         """
-        remaining = [(stage.processes, self._remaining(stage)) for id, stage in self._stages.items() if self._shares[id] < 1]
+        remaining = [
+            (stage.processes, self._remaining(stage))
+            for id, stage in self._stages.items()
+            if self._shares[id] < 1
+        ]
         if any(seconds is None for _, seconds in remaining):
             return None
-        return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
+        return max(
+            [
+                sum(processes * seconds for processes, seconds in remaining) / slots,
+                *self.longest_chains().values(),
+            ]
+        )
 
     def longest_chains(self) -> dict[str, float]:
         """Return by stage id the seconds left of its longest chain of stages.

@@ -17,8 +17,14 @@ from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages
 
-_INPUT_ERROR, _STOPPED = 2, 75  # exit codes: wrong input; pretraining stopped by a signal, after saving
-_POLL_SECONDS, _REDRAW_SECONDS = 0.2, 1.0  # intervals of checking the children and of redrawing the terminal
+_INPUT_ERROR, _STOPPED = (
+    2,
+    75,
+)  # exit codes: wrong input; pretraining stopped by a signal, after saving
+_POLL_SECONDS, _REDRAW_SECONDS = (
+    0.2,
+    1.0,
+)  # intervals of checking the children and of redrawing the terminal
 _SAVE_SECONDS = 300.0  # granted to a run between SIGTERM and SIGKILL
 
 
@@ -41,7 +47,9 @@ def format_progress(done: float, total: float, unit: str) -> str:
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
-def execute_stages(stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2) -> dict[str, str]:
+def execute_stages(
+    stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2
+) -> dict[str, str]:
     """Run `stages` in parallel, each after its needs, and retry crashes; return errors by id. `slots`: device or "".
 
     A slot holds one process: the device that the process sees, or "". Of the stages that are ready, the one with the longest
@@ -51,8 +59,12 @@ def execute_stages(stages: Sequence[StageRunner], study: Path, slots: Sequence[s
     widest = max((stage.processes for stage in stages), default=1)
     if len(_pick_slots(slots, widest)) < widest:
         devices = f"{len(set(slots))} devices and " if slots[0] else ""
-        raise InputError(f"--jobs: found {devices}{len(slots)}, expected at least {widest}, one per process of a pretraining run")
-    with ProgressLine("study", total=None, interval=30.0, closing=False, row_widths=(0, 20), outlives_reader=True) as display:
+        raise InputError(
+            f"--jobs: found {devices}{len(slots)}, expected at least {widest}, one per process of a pretraining run"
+        )
+    with ProgressLine(
+        "study", total=None, interval=30.0, closing=False, row_widths=(0, 20), outlives_reader=True
+    ) as display:
         executor = _Executor(stages, study, list(slots), max_attempts, display)
         if executor.waiting:
             record_environment(study)
@@ -75,7 +87,12 @@ class _Executor:
     """Waiting, running and finished stages."""
 
     def __init__(
-        self, stages: Sequence[StageRunner], study: Path, slots: list[str], max_attempts: int, display: ProgressLine
+        self,
+        stages: Sequence[StageRunner],
+        study: Path,
+        slots: list[str],
+        max_attempts: int,
+        display: ProgressLine,
     ) -> None:
         self.study = study
         self.free_slots = slots
@@ -85,7 +102,10 @@ class _Executor:
         self.finished = finished_stages(stages)
         self.eta = EtaEstimator(stages, study)
         chains = self.eta.longest_chains()
-        order = sorted((stage for stage in stages if stage.id not in self.finished), key=lambda stage: -chains[stage.id])
+        order = sorted(
+            (stage for stage in stages if stage.id not in self.finished),
+            key=lambda stage: -chains[stage.id],
+        )
         self.waiting = {stage.id: stage for stage in order}
         self.stage_ids = {stage.id for stage in stages}
         self.running: dict[str, _RunningStage] = {}
@@ -96,7 +116,11 @@ class _Executor:
 
     def ready_stages(self) -> list[StageRunner]:
         """Return the waiting stages whose needed stages are done; needed stages outside this execution count as done."""
-        return [stage for stage in self.waiting.values() if self.finished.issuperset(self.stage_ids.intersection(stage.needs))]
+        return [
+            stage
+            for stage in self.waiting.values()
+            if self.finished.issuperset(self.stage_ids.intersection(stage.needs))
+        ]
 
     def start_ready_stages(self) -> None:
         """Start ready stages while slots are free; skip locked ones, and record those found done or, if stale, failed."""
@@ -107,7 +131,9 @@ class _Executor:
             with contextlib.ExitStack() as stack:
                 if not stack.enter_context(stage_log.lock_stage(self.study, stage.id)):
                     if stage.id not in self.locked_elsewhere:
-                        self.display.print_line(f"{stage.id}: waiting for another process that runs it")
+                        self.display.print_line(
+                            f"{stage.id}: waiting for another process that runs it"
+                        )
                     self.locked_elsewhere.add(stage.id)
                     continue
                 del self.waiting[stage.id]
@@ -130,16 +156,22 @@ class _Executor:
         self.failed[stage.id] = reason
         self.display.print_line(f"{stage.id}: failed: {reason}")
 
-    def _launch(self, stage: StageRunner, command: list[str], slots: list[str], lock: contextlib.ExitStack) -> None:
+    def _launch(
+        self, stage: StageRunner, command: list[str], slots: list[str], lock: contextlib.ExitStack
+    ) -> None:
         """Start a command of a stage in `slots`, with its output in the log."""
         log = stage_log.log_path(self.study, stage.id)
         stage_log.log_start(log, command)
         stage_log.pop_exit_code(log)  # of an attempt that was killed
         with open(log, "ab") as stream:
-            environment = stage_environment(slots, self.slot_count) | {EXIT_CODE_FILE: str(stage_log.exit_code_file(log))}
+            environment = stage_environment(slots, self.slot_count) | {
+                EXIT_CODE_FILE: str(stage_log.exit_code_file(log))
+            }
             child = ChildProcess(with_pdeathsig(command), environment, stream)
         done, total = stage.progress()
-        self.running[stage.id] = _RunningStage(stage, command, child, slots, lock, done / total if total else 0.0)
+        self.running[stage.id] = _RunningStage(
+            stage, command, child, slots, lock, done / total if total else 0.0
+        )
 
     def handle_exit(self, running: _RunningStage, code: int) -> None:
         """Log a command's exit `code`; start the stage's next command, or record it as done, failed or to be retried."""
@@ -160,7 +192,9 @@ class _Executor:
         elif code == _STOPPED:
             outcome = stage_log.STOPPED
         elif code:
-            outcome = describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")  # exit code 1, killed by SIGKILL
+            outcome = (
+                describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")
+            )  # exit code 1, killed by SIGKILL
         else:
             outcome = "exit code 0, but its output is missing"
         stage_log.log_end(log, outcome)
@@ -194,14 +228,23 @@ class _Executor:
             self.eta.record_progress(running.stage, part)
             share += part
             words = format_progress(done, total, running.stage.unit)
-            rows[id] = ProgressRow(id, done, total, f"{words}  {format_duration(time.monotonic() - running.start_time)}")
+            rows[id] = ProgressRow(
+                id,
+                done,
+                total,
+                f"{words}  {format_duration(time.monotonic() - running.start_time)}",
+            )
             parts.append(f"{id} {words}")
         remaining = self.eta.remaining_seconds(self.slot_count)
         stages = len(self.stage_ids)
         tail = "" if remaining is None else f"about {format_duration(remaining)} left"
-        words = f"study: {len(self.finished):,} of {stages:,} stages" + (f", {len(self.failed):,} failed" if self.failed else "")
+        words = f"study: {len(self.finished):,} of {stages:,} stages" + (
+            f", {len(self.failed):,} failed" if self.failed else ""
+        )
         summary = {None: ProgressRow(words, share, stages, tail)}
-        self.display.update(share, description="  ".join(filter(None, [words, tail, *parts])), rows=summary | rows)
+        self.display.update(
+            share, description="  ".join(filter(None, [words, tail, *parts])), rows=summary | rows
+        )
 
     def stop(self) -> None:
         """Send SIGTERM to all running stages, wait up to 300 s for them to save, kill the rest, and log them as stopped."""

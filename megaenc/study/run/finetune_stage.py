@@ -15,7 +15,11 @@ from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.local import STUDY_PAIRS, DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_model_stamp, compute_tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    compute_model_fingerprints,
+    compute_model_stamp,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.finetune.results import files as result_files
 from megaenc.study.manifest.training_sets import TrainingSet
 from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flags, megaenc_command
@@ -45,10 +49,15 @@ class LabelledData:
         fingerprints = {}
         for text in self.datasets:
             demo_names = {text, self.flags.train_on}.intersection(demo.DEMO_DATASETS)
-            if all(Path(self.flags.demo_folder, name).is_dir() for name in demo_names):  # finding a demo set would create it
+            if all(
+                Path(self.flags.demo_folder, name).is_dir() for name in demo_names
+            ):  # finding a demo set would create it
                 with contextlib.suppress(InputError):
                     dataset = find_dataset(text, **asdict(self.flags))
-                    fingerprints[dataset.name] = {"dataset": dataset.fingerprint, "train_on": dataset.train_fingerprint}
+                    fingerprints[dataset.name] = {
+                        "dataset": dataset.fingerprint,
+                        "train_on": dataset.train_fingerprint,
+                    }
         return fingerprints
 
 
@@ -112,7 +121,11 @@ class FinetuneStage(StageRunner):
         paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
         demo_folder = {"demo_folder": self.data.flags.demo_folder}
         texts = choose_study_texts(self.flags)
-        return [megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags}))]
+        return [
+            megaenc_command(
+                "finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags})
+            )
+        ]
 
     def progress(self) -> tuple[float, float]:
         """Return (number of existing results, recorded failures included; number of results of the complete grid)."""
@@ -130,10 +143,16 @@ class FinetuneStage(StageRunner):
         results = []
         families = [self.training.family] if self.training.family else TaskFamily
         rates = map(float, self.flags["learning_rates"])
-        for dataset, rate, seed in itertools.product(self.training.datasets, rates, range(self.flags["seeds"])):
+        for dataset, rate, seed in itertools.product(
+            self.training.datasets, rates, range(self.flags["seeds"])
+        ):
             run = (dataset, self.training.train_on, rate, seed)
             folders = [result_files.run_folder(self.folder, family, *run) for family in families]
-            candidates = (folder / name for folder in folders for name in (result_files.RESULTS, result_files.FAILED))
+            candidates = (
+                folder / name
+                for folder in folders
+                for name in (result_files.RESULTS, result_files.FAILED)
+            )
             results += [file for file in candidates if file.is_file()][:1]
         return results
 
@@ -143,12 +162,20 @@ class FinetuneStage(StageRunner):
         model_fingerprints = {}
         if files and (self._export / "config.json").is_file():
             model = str(self._export)
-            model_fingerprints = _fingerprint_export(model, str(self.folder.parent), compute_model_stamp(model))
+            model_fingerprints = _fingerprint_export(
+                model, str(self.folder.parent), compute_model_stamp(model)
+            )
         for file in files:
-            fingerprints = {**model_fingerprints, **self.data.fingerprints.get(file.parent.parent.name, {})}
-            if difference := result_files.find_protocol_difference(file, self.protocol, fingerprints):
+            fingerprints = {
+                **model_fingerprints,
+                **self.data.fingerprints.get(file.parent.parent.name, {}),
+            }
+            if difference := result_files.find_protocol_difference(
+                file, self.protocol, fingerprints
+            ):
                 raise StaleArtifactError(
-                    self.folder, f"made with other settings: finetune: {difference} ({file.relative_to(self.folder)})"
+                    self.folder,
+                    f"made with other settings: finetune: {difference} ({file.relative_to(self.folder)})",
                 )
 
 

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import describe_blend, find_corpora, has_shares_by_size, weigh_corpora
+from megaenc.data.packing.blended_dataset import (
+    describe_blend,
+    find_corpora,
+    has_shares_by_size,
+    weigh_corpora,
+)
 from megaenc.data.packing.corpus_order import compute_sample_counts
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -29,7 +34,9 @@ from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, describe_difference
 from megaenc.training.run_init import RunInit, identity_digest, read_run_metadata
 
-_PLACEHOLDER_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
+_PLACEHOLDER_VOCABULARY = Vocabulary(
+    size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint=""
+)
 _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last row
 
 
@@ -59,7 +66,13 @@ class PretrainStage(StageRunner):
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the id of the parent's stage in a tuple, or `corpus` if the study builds its corpus, or else ()."""
-        return (f"{self.kind}/{self.parent}",) if self.parent else ("corpus",) if self.has_study_corpus else ()
+        return (
+            (f"{self.kind}/{self.parent}",)
+            if self.parent
+            else ("corpus",)
+            if self.has_study_corpus
+            else ()
+        )
 
     @property
     def steps(self) -> int:
@@ -116,12 +129,22 @@ class PretrainStage(StageRunner):
         """
         if self.is_done():
             return []
-        return [megaenc_command("pretrain", *format_flags(self.flags), processes=self.processes, launcher=self.launcher)]
+        return [
+            megaenc_command(
+                "pretrain",
+                *format_flags(self.flags),
+                processes=self.processes,
+                launcher=self.launcher,
+            )
+        ]
 
     def is_done(self) -> bool:
         """Return whether the checkpoint of the model's last step is complete and is the latest of the run."""
         checkpoints = CheckpointDir(self.folder / "checkpoints")
-        return checkpoints.is_complete(self.model.steps) and checkpoints.tracked_step() == self.model.steps
+        return (
+            checkpoints.is_complete(self.model.steps)
+            and checkpoints.tracked_step() == self.model.steps
+        )
 
     def progress(self) -> tuple[float, float]:
         """Return (own steps trained so far, by metrics.jsonl; number of own steps)."""
@@ -143,17 +166,32 @@ class PretrainStage(StageRunner):
         for name, fingerprint in self._data_fingerprints().items():
             if fingerprint != identity.get(name, fingerprint):
                 data_path = " ".join(self.flags["data_path"])
-                raise StaleArtifactError(self.folder, f"trained with another {name} than that of {data_path} now")
+                raise StaleArtifactError(
+                    self.folder, f"trained with another {name} than that of {data_path} now"
+                )
 
     def _check_start(self, start: RunInit) -> None:
         """Raise StaleArtifactError if the run began differently, or with another parent than the one that exists now."""
         parent = read_identity(self._parent) if self.parent else None
-        at = self.branch_step if parent is None or self.start == "branch" else parent.get("train_iters")
+        at = (
+            self.branch_step
+            if parent is None or self.start == "branch"
+            else parent.get("train_iters")
+        )
         planned = RunInit(self.start, self.parent, at)
-        if (start.kind, start.step, Path(start.run).name) != (planned.kind, planned.step, planned.run):
-            raise manifest_mismatch(self.folder, f"the run began {start.describe()}, now it would begin {planned.describe()}")
+        if (start.kind, start.step, Path(start.run).name) != (
+            planned.kind,
+            planned.step,
+            planned.run,
+        ):
+            raise manifest_mismatch(
+                self.folder,
+                f"the run began {start.describe()}, now it would begin {planned.describe()}",
+            )
         if parent is not None and (start.at, start.parent) != (at, identity_digest(parent)):
-            raise StaleArtifactError(self.folder, f"began with another {self.parent} than {self._parent} is now")
+            raise StaleArtifactError(
+                self.folder, f"began with another {self.parent} than {self._parent} is now"
+            )
 
     def _data_fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of data and tokenizer as in run.json, as far as they can be compared.
@@ -182,7 +220,9 @@ class PretrainStage(StageRunner):
         data = describe_blend(
             [weight / sum(weights) for weight in weights],
             [corpus.sha256["bin"] for corpus in corpora],
-            is_periodic=not is_tempered and max_epochs is None and compute_sample_counts(weights) is not None,
+            is_periodic=not is_tempered
+            and max_epochs is None
+            and compute_sample_counts(weights) is not None,
             max_epochs=max_epochs,
         )
         return tokenizer | {"data": data}
@@ -198,9 +238,18 @@ class PretrainStage(StageRunner):
     def _identity(self) -> dict[str, Any]:
         """Return the part of run.json's identity that the manifest determines."""
         model = self.model
-        schedule = Schedule.build(model.schedule, model.steps, _PLACEHOLDER_VOCABULARY, model.key.seed)
-        known = {name: value for name, value in flags.flatten(model.config).items() if name not in _RESOLVED_BY_RUN}
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+        schedule = Schedule.build(
+            model.schedule, model.steps, _PLACEHOLDER_VOCABULARY, model.key.seed
+        )
+        known = {
+            name: value
+            for name, value in flags.flatten(model.config).items()
+            if name not in _RESOLVED_BY_RUN
+        }
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in known.items()
+        }
         if "bf16" in model.flags:
             values["bf16"] = model.config.bf16
         return values | self._step_flags | {"objective_schedule": schedule.canonical}

@@ -33,7 +33,9 @@ def record_environment(study: Path) -> None:
         # Jobs of a cluster start at the same time; one that hangs must not block the others.
         with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
             if mine and (values := _add_environment(study / PROVENANCE_FILE)):
-                atomic_write(study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+                atomic_write(
+                    study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+                )
 
 
 def _add_environment(file: Path) -> dict:
@@ -68,7 +70,12 @@ def current_environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             libraries.append(f"{name} missing")
     today = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"hardware": _describe_hardware(), "date": today, "commit": _describe_commit(), "libraries": ", ".join(libraries)}
+    return {
+        "hardware": _describe_hardware(),
+        "date": today,
+        "commit": _describe_commit(),
+        "libraries": ", ".join(libraries),
+    }
 
 
 @cache
@@ -81,7 +88,11 @@ def _describe_hardware() -> str:
         names = accelerator_names()
     several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     return ", ".join(
-        [*several, f"{cores} core{'s' if cores > 1 else ''} of {read_processor_name()}", f"{memory:.0f} GiB of memory"]
+        [
+            *several,
+            f"{cores} core{'s' if cores > 1 else ''} of {read_processor_name()}",
+            f"{memory:.0f} GiB of memory",
+        ]
     )
 
 
@@ -91,11 +102,17 @@ def _describe_commit() -> str:
     root = Path(megaenc.__file__).parents[1]
 
     def git(*words: str) -> str:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, env=environment).stdout.strip()
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+        }
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, env=environment
+        ).stdout.strip()
 
     with contextlib.suppress(OSError):
         if git("rev-parse", "--show-toplevel") == str(root.resolve()):
-            changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+            changed = (
+                " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+            )
             return git("rev-parse", "--short=12", "HEAD") + changed
     return f"megaenc {megaenc.__version__}"

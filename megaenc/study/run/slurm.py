@@ -58,13 +58,24 @@ class StageTask:
         job = submitit.JobEnvironment()
         each = self.stage.processes // self.machines
         port = _FIRST_PORT + int(job.raw_job_id) % _PORT_COUNT
-        rendezvous = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
-        stage = replace(self.stage, processes=each, launcher=("--nnodes", str(self.machines), *rendezvous))
+        rendezvous = (
+            "--node-rank",
+            str(job.node),
+            "--master-addr",
+            job.hostnames[0],
+            "--master-port",
+            str(port),
+        )
+        stage = replace(
+            self.stage, processes=each, launcher=("--nnodes", str(self.machines), *rendezvous)
+        )
         if job.node == 0:
             self._run_to_end(stage, max_attempts=1)
             return
         for command in stage.remaining_commands():
-            code = subprocess.run(with_pdeathsig(command), env=stage_environment([""], each)).returncode
+            code = subprocess.run(
+                with_pdeathsig(command), env=stage_environment([""], each)
+            ).returncode
             if code:
                 if self._is_first_machine_stopped():
                     time.sleep(_REQUEUE_SECONDS)
@@ -100,11 +111,15 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
     if not gpus or stage.processes <= gpus:
         return 1
     if stage.processes % gpus:
-        raise InputError(f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes (--processes), expected a divisor")
+        raise InputError(
+            f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes (--processes), expected a divisor"
+        )
     return stage.processes // gpus
 
 
-def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
+def submit_stages(
+    stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig
+) -> dict[str, list[Any]]:
     """Submit the stages neither done nor queued, after those they need; return new Job objects by stage id.
 
     The stages of a model's grid are an array, by its id without a training set. submitit's local and debug executors know no
@@ -139,12 +154,18 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
     submitted = sum(len(batches[id]) for id in jobs)
     summary = f"{format_count(len(stages), 'stage')}: {len(done):,} done{waiting}, {submitted:,} submitted"
     print_rank_0(f"{summary}; logs: {study / 'logs'}")
-    print_rank_0("`megaenc study status` shows the progress; rerun the same command to submit stages that failed")
+    print_rank_0(
+        "`megaenc study status` shows the progress; rerun the same command to submit stages that failed"
+    )
     return jobs
 
 
 def _submit_batch(
-    name: str, stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig, after: Sequence[str]
+    name: str,
+    stages: Sequence[StageRunner],
+    study: Path,
+    cluster: ClusterConfig,
+    after: Sequence[str],
 ) -> list[Any]:
     """Submit a stage as a job, or those of a grid as an array; return the jobs."""
     stage = stages[0]
@@ -154,11 +175,21 @@ def _submit_batch(
     if cluster.slurm_cluster == "slurm":
         extra = parameters.pop("slurm_additional_parameters", {})
         if after:
-            extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
+            extra = {
+                **extra,
+                "dependency": f"afterok:{':'.join(after)}",
+                "kill-on-invalid-dep": "yes",
+            }
         has_own_count = isinstance(stage, PretrainStage | EmbedStage)
-        per_machine = min(cluster.slurm_gpus, stage.processes) if has_own_count else cluster.slurm_gpus
+        per_machine = (
+            min(cluster.slurm_gpus, stage.processes) if has_own_count else cluster.slurm_gpus
+        )
         parameters |= {"gpus_per_node": per_machine} if per_machine else {}
-        parameters |= {"nodes": machine_count, "tasks_per_node": 1, "slurm_additional_parameters": extra}
+        parameters |= {
+            "nodes": machine_count,
+            "tasks_per_node": 1,
+            "slurm_additional_parameters": extra,
+        }
     return submit_tasks(tasks, study / ".slurm", name, cluster, parameters)
 
 
@@ -180,9 +211,16 @@ def job_name(study: Path, stage: str) -> str:
 def read_queue(study: Path) -> dict[str, str]:
     """Return the Slurm job ids of the study's waiting and running jobs by stage id. InputError if squeue fails."""
     try:
-        result = subprocess.run(["squeue", "--me", "--noheader", "--format=%F %j"], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            ["squeue", "--me", "--noheader", "--format=%F %j"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"--slurm: squeue failed: {error}; expected to run on a Slurm cluster") from None
+        raise InputError(
+            f"--slurm: squeue failed: {error}; expected to run on a Slurm cluster"
+        ) from None
     if result.returncode:
         raise InputError(f"--slurm: squeue failed: {result.stderr.strip()}")
     mark = job_name(study, "")

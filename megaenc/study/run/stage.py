@@ -120,11 +120,15 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
     return done
 
 
-def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)) -> list[str]:
+def megaenc_command(
+    *words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)
+) -> list[str]:
     """Return the command of `megaenc WORDS`, by torchrun with arguments `launcher` for several processes or machines."""
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
-    torchrun = python_command("-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes))
+    torchrun = python_command(
+        "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes)
+    )
     return [*torchrun, "-m", "megaenc", *words]
 
 
@@ -147,8 +151,12 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 class StaleArtifactError(InputError):
     """Error for a directory that does not match the manifest or its inputs: the directory, the reason, what to remove."""
 
-    def __init__(self, folder: Path, reason: str, remove: str = "that directory and everything made from it") -> None:
-        super().__init__(f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output")
+    def __init__(
+        self, folder: Path, reason: str, remove: str = "that directory and everything made from it"
+    ) -> None:
+        super().__init__(
+            f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output"
+        )
         self.folder = folder
         self.reason = reason
 
@@ -158,7 +166,9 @@ def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
     return StaleArtifactError(folder, f"made from another manifest: {difference}")
 
 
-def check_stages(stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path) -> None:
+def check_stages(
+    stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path
+) -> None:
     """Raise StaleArtifactError for the first stale stage, listing all directories of `all_stages` that depend on it."""
     for stage in stages:
         try:
@@ -167,9 +177,15 @@ def check_stages(stages: Iterable[StageRunner], all_stages: Mapping[str, StageRu
             stale = {stage.id}
             for other in all_stages.values():  # in topological order
                 stale.update([other.id] if stale.intersection(other.needs) else [])
-            folders = [other.folder for id, other in all_stages.items() if id in stale and other.folder.exists()]
+            folders = [
+                other.folder
+                for id, other in all_stages.items()
+                if id in stale and other.folder.exists()
+            ]
             names = " ".join(str(folder.relative_to(study)) for folder in folders)
-            raise StaleArtifactError(error.folder, error.reason, f"all that depends on it ({names})") from None
+            raise StaleArtifactError(
+                error.folder, error.reason, f"all that depends on it ({names})"
+            ) from None
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
@@ -225,9 +241,22 @@ class CorpusStage(StageRunner):
         if self.demo:
             commands[demo] = ("demo", "--output", str(self.folder))
         vocab_size = str(self.vocab_size)
-        commands[self.tokenizer] = ("tokenizer", "--input", *text, "--vocab-size", vocab_size, "--output", tokenizer)
+        commands[self.tokenizer] = (
+            "tokenizer",
+            "--input",
+            *text,
+            "--vocab-size",
+            vocab_size,
+            "--output",
+            tokenizer,
+        )
         output = ("--output-prefix", str(self.prefix), "--tokenizer", tokenizer, "--append-eod")
-        commands[Path(f"{self.prefix}_text_document.idx")] = ("preprocess", "--input", *text, *output)
+        commands[Path(f"{self.prefix}_text_document.idx")] = (
+            "preprocess",
+            "--input",
+            *text,
+            *output,
+        )
         return commands
 
     def prepare(self) -> None:
@@ -238,7 +267,11 @@ class CorpusStage(StageRunner):
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines, in order, of the stage's commands whose output does not exist."""
-        return [megaenc_command(*words) for output, words in self.commands.items() if not output.exists()]
+        return [
+            megaenc_command(*words)
+            for output, words in self.commands.items()
+            if not output.exists()
+        ]
 
     def progress(self) -> tuple[float, float]:
         """Return (number of commands whose output exists, number of commands)."""
@@ -258,12 +291,17 @@ class CorpusStage(StageRunner):
             return
         values = read_json_object(file, "the request of a corpus")
         recorded = check_json(_REQUEST_FIELDS, values, file, "not the request of a corpus")
-        names = [{**each, "text": " ".join(name for name, _ in each["text"])} for each in (recorded, request)]
+        names = [
+            {**each, "text": " ".join(name for name, _ in each["text"])}
+            for each in (recorded, request)
+        ]
         if difference := describe_difference(*names):
             raise manifest_mismatch(self.folder, f"corpus: {difference}")
         for (name, before), (_, now) in zip(recorded["text"], request["text"], strict=True):
             if None not in (before, now) and before != now:
-                raise manifest_mismatch(self.folder, f"corpus: {name} had {before:,} bytes, has {now:,} now")
+                raise manifest_mismatch(
+                    self.folder, f"corpus: {name} had {before:,} bytes, has {now:,} now"
+                )
 
 
 def compute_size(path: Path) -> int | None:
@@ -317,5 +355,9 @@ class ExportStage(StageRunner):
         identity = read_identity(self._run)
         if (export_step := certificate.get("step", self.step)) != self.step:
             raise manifest_mismatch(self.folder, f"step is {export_step} there, {self.step} here")
-        if "identity" not in certificate or (identity is not None and certificate["identity"] != identity_digest(identity)):
-            raise StaleArtifactError(self.folder, f"made from another {self.run} than {self._run} is now")
+        if "identity" not in certificate or (
+            identity is not None and certificate["identity"] != identity_digest(identity)
+        ):
+            raise StaleArtifactError(
+                self.folder, f"made from another {self.run} than {self._run} is now"
+            )

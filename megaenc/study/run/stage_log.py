@@ -24,8 +24,12 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 FINISHED, STOPPED = "finished", "stopped"
 
 _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
-_ERROR = re.compile(r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*")
-_FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  # of a traceback or of torchrun's own summary
+_ERROR = re.compile(
+    r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*"
+)
+_FRAME = re.compile(
+    r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:"
+)  # of a traceback or of torchrun's own summary
 
 
 @dataclass(frozen=True)
@@ -142,4 +146,8 @@ def _parse_time(text: str) -> float:
 
 def total_seconds(attempts: Iterable[Attempt]) -> float:
     """Return the sum of the durations, in seconds, of the attempts that have ended."""
-    return sum(attempt.end_time - attempt.start_time for attempt in attempts if attempt.end_time is not None)
+    return sum(
+        attempt.end_time - attempt.start_time
+        for attempt in attempts
+        if attempt.end_time is not None
+    )

@@ -28,7 +28,12 @@ from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.stage import StageRunner
 from megaenc.study.run.stage_log import total_seconds
 
-_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # colors of states, in the order of the table
+_STYLES = {
+    "failed": "red",
+    "running": "yellow",
+    "waiting": "dim",
+    "done": "green",
+}  # colors of states, in the order of the table
 _REFRESH_SECONDS = 2.0  # seconds
 
 
@@ -61,7 +66,9 @@ class StatusRow:
     """reason of a failure, or the stages that it waits for"""
 
 
-def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None) -> list[StatusRow]:
+def build_table(
+    stages: Iterable[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None
+) -> list[StatusRow]:
     """Return a StatusRow per stage, in order, from output, logs and locks; `mismatches`: messages of stale stages by id."""
     table: dict[str, StatusRow] = {}
     for stage in stages:
@@ -85,7 +92,9 @@ def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[
                 seconds += time.time() - attempts[-1].start_time
         elif attempts and attempts[-1].is_failed:
             state, reason = "failed", f"{attempts[-1].outcome}: {attempts[-1].message} ({log})"
-        table[stage.id] = StatusRow(stage.id, state, format_progress(done, total, stage.unit), share, seconds, reason)
+        table[stage.id] = StatusRow(
+            stage.id, state, format_progress(done, total, stage.unit), share, seconds, reason
+        )
     return list(table.values())
 
 
@@ -103,7 +112,11 @@ def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
 def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None) -> str:
     """Return one line: the number of stages, counts by state, percentage done, and time left unless None or 0."""
     counts = Counter(row.state for row in table)
-    words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
+    words = ", ".join(
+        f"{counts[state]:,} {state}"
+        for state in ("done", "running", "waiting", "failed")
+        if counts[state]
+    )
     share = sum(row.share for row in table) / len(table)
     rest = f", about {format_duration(remaining_seconds)} left" if remaining_seconds else ""
     return f"{len(table):,} stages: {words}; {100 * share:.0f} %{rest}"
@@ -115,20 +128,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
     study = resolve_study_dir(settings.output, "status")
-    stages = select_stages(build_graph(read_manifest(settings.manifest, settings.data or None), study).stages, settings.only)
+    stages = select_stages(
+        build_graph(read_manifest(settings.manifest, settings.data or None), study).stages,
+        settings.only,
+    )
     mismatches = find_mismatches(stages)
     if sys.stdout.isatty():
         _show_live(stages, study, mismatches)
         return
     table = build_table(stages, study, mismatches)
     print_rank_0(format_headline(table, _estimate_remaining_seconds(stages, study, table)))
-    widths = [max(map(len, column)) for column in zip(*(_format_cells(row)[:4] for row in table), strict=True)]
+    widths = [
+        max(map(len, column))
+        for column in zip(*(_format_cells(row)[:4] for row in table), strict=True)
+    ]
     for row in table:
         *cells, reason = _format_cells(row)
-        print_rank_0("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), reason]).rstrip())
+        print_rank_0(
+            "  ".join(
+                [*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), reason]
+            ).rstrip()
+        )
 
 
-def _estimate_remaining_seconds(stages: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]) -> float | None:
+def _estimate_remaining_seconds(
+    stages: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]
+) -> float | None:
     """Return the remaining seconds with as many stages in parallel as run now; None if unknown or none runs."""
     eta = EtaEstimator(stages, study)
     for stage, row in zip(stages, table, strict=True):
@@ -139,10 +164,18 @@ def _estimate_remaining_seconds(stages: Sequence[StageRunner], study: Path, tabl
 
 def _format_cells(row: StatusRow) -> tuple[str, str, str, str, str]:
     """Return the cells of a row: stage, state, progress, duration, reason."""
-    return row.stage, row.state, row.progress, format_duration(row.seconds) if row.seconds else "", row.reason
+    return (
+        row.stage,
+        row.state,
+        row.progress,
+        format_duration(row.seconds) if row.seconds else "",
+        row.reason,
+    )
 
 
-def _show_live(stages: Sequence[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None) -> None:
+def _show_live(
+    stages: Sequence[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None
+) -> None:
     """Refresh the table on the terminal until all stages are done; failed and running stages come first."""
     from rich.box import SIMPLE_HEAD
     from rich.live import Live
@@ -154,8 +187,19 @@ def _show_live(stages: Sequence[StageRunner], study: Path, mismatches: Mapping[s
             table = build_table(stages, study, mismatches)
             title = format_headline(table, _estimate_remaining_seconds(stages, study, table))
             rich_table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
-            for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
-                rich_table.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
+            for name, ratio in (
+                ("stage", 3),
+                ("state", None),
+                ("progress", None),
+                ("time", None),
+                ("", 4),
+            ):
+                rich_table.add_column(
+                    name,
+                    ratio=ratio,
+                    no_wrap=name != "",
+                    overflow="fold" if not name else "ellipsis",
+                )
             for row in sorted(table, key=lambda row: [*_STYLES].index(row.state)):
                 stage, state, *rest = _format_cells(row)
                 rich_table.add_row(Text(stage), Text(state, style=_STYLES[state]), *map(Text, rest))

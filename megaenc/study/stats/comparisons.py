@@ -52,7 +52,10 @@ class ModelSelector:
         """
         models = copy.copy(self)
         models.evidence = replace(
-            self.evidence, scores=[one for one in self.evidence.scores if (one.model_key, one.family) not in left_out]
+            self.evidence,
+            scores=[
+                one for one in self.evidence.scores if (one.model_key, one.family) not in left_out
+            ],
         )
         models.left_out = frozenset(left_out)
         models.dataset_spreads = self.dataset_spreads
@@ -69,31 +72,43 @@ class ModelSelector:
 
         `model_keys` defaults to all evaluated models without a schedule.
         """
-        candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
+        candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(
+            lambda: defaultdict(lambda: [None, None])
+        )
         for model_key in self.model_keys if model_keys is None else model_keys:
             slots = candidates[shared_key(model_key)][model_key.seed]
             for side, is_side in enumerate((is_left, is_right)):
                 if slots[side] is None and is_side(model_key):
                     slots[side] = model_key
-        complete = {key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b} for key, by_seed in candidates.items()}
+        complete = {
+            key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b}
+            for key, by_seed in candidates.items()
+        }
         return {key: by_seed for key, by_seed in complete.items() if by_seed}
 
     def final_pairs(self) -> dict[str, ModelPairs]:
         """Return {size: {seed: (MLM-only, CLM-only)}}: decayed, longest common planned budget; smallest size first."""
-        ends = (lambda one: one.decayed and self.is_mlm_only(one), lambda one: one.decayed and is_clm_only(one))
+        ends = (
+            lambda one: one.decayed and self.is_mlm_only(one),
+            lambda one: one.decayed and is_clm_only(one),
+        )
         longest = dict(
             sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys))
         )  # the last of each size is the longest
         pairs = self.match_pairs(*ends)
         order = self.evidence.sort_sizes(self.model_keys)
-        return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
+        return {
+            size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs
+        }
 
     @functools.cached_property
     def dataset_spreads(self) -> dict[tuple[str, str], float]:
         """Return by (task family, data set) the standard deviation of the decayed models' scores; none below three models."""
         spreads = {}
         for family, name in self.evidence.datasets():
-            scores = [self.evidence.find(key, name, family) for key in self.model_keys if key.decayed]
+            scores = [
+                self.evidence.find(key, name, family) for key in self.model_keys if key.decayed
+            ]
             means = [score.mean for score in scores if score is not None and not score.is_collapsed]
             if len(means) > 2 and np.std(means) > 0:
                 spreads[str(family), name] = float(np.std(means, ddof=1))
@@ -108,17 +123,26 @@ class ModelSelector:
                 members = score.members or (score,)
                 if members == (score,) and score.dataset == AVERAGE:  # a published average
                     names = STUDY_DATASETS[score.family]
-                    members = tuple(self.evidence.find(score.model_key, name, score.family) for name in names)
+                    members = tuple(
+                        self.evidence.find(score.model_key, name, score.family) for name in names
+                    )
                 places = [(score.family, member.dataset) if member else None for member in members]
                 if not set(places) <= set(self.dataset_spreads):
                     return None
                 for member, place in zip(members, places, strict=True):
-                    terms[seed].append((weight / len(members) / self.dataset_spreads[place], member))
+                    terms[seed].append(
+                        (weight / len(members) / self.dataset_spreads[place], member)
+                    )
         return replace(contrast, terms=terms, source=contrast.source or contrast.terms)
 
     def is_mlm_only(self, key: ModelKey) -> bool:
         """Return whether a model was trained with MLM only, at the reference mask ratio, without continued pretraining."""
-        return not key.clm_steps and not key.cpt_mlm_steps and key.mask_ratio == self.ratio and key.mlm_steps > 0
+        return (
+            not key.clm_steps
+            and not key.cpt_mlm_steps
+            and key.mask_ratio == self.ratio
+            and key.mlm_steps > 0
+        )
 
 
 def is_clm_only(key: ModelKey) -> bool:
@@ -181,7 +205,9 @@ class Comparison:
         """Return the seeds to find this difference with 80 % power; inf above 10,000; None with one seed or without p."""
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
-        needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seed_count)
+        needed = inference.required_seeds(
+            self.test.difference, self.test.components, self.test.seed_count
+        )
         return math.inf if needed is None else needed
 
 
@@ -208,13 +234,18 @@ class Contrast:
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
         """Return (weight, original Score) lists by pretraining run; averages replaced by each data set, same weight."""
         every = (self.source or self.terms).values()
-        return [[(weight, member) for weight, score in terms for member in score.members or (score,)] for terms in every]
+        return [
+            [(weight, member) for weight, score in terms for member in score.members or (score,)]
+            for terms in every
+        ]
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
         """Return the names of sides with a collapsed model; empty if none."""
         weighted = [pair for run_scores in self.weighted_scores for pair in run_scores]
-        sides = {self.names[weight < 0] for weight, score in weighted if weight and score.is_collapsed}
+        sides = {
+            self.names[weight < 0] for weight, score in weighted if weight and score.is_collapsed
+        }
         return tuple(name for name in self.names if name in sides)
 
 
@@ -228,16 +259,30 @@ def family_terms(
     if not model_keys:
         return None
     averages = [evidence.find(model_key, AVERAGE, family) for model_key in model_keys]
-    if None not in averages and len({tuple(member.dataset for member in average.members) for average in averages}) == 1:
+    if (
+        None not in averages
+        and len({tuple(member.dataset for member in average.members) for average in averages}) == 1
+    ):
         return AVERAGE, [[(1.0, average)] for average in averages]
-    names = [name for family_name, name in evidence.datasets() if family_name == family and not is_average(name)]
-    common = [name for name in names if all(evidence.find(model_key, name, family) is not None for model_key in model_keys)]
+    names = [
+        name
+        for family_name, name in evidence.datasets()
+        if family_name == family and not is_average(name)
+    ]
+    common = [
+        name
+        for name in names
+        if all(evidence.find(model_key, name, family) is not None for model_key in model_keys)
+    ]
     study_names = [name for name in STUDY_DATASETS.get(family, ()) if name in common]
     common = study_names if len(study_names) == 3 else common
     if not common:
         return None
     label = common[0] if len(common) == 1 else f"{AVERAGE} of {', '.join(common)}"
-    return label, [[(1 / len(common), evidence.find(model_key, name, family)) for name in common] for model_key in model_keys]
+    return label, [
+        [(1 / len(common), evidence.find(model_key, name, family)) for name in common]
+        for model_key in model_keys
+    ]
 
 
 def build_contrasts(
@@ -249,15 +294,27 @@ def build_contrasts(
     """Return a Contrast (sides: `names`) per place (label, pairs by seed) and family whose data sets both sides have."""
     contrasts = []
     for (where, sides), family in itertools.product(places, families):
-        evaluated = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}
-        if (common := family_terms(evidence, family, [one for pair in evaluated.values() for one in pair])) is None:
+        evaluated = {
+            seed: pair
+            for seed, pair in sides.items()
+            if family_terms(evidence, family, pair) is not None
+        }
+        if (
+            common := family_terms(
+                evidence, family, [one for pair in evaluated.values() for one in pair]
+            )
+        ) is None:
             continue
         label, parts = common  # the same data sets for every pretraining seed
         terms = {
             seed: [*left_terms, *((-weight, score) for weight, score in right)]
             for seed, left_terms, right in zip(evaluated, parts[::2], parts[1::2], strict=True)
         }
-        contrasts.append(Contrast(names, where, str(family), label, next(iter(evaluated.values()))[0].size, terms))
+        contrasts.append(
+            Contrast(
+                names, where, str(family), label, next(iter(evaluated.values()))[0].size, terms
+            )
+        )
     return contrasts
 
 
@@ -278,5 +335,10 @@ def put_better_first(comparison: Comparison) -> Comparison:
     mirrored = replace(comparison.test, difference=-comparison.test.difference)
     verdict = "holds" if comparison.verdict == "reversed" else comparison.verdict
     return replace(
-        comparison, left=comparison.right, right=comparison.left, effect=-comparison.effect, verdict=verdict, test=mirrored
+        comparison,
+        left=comparison.right,
+        right=comparison.left,
+        effect=-comparison.effect,
+        verdict=verdict,
+        test=mirrored,
     )

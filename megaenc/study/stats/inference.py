@@ -81,14 +81,17 @@ class TestResult:
         return self.difference + self._half_width
 
 
-def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> VarianceComponents:
+def variance_components(
+    scores: np.ndarray, examples: Sequence[np.ndarray] = ()
+) -> VarianceComponents:
     """Return the variance of the mean of `scores`, float[S], due to seeds and to `examples`, float[S, N] per data set.
 
     Two-way analysis of variance without repetition (Dorfman, Berbaum and Metz 1992): the example variance is
     (MS_examples - MS_residual) / (S * N), at least 0, summed over data sets; the seed variance includes the residuals.
     """
     return VarianceComponents(
-        variance_of_mean(scores), math.fsum(example_variance([block]) for block in examples) if len(examples) else math.nan
+        variance_of_mean(scores),
+        math.fsum(example_variance([block]) for block in examples) if len(examples) else math.nan,
     )
 
 
@@ -113,13 +116,19 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
         mean, by_seed = centred.mean(0), centred.mean(1)
         by_example += mean
         if count > 1:
-            residual = float(np.vdot(centred, centred)) - count * float(mean @ mean) - example_count * float(by_seed @ by_seed)
+            residual = (
+                float(np.vdot(centred, centred))
+                - count * float(mean @ mean)
+                - example_count * float(by_seed @ by_seed)
+            )
             noise += residual / ((count - 1) * (example_count - 1) * count)
     return max(float(by_example @ by_example) / (example_count - 1) - noise, 0.0) / example_count
 
 
 def contrast_t_test(
-    scores: np.ndarray, examples: Sequence[np.ndarray] = (), run_variances: Sequence[tuple[float, float]] = ()
+    scores: np.ndarray,
+    examples: Sequence[np.ndarray] = (),
+    run_variances: Sequence[tuple[float, float]] = (),
 ) -> TestResult:
     """Test the mean of scores by t over seeds, and over seeds and examples.
 
@@ -131,26 +140,43 @@ def contrast_t_test(
     count = len(scores)
     if count > 1:
         by_seed = [(parts.seed_variance, count - 1), *run_variances]
-        return welch_satterthwaite_test(float(np.mean(scores)), by_seed, parts.example_variance, count)
+        return welch_satterthwaite_test(
+            float(np.mean(scores)), by_seed, parts.example_variance, count
+        )
     example_counts = [block.shape[1] for block in examples]
-    errors = _standard_errors([(parts.example_variance, min(example_counts) - 1)]) if example_counts else []
+    errors = (
+        _standard_errors([(parts.example_variance, min(example_counts) - 1)])
+        if example_counts
+        else []
+    )
     return TestResult(float(scores[0]), errors, parts, count)
 
 
 def welch_satterthwaite_test(
-    difference: float, seed_variances: Sequence[tuple[float, float]], example_variance: float, seed_count: int = 0
+    difference: float,
+    seed_variances: Sequence[tuple[float, float]],
+    example_variance: float,
+    seed_count: int = 0,
 ) -> TestResult:
     """Test `difference` by t over seeds, and over seeds and examples.
 
     `seed_variances`: (variance, degrees of freedom) of each part. Degrees of freedom of their sum are by Welch and Satterthwaite;
     the example variance counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
     """
-    parts = VarianceComponents(math.fsum(variance for variance, _ in seed_variances), example_variance)
+    parts = VarianceComponents(
+        math.fsum(variance for variance, _ in seed_variances), example_variance
+    )
     if not parts.seed_variance > _TOLERANCE**2:
-        return TestResult(difference, _standard_errors([(example_variance, math.inf)]), parts, seed_count)
-    bottom = math.fsum(variance**2 / df for variance, df in seed_variances)  # a known variance has infinite df
+        return TestResult(
+            difference, _standard_errors([(example_variance, math.inf)]), parts, seed_count
+        )
+    bottom = math.fsum(
+        variance**2 / df for variance, df in seed_variances
+    )  # a known variance has infinite df
     totals = [parts.seed_variance, parts.seed_variance + example_variance]
-    errors = _standard_errors([(total, total**2 / bottom if bottom else math.inf) for total in totals])
+    errors = _standard_errors(
+        [(total, total**2 / bottom if bottom else math.inf) for total in totals]
+    )
     return TestResult(difference, errors, parts, seed_count)
 
 
@@ -196,7 +222,9 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
     Scandinavian Journal of Statistics 6, 1979.
     """
     adjusted = np.array(p, dtype=np.float64)
-    order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]  # nan is last
+    order = np.argsort(adjusted, kind="stable")[
+        : np.count_nonzero(~np.isnan(adjusted))
+    ]  # nan is last
     factors = np.arange(len(order), 0, -1)
     adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * adjusted[order]))
     return adjusted.tolist()
@@ -207,8 +235,16 @@ def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
     sizes = len(first), len(second)
     if min(sizes) < 2:
         return math.nan
-    spread, df = [np.var(side, ddof=1) * (size - 1) for side, size in zip((first, second), sizes, strict=True)], sum(sizes) - 2
-    return standardised_difference(float(np.mean(first) - np.mean(second)), math.sqrt(sum(spread) / df), df)
+    spread, df = (
+        [
+            np.var(side, ddof=1) * (size - 1)
+            for side, size in zip((first, second), sizes, strict=True)
+        ],
+        sum(sizes) - 2,
+    )
+    return standardised_difference(
+        float(np.mean(first) - np.mean(second)), math.sqrt(sum(spread) / df), df
+    )
 
 
 def standardised_difference(difference: float, sd: float, df: int) -> float:
@@ -221,7 +257,9 @@ def standardised_difference(difference: float, sd: float, df: int) -> float:
 _QUANTILES = (np.arange(400) + 0.5) / 400
 
 
-def t_test_power(difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int) -> float:
+def t_test_power(
+    difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int
+) -> float:
     """Return the power, 0 to 1, of a t test at p < 0.05 with `seed_count` seeds; `parts` are of `parts_seed_count` seeds.
 
     `parts` were estimated from `parts_seed_count` seeds. Averages over 400 quantiles of the chi-squared distributed variance
@@ -240,21 +278,32 @@ def t_test_power(difference: float, parts: VarianceComponents, parts_seed_count:
         with np.errstate(divide="ignore"):
             df = (sampled_variance + example_part) ** 2 * (seed_count - 1) / sampled_variance**2
         edges = np.maximum(edges, _t_quantile(df) * np.sqrt(sampled_variance + example_part))
-    return float(np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error)))
+    return float(
+        np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error))
+    )
 
 
 def required_seeds(
-    difference: float, parts: VarianceComponents, parts_seed_count: int, target_power: float = 0.8, max_seeds: int = 10_000
+    difference: float,
+    parts: VarianceComponents,
+    parts_seed_count: int,
+    target_power: float = 0.8,
+    max_seeds: int = 10_000,
 ) -> int | None:
     """Return the fewest seeds for `target_power`, None above `max_seeds`; `parts`: variances at `parts_seed_count` seeds.
 
     `parts` were estimated from `parts_seed_count` seeds. More seeds never make up for too few examples.
     """
-    if math.isnan(parts.seed_variance) or not t_test_power(difference, parts, parts_seed_count, max_seeds) >= target_power:
+    if (
+        math.isnan(parts.seed_variance)
+        or not t_test_power(difference, parts, parts_seed_count, max_seeds) >= target_power
+    ):
         return None
     counts = range(2, max_seeds)  # power grows with the count
     return 2 + bisect_left(
-        counts, target_power, key=lambda seed_count: t_test_power(difference, parts, parts_seed_count, seed_count)
+        counts,
+        target_power,
+        key=lambda seed_count: t_test_power(difference, parts, parts_seed_count, seed_count),
     )
 
 

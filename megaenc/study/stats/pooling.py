@@ -17,7 +17,9 @@ from megaenc.study.stats.comparisons import Comparison, Contrast, Terms, Unit
 from megaenc.study.stats.inference import TestResult, VarianceComponents
 from megaenc.study.stats.run_noise import RunNoise
 
-_PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
+_PRINTED_DIGIT = (
+    0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
+)
 
 WeightedContrasts = Sequence[tuple[float, Contrast]]
 Seeds = tuple[int, ...]
@@ -53,10 +55,13 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
         if (
             len(contrast.pretraining_seeds) > 1
             and not contrast.collapsed
-            and (rows := _sum_contrasts([(1.0, contrast)], contrast.pretraining_seeds, False)) is not None
+            and (rows := _sum_contrasts([(1.0, contrast)], contrast.pretraining_seeds, False))
+            is not None
         ):
             for family in (contrast.family, ""):
-                variances[family][contrast.pretraining_seeds].append(float(np.var(rows.scores, ddof=1)))
+                variances[family][contrast.pretraining_seeds].append(
+                    float(np.var(rows.scores, ddof=1))
+                )
     return {
         family: {seeds: float(np.mean(each)) / len(by_seeds) for seeds, each in by_seeds.items()}
         for family, by_seeds in variances.items()
@@ -78,7 +83,9 @@ def compare_contrasts(
     holds for these trained models only. Published scores have neither seeds nor examples and get Welch's test of their intervals.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
-    pool = [(weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight]
+    pool = [
+        (weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight
+    ]
     result, effect, has_borrowed_variance = _test_pool(pool, borrowed, noise)
     run_count = min(len(contrast.pretraining_seeds) for _, contrast in pool)
     places = {contrast.where for contrast in contrasts}
@@ -104,18 +111,27 @@ def compare_contrasts(
     )
 
 
-def _test_pool(pool: WeightedContrasts, borrowed: BetweenRunVariances, noise: RunNoise | None) -> tuple[TestResult, float, bool]:
+def _test_pool(
+    pool: WeightedContrasts, borrowed: BetweenRunVariances, noise: RunNoise | None
+) -> tuple[TestResult, float, bool]:
     """Test a weighted sum of contrasts against 0.
 
     Returns:
         The result, its effect size (NaN if unknown), and whether it has borrowed variance. The difference is NaN if the scores
         have no fine-tuning seed in common.
     """
-    if not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms):
+    if not all(
+        score.seed_scores
+        for _, contrast in pool
+        for terms in contrast.terms.values()
+        for _, score in terms
+    ):
         return *_test_published(pool, _run_variances(pool, noise)), False
     groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, contrast in pool:
-        groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
+        groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append(
+            (weight, contrast)
+        )
     rows = {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
     if None in rows.values():
         return TestResult(math.nan, (), VarianceComponents(math.nan, math.nan)), math.nan, False
@@ -123,11 +139,15 @@ def _test_pool(pool: WeightedContrasts, borrowed: BetweenRunVariances, noise: Ru
     if len(rows) == 1 and not (is_single_run and borrowed):
         [sides] = rows.values()
         run_variances = _run_variances(pool, noise) if is_single_run else []
-        result = inference.contrast_t_test(sides.scores, list(sides.examples.values()), run_variances)
+        result = inference.contrast_t_test(
+            sides.scores, list(sides.examples.values()), run_variances
+        )
         return result, inference.hedges_g(sides.left, sides.right), False
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
     seed_variances = _variances_by_seeds(groups, rows, borrowed)
-    result = inference.welch_satterthwaite_test(difference, seed_variances, _pooled_example_variance(rows.values()))
+    result = inference.welch_satterthwaite_test(
+        difference, seed_variances, _pooled_example_variance(rows.values())
+    )
     return result, math.nan, is_single_run
 
 
@@ -143,16 +163,24 @@ def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tupl
     for weight, contrast in pool:
         for part, score in contrast.terms[contrast.pretraining_seeds[0]]:
             key = score.model_key
-            trunk = (key.size, key.seed, "clm" if key.clm_steps else key.mask_ratio, weight * part > 0)
+            trunk = (
+                key.size,
+                key.seed,
+                "clm" if key.clm_steps else key.mask_ratio,
+                weight * part > 0,
+            )
             trunks[trunk][score.family, score.dataset] += weight * part
     totals, finetuning = (
-        math.fsum(each) for each in zip(*(noise.variance(of_trunk) for of_trunk in trunks.values()), strict=True)
+        math.fsum(each)
+        for each in zip(*(noise.variance(of_trunk) for of_trunk in trunks.values()), strict=True)
     )
     return [(totals, noise.df), (-finetuning, math.inf)]
 
 
 def _variances_by_seeds(
-    groups: Mapping[Seeds, WeightedContrasts], rows: Mapping[Seeds, ScoreRows], borrowed: BetweenRunVariances
+    groups: Mapping[Seeds, WeightedContrasts],
+    rows: Mapping[Seeds, ScoreRows],
+    borrowed: BetweenRunVariances,
 ) -> list[tuple[float, float]]:
     """Return the (variance, degrees of freedom) of each part of a pooled contrast, one part per set of pretraining seeds.
 
@@ -162,12 +190,16 @@ def _variances_by_seeds(
     single_run_by_size: dict[str, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, contrast in groups.get((), ()):
         single_run_by_size[contrast.size].append((weight, contrast))
-    parts = [{contrast.size for _, contrast in members} for seeds, members in groups.items() if seeds] + [
-        {size} for size in single_run_by_size
-    ]
+    parts = [
+        {contrast.size for _, contrast in members} for seeds, members in groups.items() if seeds
+    ] + [{size} for size in single_run_by_size]
     variances: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
-        overlapping = 1 if not seeds else sum(bool({contrast.size for _, contrast in members} & sizes) for sizes in parts)
+        overlapping = (
+            1
+            if not seeds
+            else sum(bool({contrast.size for _, contrast in members} & sizes) for sizes in parts)
+        )
         variances[seeds] += overlapping * inference.variance_of_mean(rows[seeds].scores)
     for size, members in single_run_by_size.items():
         overlapping = sum(size in sizes for sizes in parts)
@@ -176,7 +208,10 @@ def _variances_by_seeds(
             known = borrowed.get(contrast.family) or borrowed.get("") or {(): math.nan}
             for seeds, variance in known.items():
                 variances[seeds] += overlapping * total_weight * abs(weight) * variance
-    return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in variances.items()]
+    return [
+        (variance, (len(seeds) or len(rows[()].scores)) - 1)
+        for seeds, variance in variances.items()
+    ]
 
 
 def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
@@ -184,37 +219,69 @@ def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
     by_dataset: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     for dataset, block in (pair for one in rows for pair in one.examples.items()):
         by_dataset[dataset].append(block)
-    is_inconsistent = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_dataset.values())
+    is_inconsistent = any(
+        len({block.shape[1] for block in blocks}) > 1 for blocks in by_dataset.values()
+    )
     if is_inconsistent or any(not one.examples for one in rows):
         return math.nan
     return math.fsum(inference.example_variance(blocks) for blocks in by_dataset.values())
 
 
-def _sum_contrasts(contrasts: WeightedContrasts, seeds: Seeds, with_examples: bool = True) -> ScoreRows | None:
+def _sum_contrasts(
+    contrasts: WeightedContrasts, seeds: Seeds, with_examples: bool = True
+) -> ScoreRows | None:
     """Sum contrasts that have these pretraining seeds (or, if empty, one run each); None without a common fine-tuning seed."""
     if not seeds:
         return _sum_run_contrasts(
-            [(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts], with_examples
+            [(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts],
+            with_examples,
         )
-    runs = [_sum_run_contrasts([(weight, contrast, seed) for weight, contrast in contrasts], with_examples) for seed in seeds]
+    runs = [
+        _sum_run_contrasts(
+            [(weight, contrast, seed) for weight, contrast in contrasts], with_examples
+        )
+        for seed in seeds
+    ]
     if None in runs:
         return None
-    sides, blocks = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")), {}
+    sides, blocks = (
+        (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")),
+        {},
+    )
     if all(run.examples.keys() == runs[0].examples.keys() for run in runs):
-        means = {dataset: [run.examples[dataset].mean(0) for run in runs] for dataset in runs[0].examples}
+        means = {
+            dataset: [run.examples[dataset].mean(0) for run in runs] for dataset in runs[0].examples
+        }
         if all(len({one.shape for one in each}) == 1 for each in means.values()):
             blocks = {dataset: np.stack(each) for dataset, each in means.items()}
     return ScoreRows(*sides, blocks)
 
 
-def _sum_run_contrasts(contrasts: Sequence[tuple[float, Contrast, int]], with_examples: bool) -> ScoreRows | None:
+def _sum_run_contrasts(
+    contrasts: Sequence[tuple[float, Contrast, int]], with_examples: bool
+) -> ScoreRows | None:
     """Sum (weight, contrast, pretraining seed) by fine-tuning seed; None if the scores have no seed in common."""
-    terms = _merge_terms([(weight * part, score) for weight, contrast, seed in contrasts for part, score in contrast.terms[seed]])
+    terms = _merge_terms(
+        [
+            (weight * part, score)
+            for weight, contrast, seed in contrasts
+            for part, score in contrast.terms[seed]
+        ]
+    )
     seeds = sorted(set.intersection(*(set(score.seed_scores) for _, score in terms)))
     if not seeds:
         return None
     sides = (
-        np.array([math.fsum(sign * part * score.seed_scores[seed] for part, score in terms if sign * part > 0) for seed in seeds])
+        np.array(
+            [
+                math.fsum(
+                    sign * part * score.seed_scores[seed]
+                    for part, score in terms
+                    if sign * part > 0
+                )
+                for seed in seeds
+            ]
+        )
         for sign in (1, -1)
     )
     return ScoreRows(*sides, _sum_example_scores(terms, seeds) if with_examples else {})
@@ -243,14 +310,29 @@ def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
     return sums
 
 
-def _test_published(pool: WeightedContrasts, run_variances: Sequence[tuple[float, float]]) -> tuple[TestResult, float]:
+def _test_published(
+    pool: WeightedContrasts, run_variances: Sequence[tuple[float, float]]
+) -> tuple[TestResult, float]:
     """Test a weighted sum of contrasts of published means; return the result and its effect size."""
     terms = _merge_terms(
-        [(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]]
+        [
+            (weight * part, score)
+            for weight, contrast in pool
+            for part, score in contrast.terms[contrast.pretraining_seeds[0]]
+        ]
     )
     weights = [weight for weight, _ in terms]
-    half_widths = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in terms]
+    half_widths = [
+        math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT)
+        for _, score in terms
+    ]
     means = [score.mean for _, score in terms]
-    result = inference.welch_from_intervals(means, half_widths, weights, run_variances=run_variances)
-    spread = 5 * (np.array(weights) * half_widths / 1.96) ** 2  # of one seed, on each side; pooled by their mean
-    return result, inference.standardised_difference(result.difference, math.sqrt(spread.sum() / 2), 8)
+    result = inference.welch_from_intervals(
+        means, half_widths, weights, run_variances=run_variances
+    )
+    spread = (
+        5 * (np.array(weights) * half_widths / 1.96) ** 2
+    )  # of one seed, on each side; pooled by their mean
+    return result, inference.standardised_difference(
+        result.difference, math.sqrt(spread.sum() / 2), 8
+    )

@@ -38,21 +38,37 @@ class RunNoise:
         count as fully correlated.
         """
         if self.given:
-            return sum(abs(weight) * self.given.get(family, math.nan) for (family, _), weight in weights.items()) ** 2, 0.0
+            return sum(
+                abs(weight) * self.given.get(family, math.nan)
+                for (family, _), weight in weights.items()
+            ) ** 2, 0.0
         if not set(weights) <= set(self.residuals):
             return math.nan, math.nan
         residuals = sum(weight * self.residuals[place] for place, weight in weights.items())
         variance = float(np.mean(np.square(residuals)))
-        return variance, min(variance, math.fsum(self.finetune_variances[place] * weights[place] ** 2 for place in weights))
+        return variance, min(
+            variance,
+            math.fsum(self.finetune_variances[place] * weights[place] ** 2 for place in weights),
+        )
 
     def describe(self, families: Sequence[str]) -> str:
         """Return the standard deviation of a run's mean on each of the task families, and the source, as text."""
         each = []
-        for family in [name for name in families if name in self.given or any(name == of for of, _ in self.residuals)]:
-            places = [(family, name) for of_family, name in self.residuals if of_family == family and not is_average(name)]
+        for family in [
+            name
+            for name in families
+            if name in self.given or any(name == of for of, _ in self.residuals)
+        ]:
+            places = [
+                (family, name)
+                for of_family, name in self.residuals
+                if of_family == family and not is_average(name)
+            ]
             weights = {place: 1 / len(places) for place in places} or {(family, AVERAGE): 1.0}
             variance, finetuning = self.variance(weights)
-            each.append(f"{100 * math.sqrt(variance - finetuning):.2f}{' points' * (not each)} on {family}")
+            each.append(
+                f"{100 * math.sqrt(variance - finetuning):.2f}{' points' * (not each)} on {family}"
+            )
         return f"{', '.join(each)}, {self.source}"
 
 
@@ -72,8 +88,12 @@ def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
             value = float(points)
         except ValueError:
             value = math.nan
-        if family not in [*map(str, STUDY_DATASETS), ZERO_SHOT] or not (math.isfinite(value) and value >= 0):
-            raise InputError(f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA, IR or ZS")
+        if family not in [*map(str, STUDY_DATASETS), ZERO_SHOT] or not (
+            math.isfinite(value) and value >= 0
+        ):
+            raise InputError(
+                f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA, IR or ZS"
+            )
         given[family] = value / 100
     return RunNoise(df=math.inf, source="given", given=given) if given else None
 
@@ -86,21 +106,35 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     """
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
-    mlm_only = [one for one in models.model_keys if one.decayed and one.mask_ratio and not one.clm_steps + one.cpt_mlm_steps]
+    mlm_only = [
+        one
+        for one in models.model_keys
+        if one.decayed and one.mask_ratio and not one.clm_steps + one.cpt_mlm_steps
+    ]
     mlm_only = [one for one in mlm_only if one not in collapsed]
     for key in sorted(mlm_only, key=lambda one: -one.steps):
-        ratios = {one.mask_ratio: one for one in mlm_only if (one.size, one.steps) == (key.size, key.steps)}
+        ratios = {
+            one.mask_ratio: one
+            for one in mlm_only
+            if (one.size, one.steps) == (key.size, key.steps)
+        }
         if len(ratios) > 2:
             curves.setdefault(key.size, dict(sorted(ratios.items())))
     basis = _residual_basis([list(curve) for curve in curves.values()])
     residuals: dict[Place, np.ndarray] = {}
     variances: dict[Place, float] = {}
     for family, name in models.evidence.datasets() if basis.size else ():
-        scores = {key: models.evidence.find(key, name, family) for curve in curves.values() for key in curve.values()}
+        scores = {
+            key: models.evidence.find(key, name, family)
+            for curve in curves.values()
+            for key in curve.values()
+        }
         if None not in scores.values():
             place = str(family), name
             residuals[place] = basis.T @ np.array([score.mean for score in scores.values()])
-            variances[place] = float(np.mean([_finetune_variance(score) for score in scores.values()]))
+            variances[place] = float(
+                np.mean([_finetune_variance(score) for score in scores.values()])
+            )
     if not residuals:
         return UNKNOWN_NOISE
     df = basis.shape[1]
@@ -114,7 +148,11 @@ def _residual_basis(curves: Sequence[Sequence[float]]) -> np.ndarray:
     size = np.repeat(np.eye(len(curves)), list(map(len, curves)), axis=0)
     ratios = np.array([ratio for curve in curves for ratio in curve])[:, None]
     design = np.hstack([size, size * ratios, ratios**2]) if count else np.zeros((0, 1))
-    return np.linalg.qr(design, mode="complete")[0][:, np.linalg.matrix_rank(design) :] if count else np.zeros((0, 0))
+    return (
+        np.linalg.qr(design, mode="complete")[0][:, np.linalg.matrix_rank(design) :]
+        if count
+        else np.zeros((0, 0))
+    )
 
 
 def _finetune_variance(score: Score) -> float:

@@ -43,11 +43,16 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
     config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.run_metadata))
     loggers = []
     if monitoring.tensorboard_dir:
-        build = partial(TensorBoardLogger, monitoring.tensorboard_dir, identity_digest(plan.identity), config)
+        build = partial(
+            TensorBoardLogger, monitoring.tensorboard_dir, identity_digest(plan.identity), config
+        )
         loggers.append(BackgroundLogger("TensorBoard", build))
     if monitoring.wandb_project:
         loggers.append(
-            BackgroundLogger("Weights & Biases", lambda: WandbLogger(monitoring, save, _read_wandb_id(run_dir), config))
+            BackgroundLogger(
+                "Weights & Biases",
+                lambda: WandbLogger(monitoring, save, _read_wandb_id(run_dir), config),
+            )
         )
     return loggers
 
@@ -59,7 +64,9 @@ class TensorBoardLogger:
         """Claim `folder` for the run with the digest `run`; InputError if another run has written to it."""
         marker = Path(folder) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
-            raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a separate directory")
+            raise InputError(
+                f"--tensorboard-dir {folder}: holds the events of another run, expected a separate directory"
+            )
         marker.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(marker, run + "\n")
         self._folder = folder
@@ -76,7 +83,9 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(self._folder, purge_step=step + 1)
         self._texts = {}
         lines = yaml.safe_dump(self._config, sort_keys=False).splitlines()
-        self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)  # indented: code in Markdown
+        self._writer.add_text(
+            "config", "\n".join("    " + line for line in lines), step + 1
+        )  # indented: code in Markdown
 
     def log(self, group: str, row: dict[str, Any]) -> None:
         """Write the numbers and changed texts of `row` as events of its step, under names such as `group`/loss."""
@@ -100,7 +109,14 @@ class TensorBoardLogger:
 class WandbLogger:
     """Logger of rows to a Weights & Biases run; without API key or network to local files, for `wandb sync`."""
 
-    def __init__(self, monitoring: MonitoringConfig, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
+    def __init__(
+        self,
+        monitoring: MonitoringConfig,
+        save: str,
+        run_id: str,
+        config: dict[str, Any],
+        patience: int = 30,
+    ):
         """Start or resume the run `run_id`; offline without API key or if the server does not answer in `patience` seconds."""
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -119,21 +135,30 @@ class WandbLogger:
                 dir=folder,
                 config=config,
                 mode=mode,
-                settings=wandb.Settings(console="off", silent=True, init_timeout=90 if mode else patience, finish_timeout=30),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    init_timeout=90 if mode else patience,
+                    finish_timeout=30,
+                ),
             )
 
         if os.environ.get("WANDB_MODE"):
             self._run = init_run(os.environ["WANDB_MODE"])
         elif not wandb.api.api_key:  # init would prompt for one
             self._run = init_run("offline")
-            print_rank_0(f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, `wandb sync` uploads it")
+            print_rank_0(
+                f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, `wandb sync` uploads it"
+            )
         else:
             try:
                 self._run = init_run(None)
             except Exception as error:
                 wandb.teardown()  # releases the id
                 self._run = init_run("offline")
-                print_rank_0(f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, `wandb sync` uploads it")
+                print_rank_0(
+                    f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, `wandb sync` uploads it"
+                )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
@@ -178,7 +203,9 @@ class BackgroundLogger:
         self.submit("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
-            print_rank_0(f"{self._name}: not closed after {seconds:.0f} seconds, its last rows may be lost")
+            print_rank_0(
+                f"{self._name}: not closed after {seconds:.0f} seconds, its last rows may be lost"
+            )
 
     def _work(self) -> None:
         """Build the logger and make the queued calls until it is closed; drop it after an error."""
@@ -211,7 +238,11 @@ def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
         path = group if name == "objectives" else f"{group}/{name}"
         if isinstance(value, dict):
             values |= flatten_row(value, path)
-        elif name != "step" and isinstance(value, (int, float, str)) and not (isinstance(value, float) and not isfinite(value)):
+        elif (
+            name != "step"
+            and isinstance(value, (int, float, str))
+            and not (isinstance(value, float) and not isfinite(value))
+        ):
             values[path] = value
     return values
 

@@ -45,7 +45,12 @@ class Callback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Release what the callback holds."""
 
     def before_step(self, step: int) -> None:
@@ -79,7 +84,9 @@ def _find_defect(name: str, kind: Any) -> str:
 CALLBACKS: Registry[type[Callback]] = Registry("megaenc.callbacks", "callback", _find_defect)
 
 
-def parse_callbacks(texts: Sequence[flags.YamlMapping]) -> list[tuple[type[Callback], dict[str, Any]]]:
+def parse_callbacks(
+    texts: Sequence[flags.YamlMapping],
+) -> list[tuple[type[Callback], dict[str, Any]]]:
     """Return class and options of each callback of --callbacks.
 
     Raises:
@@ -90,7 +97,9 @@ def parse_callbacks(texts: Sequence[flags.YamlMapping]) -> list[tuple[type[Callb
         options = flags.parse_mapping(text, "--callbacks", "{name: NAME, OPTION: VALUE}")
         name = options.pop("name", None)
         if not isinstance(name, str):
-            raise InputError(f"--callbacks {text}: found no name, expected {{name: NAME, OPTION: VALUE}}")
+            raise InputError(
+                f"--callbacks {text}: found no name, expected {{name: NAME, OPTION: VALUE}}"
+            )
         kind = CALLBACKS.find(name)
         try:
             inspect.signature(kind).bind(None, **options)

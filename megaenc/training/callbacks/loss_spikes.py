@@ -57,6 +57,10 @@ def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
     """
     allowed = plan.settings.health.max_rewinds
     rewinds = len(plan.rewinds)
-    action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
+    action = (
+        f"; rewind {rewinds + 1} of {allowed}"
+        if rewinds < allowed
+        else f"; all of --max-rewinds {allowed} are used"
+    )
     spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
     return spike + (action if allowed else "")

@@ -32,17 +32,28 @@ class MetricsLogger(Callback):
         self._loggers = open_loggers(plan, run_dir)
         monitoring = plan.settings.monitoring
         save = plan.settings.output.save
-        self._has_outputs = bool(save or monitoring.tensorboard_dir or monitoring.wandb_project)  # the same on all ranks
+        self._has_outputs = bool(
+            save or monitoring.tensorboard_dir or monitoring.wandb_project
+        )  # the same on all ranks
         peak = trainer.backend.peak_flops(plan.dtype)
         total_peak, unknown_count = reduce_over_ranks([peak, not peak], ReduceOp.SUM, torch.float64)
-        self._peak = 0.0 if unknown_count else total_peak  # FLOP/s of the devices of all ranks; 0 if one is unknown
-        self._line = ProgressLine(plan.schedule.text_at(trainer.start_step + 1), total=plan.settings.total_iters)
+        self._peak = (
+            0.0 if unknown_count else total_peak
+        )  # FLOP/s of the devices of all ranks; 0 if one is unknown
+        self._line = ProgressLine(
+            plan.schedule.text_at(trainer.start_step + 1), total=plan.settings.total_iters
+        )
 
     def __enter__(self) -> Self:
         self._line.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._line.__exit__(kind, error, trace)
         for logger in self._loggers:
             logger.close()
@@ -73,7 +84,9 @@ class MetricsLogger(Callback):
         is_due = is_notable or step % plan.log_interval == 0 or step == plan.settings.total_iters
         if is_due and self._has_outputs:
             self.log(METRICS_FILE, row | self._reduce_over_ranks())
-        self._line.update(step, description=row["objective"], **progress_fields(row, self.trainer.backend))
+        self._line.update(
+            step, description=row["objective"], **progress_fields(row, self.trainer.backend)
+        )
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
         """Log the scores of a validation, with the run's progress."""
@@ -101,9 +114,13 @@ class MetricsLogger(Callback):
     def _reduce_over_ranks(self) -> dict[str, Any]:
         """Return timings and memory usage, as maxima over all ranks."""
         pauses = self.trainer.pause_timers.wall
-        seconds = self.trainer.engine.step_timers.seconds() | {name: pauses[name] for name in (EVALUATION, SAVE)}
+        seconds = self.trainer.engine.step_timers.seconds() | {
+            name: pauses[name] for name in (EVALUATION, SAVE)
+        }
         self.trainer.pause_timers = StepTimers()
-        local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(self.trainer.backend)
+        local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(
+            self.trainer.backend
+        )
         maxima = reduce_over_ranks([*local_values.values()], ReduceOp.MAX, torch.float64)
         return dict(zip(local_values, maxima, strict=True))
 

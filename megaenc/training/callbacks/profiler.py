@@ -41,12 +41,16 @@ class Profiler(Callback):
         self._running: profile | None = None
         self._step = start_step
         if start_step >= self._last:
-            print_rank_0(f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled")
+            print_rank_0(
+                f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled"
+            )
 
     def before_step(self, step: int) -> None:
         """Start the profiler before the first chosen step."""
         if self._is_profiled and step == self._first and not self._running:
-            self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
+            self._running = profile(
+                activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA])
+            )
             self._running.start()
         self._step = step
 
@@ -55,7 +59,12 @@ class Profiler(Callback):
         if report.step == self._last:
             self._finish()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Write trace and table of a run that ends in between."""
         self._finish()
 
@@ -70,7 +79,9 @@ class Profiler(Callback):
         finished.stop()
         name = f"rank_{dist.get_rank()}_steps_{self._first}-{self._step}"
         by = "self_cpu_time_total" if self._host else "self_device_time_total"
-        table = finished.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
+        table = finished.key_averages().table(
+            sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60
+        )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
@@ -81,4 +92,6 @@ class Profiler(Callback):
                 f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt next to it the table"
             )
         except OSError as error:
-            print_rank_0(f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run continues without it")
+            print_rank_0(
+                f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run continues without it"
+            )

@@ -33,13 +33,24 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     if not backend.is_cpu:
         computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
     start = f"resuming after step {resumed}" if resumed else plan.start.describe()
-    phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
+    phase_text = ", ".join(
+        f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES]
+    )
     more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
     save = settings.output.save or "nowhere (give --save DIR to keep the run)"
-    largest = rows if len(rows) <= _HEADER_CORPORA else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
+    largest = (
+        rows
+        if len(rows) <= _HEADER_CORPORA
+        else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
+    )
     shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest]
-    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(largest, shares, strict=True))
-    data_text += f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
+    data_text = "; ".join(
+        f"{row.prefix}: {share}{row.epochs:.2f} epochs"
+        for row, share in zip(largest, shares, strict=True)
+    )
+    data_text += (
+        f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
+    )
     uneven = "".join(f"\n  {line}" for line in describe_uneven_shares(settings))
     return (
         f"{format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
@@ -52,7 +63,9 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
     """Return a line for each batch whose largest share is far above the mean."""
     ranks = settings.data_parallel_size(get_world_size())
     lines = []
-    for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
+    for batch in dict.fromkeys(
+        phase.settings.global_batch_size for phase in settings.phase_configs
+    ):
         excess = math.ceil(batch / ranks) / (batch / ranks) - 1
         if excess > _MAX_EXCESS:
             even = max(1, round(batch / ranks)) * ranks
@@ -63,7 +76,9 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
     return lines
 
 
-def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
+def format_run_footer(
+    step: int, total: int, loss: float | None, save: str, stop_reason: str | None
+) -> str:
     """Return the last line of a run.
 
     It has step, loss ("no target" for None), `save`, and `stop_reason` if the run ends before `total`.

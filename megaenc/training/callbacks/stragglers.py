@@ -60,7 +60,9 @@ class StragglerDetector(Callback):
         self._data_seconds = 0.0
         self._compute_seconds = 0.0
         self._steps = -1  # the first step, with its setup, is not measured
-        self._slow_reports_R = np.zeros(dist.get_world_size(), dtype=np.int64)  # consecutive ones of each rank
+        self._slow_reports_R = np.zeros(
+            dist.get_world_size(), dtype=np.int64
+        )  # consecutive ones of each rank
 
     def after_step(self, report: StepReport) -> None:
         """Add this rank's times of a step, but the first; log the slowest ranks if a report is due.
@@ -70,7 +72,11 @@ class StragglerDetector(Callback):
         step = report.step
         engine = self.trainer.engine
         timers = engine.step_timers
-        thread_seconds = timers.processor[FORWARD_BACKWARD] - timers.processor[DATA] + timers.processor[OPTIMIZER]
+        thread_seconds = (
+            timers.processor[FORWARD_BACKWARD]
+            - timers.processor[DATA]
+            + timers.processor[OPTIMIZER]
+        )
         compute = self._forward.pop_seconds() if self._forward else thread_seconds
         self._steps += 1
         if self._steps:
@@ -87,7 +93,12 @@ class StragglerDetector(Callback):
             for rank, ratio, slow_in in zip(ranks, ratios_R, slow_in_R, strict=True)
         ]
         slowest = [rows[rank] for rank in np.argsort(-ratios_R, kind="stable")[:REPORTED_RANKS]]
-        row = {"step": step, "steps": self._steps, "slowest_rank": slowest[0]["rank"], "slowest_ratio": slowest[0]["ratio"]}
+        row = {
+            "step": step,
+            "steps": self._steps,
+            "slowest_rank": slowest[0]["rank"],
+            "slowest_ratio": slowest[0]["ratio"],
+        }
         self.trainer.logger.log(STRAGGLERS_FILE, row | {"ranks": slowest})
         self._steps = 0
         self._data_seconds = 0.0
@@ -107,7 +118,11 @@ class StragglerDetector(Callback):
     def _gather_ranks(self) -> np.ndarray:
         """Return RANK_FIELDS[ranks], with the mean seconds of a step of each rank."""
         device = self.trainer.backend.device
-        seconds = (self._data_seconds / self._steps, self._compute_seconds / self._steps, time_matmul(device))
+        seconds = (
+            self._data_seconds / self._steps,
+            self._compute_seconds / self._steps,
+            time_matmul(device),
+        )
         own = np.array([(*self._place, *seconds)], dtype=RANK_FIELDS)
         own_bytes = torch.from_numpy(own.view(np.uint8)).to(device)
         all_bytes = own_bytes.new_zeros(dist.get_world_size() * len(own_bytes))
@@ -138,7 +153,9 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     work_ratio_R = (data_R + compute_R) / np.maximum(median_data + median_compute_R, 1e-9)
     probe_ratio_R = probe_R / max(_lower_median(probe_R), 1e-9)
     is_mostly_data_R = data_R - median_data >= compute_R - median_compute_R
-    slow_in_R = np.where(probe_ratio_R > work_ratio_R, "the probe", np.where(is_mostly_data_R, "data", "compute"))
+    slow_in_R = np.where(
+        probe_ratio_R > work_ratio_R, "the probe", np.where(is_mostly_data_R, "data", "compute")
+    )
     return np.maximum(work_ratio_R, probe_ratio_R), slow_in_R
 
 
@@ -172,7 +189,13 @@ class ForwardTimer:
         """
         events = self._events
         self._events = []
-        return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
+        return (
+            sum(
+                begin.elapsed_time(end)
+                for begin, end in zip(events[::2], events[1::2], strict=True)
+            )
+            / 1000
+        )
 
 
 def time_matmul(device: torch.device, repeats: int = 5) -> float:

@@ -27,7 +27,13 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaenc.errors import InputError
 from megaenc.json_files import MAX_TEXT, parse_json, read_regular_file
-from megaenc.training.checkpoint_dir import INDEX_FILE, CheckpointReadError, file_digest, name_file, name_machine
+from megaenc.training.checkpoint_dir import (
+    INDEX_FILE,
+    CheckpointReadError,
+    file_digest,
+    name_file,
+    name_machine,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _READERS = 4  # threads, each with a buffer of at most one chunk
@@ -59,7 +65,9 @@ class StoredChunk:
     @property
     def corner(self) -> tuple[int, ...]:
         """Return the offset in the tensor after the last row, column, ..."""
-        return tuple(start + size for start, size in zip(self.global_offset, self.shape, strict=True))
+        return tuple(
+            start + size for start, size in zip(self.global_offset, self.shape, strict=True)
+        )
 
     @property
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -126,10 +134,14 @@ def _box_shape(chunk: ShardedTensor) -> tuple[int, ...]:
     return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
 
 
-def _describe_chunk(chunk: ShardedTensor, file: Path, archive_start: int, archive_bytes: int) -> StoredChunk:
+def _describe_chunk(
+    chunk: ShardedTensor, file: Path, archive_start: int, archive_bytes: int
+) -> StoredChunk:
     """Return the place of a chunk that has been written."""
     with open(file, "rb") as stream:
-        archive = torch._C.PyTorchFileReader(_create_file_view(stream, archive_start, archive_bytes))
+        archive = torch._C.PyTorchFileReader(
+            _create_file_view(stream, archive_start, archive_bytes)
+        )
         data_start = archive_start + archive.get_record_offset("data/0")
     return StoredChunk(
         key=chunk.key,
@@ -169,7 +181,9 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
         check_coverage(tensor)
     content = json.dumps({"optimizer_step": optimizer_step, "chunks": entries}).encode()
     if len(content) > MAX_TEXT:  # no load would read it
-        raise InputError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save on fewer ranks")
+        raise InputError(
+            f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save on fewer ranks"
+        )
     (folder / INDEX_FILE).write_bytes(content)
     _write_metadata(folder, chunks)
     with open(folder / "common.pt", "wb") as stream:
@@ -184,9 +198,14 @@ def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
     """Write the index of `chunks` for torch's and megatron-core's readers."""
     tensors, storage = {}, {}
     for key, stored in _group_by_key(chunks).items():
-        boxes = [dcp.ChunkStorageMetadata(torch.Size(each.global_offset), torch.Size(each.shape)) for each in stored]
+        boxes = [
+            dcp.ChunkStorageMetadata(torch.Size(each.global_offset), torch.Size(each.shape))
+            for each in stored
+        ]
         properties = dcp.TensorProperties(dtype=_DTYPES[stored[0].dtype])
-        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(stored[0].global_shape), boxes)
+        tensors[key] = dcp.TensorStorageMetadata(
+            properties, torch.Size(stored[0].global_shape), boxes
+        )
         for each, box in zip(stored, boxes, strict=True):
             place = filesystem._StorageInfo(each.file, each.archive_start, each.archive_bytes)
             storage[dcp.MetadataIndex(key, box.offsets)] = place
@@ -199,17 +218,26 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
     shape, elements = chunks[0].global_shape, 0
     active: list[StoredChunk] = []  # those with rows in common with the current chunk
     for chunk in sorted(chunks, key=lambda each: each.global_offset):
-        is_inside = chunk.global_shape == shape and all(end <= size for end, size in zip(chunk.corner, shape, strict=True))
+        is_inside = chunk.global_shape == shape and all(
+            end <= size for end, size in zip(chunk.corner, shape, strict=True)
+        )
         first_row, _ = chunk.rows
         active = [other for other in active if other.rows[1] >= first_row]
         columns = chunk.columns
-        overlaps = any(columns.start < other.columns.stop and other.columns.start < columns.stop for other in active)
+        overlaps = any(
+            columns.start < other.columns.stop and other.columns.start < columns.stop
+            for other in active
+        )
         if not is_inside or overlaps:
-            raise RuntimeError(f"{chunk.key}: {chunk} overlaps with another chunk or leaves the tensor")
+            raise RuntimeError(
+                f"{chunk.key}: {chunk} overlaps with another chunk or leaves the tensor"
+            )
         elements += math.prod(chunk.shape)
         active.append(chunk)
     if elements != math.prod(shape):
-        raise RuntimeError(f"{chunks[0].key}: found chunks of {elements:,} elements, expected {math.prod(shape):,}")
+        raise RuntimeError(
+            f"{chunks[0].key}: found chunks of {elements:,} elements, expected {math.prod(shape):,}"
+        )
 
 
 def read_index(folder: Path, digests: Digests) -> bytes:
@@ -226,7 +254,9 @@ def read_index(folder: Path, digests: Digests) -> bytes:
     except OSError as error:
         raise CheckpointReadError(f"{file}: {error.strerror}") from None
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: not written by a save ({error}); do not use this checkpoint") from None
+        raise InputError(
+            f"{file}: not written by a save ({error}); do not use this checkpoint"
+        ) from None
     return content
 
 
@@ -246,7 +276,9 @@ def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
 
     Raises ValueError if it is none in files of `digests`.
     """
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+    }
     if values.keys() != _CHUNK_FIELDS or type(values["key"]) is not str:
         raise ValueError("a chunk has other fields")
     chunk = StoredChunk(**values)
@@ -255,7 +287,11 @@ def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
     numbers += [chunk.archive_start, chunk.archive_bytes, chunk.data_start]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError(f"{chunk.key}: sizes or offsets are no numbers")
-    if not chunk.shape or len({len(box) for box in boxes}) > 1 or any(size != 1 for size in chunk.shape[:-2]):
+    if (
+        not chunk.shape
+        or len({len(box) for box in boxes}) > 1
+        or any(size != 1 for size in chunk.shape[:-2])
+    ):
         raise ValueError(f"{chunk.key}: a chunk is no rectangle")
     data_bytes = math.prod(chunk.shape) * _DTYPES[chunk.dtype].itemsize
     if chunk.data_start + data_bytes > digests[chunk.file]["bytes"]:
@@ -284,7 +320,9 @@ class ChunkReader:
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor; InputError if there is none of that name."""
         if key not in self._tensors:
-            raise InputError(f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's model")
+            raise InputError(
+                f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's model"
+            )
         return self._tensors[key][0].global_shape
 
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
@@ -302,7 +340,10 @@ class ChunkReader:
         stored_shape, expected_shape = self.shape(chunk.key), tuple(chunk.global_shape)
         size = np.array(_box_shape(chunk))
         if chunk.allow_shape_mismatch:  # in the number of rows
-            expected_shape = (*stored_shape[: chunk.prepend_axis_num + 1], *expected_shape[chunk.prepend_axis_num + 1 :])
+            expected_shape = (
+                *stored_shape[: chunk.prepend_axis_num + 1],
+                *expected_shape[chunk.prepend_axis_num + 1 :],
+            )
         if stored_shape != expected_shape:
             raise InputError(
                 f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, expected {expected_shape}"
@@ -316,11 +357,15 @@ class ChunkReader:
         stops = np.minimum([each.corner for each in stored], offset + size)
         for number in np.flatnonzero((starts < stops).all(1)):
             start, stop = starts[number] - offset, stops[number] - offset
-            values = self._read_box(stored[number], starts[number] - stored[number].global_offset, stop - start)
+            values = self._read_box(
+                stored[number], starts[number] - stored[number].global_offset, stop - start
+            )
             target[tuple(map(slice, start, stop))].copy_(values)
             missing -= values.numel()
         if missing > 0:
-            raise InputError(f"{self._folder / INDEX_FILE}: {chunk.key}: found no chunk for {missing:,} elements")
+            raise InputError(
+                f"{self._folder / INDEX_FILE}: {chunk.key}: found no chunk for {missing:,} elements"
+            )
 
     def _read_box(self, chunk: StoredChunk, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
         """Return the rectangle of `size` at `start` of a stored chunk."""

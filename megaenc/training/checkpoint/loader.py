@@ -21,14 +21,21 @@ from megaenc.training.checkpoint.state_tensors import (
     list_engine_state,
     list_module_state,
 )
-from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage, name_machine
+from megaenc.training.checkpoint_dir import (
+    CheckpointDir,
+    DamagedCheckpointError,
+    find_content_damage,
+    name_machine,
+)
 from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 from megaenc.training.skip_policy import saw_same_data
 
-_SEND_BYTES = 32 << 20  # of parts of tensors that are copied into one buffer to be sent; at most one part more
+_SEND_BYTES = (
+    32 << 20
+)  # of parts of tensors that are copied into one buffer to be sent; at most one part more
 
 
 class CheckpointLoader(CheckpointDir):
@@ -58,7 +65,9 @@ class CheckpointLoader(CheckpointDir):
         for damage in damages.values():
             raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
-            raise InputError(f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value")
+            raise InputError(
+                f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value"
+            )
         index = broadcast_call(lambda: read_index(path, state["files"]))
         updates, chunks = parse_index(index, state["files"])
         self._verified = step, updates, ChunkReader(path.absolute(), chunks)
@@ -121,7 +130,9 @@ class CheckpointLoader(CheckpointDir):
         The optimizer's state stays new.
         """
         _, reader = self.open_verified(step)
-        _load_tensors(engine, reader, [tensor for tensor in list_engine_state(engine) if not tensor.prefix])
+        _load_tensors(
+            engine, reader, [tensor for tensor in list_engine_state(engine) if not tensor.prefix]
+        )
         engine.optimizer.reload_model_params()  # the float32 master weights of bf16
 
 
@@ -130,11 +141,20 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
 
     Each rank reads its share, and receives what others have read.
     """
-    tensor_ranks, replicas = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
-    copied = [tensor for tensor in tensors if tensor_ranks.size() > 1 and tensor.is_on_all_tensor_ranks]
+    tensor_ranks, replicas = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
+    copied = [
+        tensor for tensor in tensors if tensor_ranks.size() > 1 and tensor.is_on_all_tensor_ranks
+    ]
     received = {id(tensor) for tensor in copied if tensor_ranks.rank() > 0}
 
-    call_on_all(lambda: reader.read(chunk for tensor in tensors if id(tensor) not in received for chunk in tensor.chunks()))
+    call_on_all(
+        lambda: reader.read(
+            chunk for tensor in tensors if id(tensor) not in received for chunk in tensor.chunks()
+        )
+    )
     _send(tensor_ranks, 0, [tensor.elements(tensor.own) for tensor in copied])
     engine.gather_parameters()
     if not engine.layout.use_distributed_optimizer and replicas.size() > 1:
@@ -145,13 +165,21 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
 
 def _send(group: dist.ProcessGroup, source: int, tensors: Sequence[torch.Tensor]) -> None:
     """Send `tensors` in place from rank `source` of `group` to the others."""
-    parts = [part for tensor in tensors for part in tensor.split(_SEND_BYTES // tensor.element_size()) if part.numel()]
+    parts = [
+        part
+        for tensor in tensors
+        for part in tensor.split(_SEND_BYTES // tensor.element_size())
+        if part.numel()
+    ]
     if parts:
         dist._broadcast_coalesced(group, parts, _SEND_BYTES, source)
 
 
 def load_model_weights(
-    checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
+    checkpoints: CheckpointLoader,
+    step: int,
+    module: torch.nn.Module,
+    identity: dict[str, Any] | None = None,
 ) -> None:
     """Verify a checkpoint and load its weights into a whole module.
 
@@ -165,14 +193,21 @@ def load_model_weights(
 
 
 def verify_weights(
-    checkpoints: CheckpointLoader, step: int, identity: dict[str, Any] | None = None, flag: str = "--ckpt-step"
+    checkpoints: CheckpointLoader,
+    step: int,
+    identity: dict[str, Any] | None = None,
+    flag: str = "--ckpt-step",
 ) -> dict[str, Any]:
     """Verify a checkpoint and return its state.json; InputError, with the other steps for `flag`, if it is damaged."""
     try:
         return checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:
         other_steps = [other for other in checkpoints.steps() if other != step]
-        others = f"choose one of steps {', '.join(map(str, other_steps))} ({flag})" if other_steps else "no other is left"
+        others = (
+            f"choose one of steps {', '.join(map(str, other_steps))} ({flag})"
+            if other_steps
+            else "no other is left"
+        )
         raise InputError(f"{damage}; {others}") from None
 
 
@@ -201,6 +236,13 @@ class WeightReader:
         if shard.allow_shape_mismatch:  # the vocabulary's padding depends on the layout
             shape = tuple(map(min, shape, self._reader.shape(key)))
         values = torch.empty(shape, dtype=torch.float32)
-        part = dataclasses.replace(shard, key=key, data=values, dtype=values.dtype, local_shape=shape, axis_fragmentations=None)
+        part = dataclasses.replace(
+            shard,
+            key=key,
+            data=values,
+            dtype=values.dtype,
+            local_shape=shape,
+            axis_fragmentations=None,
+        )
         self._reader.read([part])
         return values

@@ -43,7 +43,9 @@ from megaenc.training.skip_policy import saw_same_data
 def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write this rank's chunks. Raises InputError if they cannot be written."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes share")
+        raise InputError(
+            f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes share"
+        )
     with convert_write_errors(folder, name_host=True):
         write_chunks(folder, rank, chunks)
 
@@ -86,7 +88,9 @@ class CheckpointManager(CheckpointLoader):
         """Directory of a running save, which this rank removes after an error."""
         self._saved_step = 0
         """Step of a running save."""
-        self._whole: dict[int, dict[str, Any]] = {}  # fields of state.json of checkpoints found to be whole
+        self._whole: dict[
+            int, dict[str, Any]
+        ] = {}  # fields of state.json of checkpoints found to be whole
 
     def retarget_tracker(self, plan: Plan) -> None:
         """Reset the tracker, if its step did not skip `plan`'s packs, to the newest earlier one that did; delete if none.
@@ -110,16 +114,30 @@ class CheckpointManager(CheckpointLoader):
         and all others unchanged.
         """
         self.finish_save()
-        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
+        state = {
+            "step": step,
+            **progress,
+            "skip_packs": list(engine.plan.skipped.texts),
+            "identity": engine.plan.identity,
+        }
         updates = max(group.get("step", 0) for group in engine.optimizer.param_groups)
         self._saved_step = step
         with self._report_unsaved():
             attempt = broadcast_call(lambda: self._create_attempt_dir(step))
             self._attempt = attempt
-            chunks = [chunk for tensor in list_engine_state(engine) if tensor.is_first_copy for chunk in tensor.chunks()]
+            chunks = [
+                chunk
+                for tensor in list_engine_state(engine)
+                if tensor.is_first_copy
+                for chunk in tensor.chunks()
+            ]
         if not block:
-            chunks = [dataclasses.replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
-        self._publish_saved = partial(self._publish, attempt, state, dist.get_world_size(), updates, engine.plan)
+            chunks = [
+                dataclasses.replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks
+            ]
+        self._publish_saved = partial(
+            self._publish, attempt, state, dist.get_world_size(), updates, engine.plan
+        )
         self._writing = self._thread.submit(_write_chunks, attempt, get_rank(), chunks)
         if block:
             self.finish_save()
@@ -159,7 +177,9 @@ class CheckpointManager(CheckpointLoader):
         except InputError as error:
             if get_rank() == 0:
                 self.remove_attempt()
-                error = type(error)(f"{error}; step {self._saved_step} is not saved, {self._describe_last_checkpoint()}")
+                error = type(error)(
+                    f"{error}; step {self._saved_step} is not saved, {self._describe_last_checkpoint()}"
+                )
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
@@ -168,7 +188,11 @@ class CheckpointManager(CheckpointLoader):
         The module is not divided over ranks. `identity`: that of the run.
         """
         attempt = self._create_attempt_dir(0)
-        _write_chunks(attempt, 0, [chunk for tensor in list_module_state(module).values() for chunk in tensor.chunks()])
+        _write_chunks(
+            attempt,
+            0,
+            [chunk for tensor in list_module_state(module).values() for chunk in tensor.chunks()],
+        )
         self._publish(attempt, {"step": 0, "identity": identity}, ranks=1, updates=0)
 
     @contextlib.contextmanager
@@ -181,7 +205,9 @@ class CheckpointManager(CheckpointLoader):
             if on_all_ranks or dist.get_world_size() == 1:
                 self.finish_save()
             else:
-                futures.wait([future for future in (self._writing, self._publishing) if future is not None])
+                futures.wait(
+                    [future for future in (self._writing, self._publishing) if future is not None]
+                )
             raise
         self.finish_save()
 
@@ -204,7 +230,14 @@ class CheckpointManager(CheckpointLoader):
             attempt.mkdir(parents=True)
         return attempt
 
-    def _publish(self, attempt: Path, state: dict[str, Any], ranks: int, updates: int, plan: Plan | None = None) -> None:
+    def _publish(
+        self,
+        attempt: Path,
+        state: dict[str, Any],
+        ranks: int,
+        updates: int,
+        plan: Plan | None = None,
+    ) -> None:
         """Make a checkpoint that all `ranks` have written permanent; do nothing except on rank 0.
 
         Add indexes and state.json, rename the directory, update the tracker and delete old checkpoints.
@@ -219,7 +252,10 @@ class CheckpointManager(CheckpointLoader):
                 fsync_path(path)
             state["files"] = dict(sorted((shards | file_digests(files)).items()))
         with convert_write_errors(self.folder, name_host=True):
-            atomic_write(attempt / STATE_FILE, json.dumps(state | {DIGEST_FIELD: json_digest(state)}, indent=1))
+            atomic_write(
+                attempt / STATE_FILE,
+                json.dumps(state | {DIGEST_FIELD: json_digest(state)}, indent=1),
+            )
             fsync_path(attempt)
             if self._before_publish is not None:
                 self._before_publish()
@@ -278,7 +314,10 @@ class CheckpointManager(CheckpointLoader):
 
 
 def checkpoints_to_delete(
-    older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
+    older: Iterable[int],
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_steps: Collection[int] = (),
 ) -> list[int]:
     """Return steps of `older` but its `keep_last` - 1 newest, multiples of `keep_every`, `keep_steps`; [] without rules.
 
@@ -288,4 +327,8 @@ def checkpoints_to_delete(
     if keep_last is None and keep_every is None:
         return []
     old = sorted(older, reverse=True)[(keep_last or 1) - 1 :]
-    return [step for step in reversed(old) if step not in keep_steps and (not keep_every or step % keep_every)]
+    return [
+        step
+        for step in reversed(old)
+        if step not in keep_steps and (not keep_every or step % keep_every)
+    ]

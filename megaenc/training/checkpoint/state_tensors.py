@@ -79,7 +79,10 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
     axes = len(shard.local_shape)
     width = shard.local_shape[1] if axes == 2 else 1
     limit = MAX_CHUNK_BYTES // values.element_size()
-    before, corner = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
+    before, corner = (
+        shard.global_offset[: shard.prepend_axis_num],
+        shard.global_offset[shard.prepend_axis_num :],
+    )
     position = 0
     while position < values.numel():
         row, column = divmod(start + position, width)
@@ -93,7 +96,10 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
             data=values[position : position + rows * columns].view((rows, columns)[:axes]),
             dtype=values.dtype,
             local_shape=(rows, columns)[:axes],
-            global_offset=(*before, *(at + more for at, more in zip(corner, (row, column), strict=False))),
+            global_offset=(
+                *before,
+                *(at + more for at, more in zip(corner, (row, column), strict=False)),
+            ),
             axis_fragmentations=None,
         )
         position += rows * columns
@@ -107,11 +113,18 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
     """
     [optimizer] = engine.optimizer.chained_optimizers
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    places = {id(weight): shards for chunk in engine.chunks for _, weight, shards in _find_places(chunk.module)}
+    places = {
+        id(weight): shards
+        for chunk in engine.chunks
+        for _, weight, shards in _find_places(chunk.module)
+    }
     weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
     updated = list_shards(engine.chunks, optimizer)
     if engine.layout.use_distributed_optimizer:
-        own = [range(0) if each.param is None else range(each.start, each.start + each.param.numel()) for each in updated]
+        own = [
+            range(0) if each.param is None else range(each.start, each.start + each.param.numel())
+            for each in updated
+        ]
     else:
         own = equal_shares(engine, parallel_state.get_data_parallel_rank())
     tensors = []
@@ -120,11 +133,16 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
         tensors.append(StateTensor(number, "", shards, weight.detach().view(-1), 0, own[number]))
         if update.param is None:
             continue
-        states = {f"optimizer.state.{name}.": state for name, state in optimizer.optimizer.state[update.param].items()}
+        states = {
+            f"optimizer.state.{name}.": state
+            for name, state in optimizer.optimizer.state[update.param].items()
+        }
         if engine.plan.settings.bf16:
             states[MASTER_PREFIX] = update.param.detach()
         for prefix, state in states.items():
-            tensors.append(StateTensor(number, prefix, shards, state.view(-1), update.start, own[number]))
+            tensors.append(
+                StateTensor(number, prefix, shards, state.view(-1), update.start, own[number])
+            )
     return tensors
 
 
@@ -152,7 +170,9 @@ def list_module_state(module: torch.nn.Module) -> dict[str, StateTensor]:
     }
 
 
-def _find_places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, list[ShardedTensor]]]:
+def _find_places(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.Tensor, list[ShardedTensor]]]:
     """Yield name, weight and places in the whole weight of each weight of `module`."""
     for name, value in module.sharded_state_dict(prefix="model.").items():
         shards = value.build() if isinstance(value, ShardedTensorFactory) else [value]

@@ -21,7 +21,12 @@ from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
-_NODE_LOCAL_FIELDS = ("config", "data_path", "valid_data_path", "tokenizer")  # paths, whose content is compared instead
+_NODE_LOCAL_FIELDS = (
+    "config",
+    "data_path",
+    "valid_data_path",
+    "tokenizer",
+)  # paths, whose content is compared instead
 _INPUT_ERROR_KEY = "megaenc/wrong"
 _FAILED_KEY = "megaenc/failed"
 _REPORTED_KEY = "megaenc/told"
@@ -38,13 +43,17 @@ def call_on_all(function: Callable[[], Result]) -> Result:
 
 def broadcast_call(function: Callable[[], Result]) -> Result:
     """Call `function` on rank 0 only; return its result, or raise its InputError, on every rank."""
-    result, error = broadcast_object(_call_catching_input_error(function) if get_rank() == 0 else None)
+    result, error = broadcast_object(
+        _call_catching_input_error(function) if get_rank() == 0 else None
+    )
     if error is not None:
         raise error
     return result
 
 
-def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+def _call_catching_input_error(
+    function: Callable[[], Result],
+) -> tuple[Result | None, InputError | None]:
     """Return the result of `function` and None, or None and its InputError."""
     try:
         return function(), None
@@ -54,7 +63,11 @@ def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result |
 
 def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks, naming field and rank, if ranks differ in flags (not paths), identity or start."""
-    values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
+    values = {
+        name: value
+        for name, value in flags.flatten(plan.settings).items()
+        if name not in _NODE_LOCAL_FIELDS
+    }
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     values["valid_data"] = {held_out.name: held_out.identity for held_out in plan.validation_sets}
     if is_same_on_all_ranks(json.dumps(values, sort_keys=True).encode()):
@@ -82,7 +95,9 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     has_ended = threading.Event()
     poll_seconds = store_poll_interval(poll_seconds)
 
-    watcher = threading.Thread(target=_exit_after_error, args=(store, has_ended, poll_seconds), daemon=True)
+    watcher = threading.Thread(
+        target=_exit_after_error, args=(store, has_ended, poll_seconds), daemon=True
+    )
     watcher.start()
     try:
         yield

@@ -28,7 +28,9 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
 
     `engine` has it afterwards. All ranks call it together, before the first step. The weights stay as they are.
     """
-    state_size = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
+    state_size = sum(
+        weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
+    )
     room = measure_room() - _STATE_BYTES * state_size
     objectives = plan.schedule.final_objectives().values()
     settings = plan.settings
@@ -66,7 +68,9 @@ def find_largest_batch(
     def too_large(count: int) -> bool:
         try:
             samples = range(first, first + count)
-            is_too_large = any(measure_peak(engine, objective, samples, packs) > room for objective in objectives)
+            is_too_large = any(
+                measure_peak(engine, objective, samples, packs) > room for objective in objectives
+            )
         except torch.OutOfMemoryError:
             is_too_large = True
         discard_batch(engine)
@@ -82,7 +86,9 @@ def measure_room() -> float:
     return MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
 
 
-def measure_peak(engine: Engine, objective: Objective, samples: Sequence[int], packs: PackedDataset | None) -> float:
+def measure_peak(
+    engine: Engine, objective: Objective, samples: Sequence[int], packs: PackedDataset | None
+) -> float:
     """Return the peak bytes of tensors in a micro-batch of the packs `samples`."""
     torch.cuda.reset_peak_memory_stats()
     with engine.no_grad_reduction():
@@ -105,4 +111,6 @@ def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
 def _list_candidates(settings: PretrainConfig, replicas: int) -> range:
     """Return the sizes up to the largest of `replicas`' shares of a batch."""
     share = math.ceil(settings.global_batch_size / replicas)
-    return range(1, 1 + max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length))))
+    return range(
+        1, 1 + max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length)))
+    )

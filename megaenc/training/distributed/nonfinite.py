@@ -30,12 +30,20 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     own_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
     with engine.no_grad_reduction():
         results = {
-            sample: [engine.local_loss_and_grad_norm([sample], objective, data.train) for objective in objectives]
+            sample: [
+                engine.local_loss_and_grad_norm([sample], objective, data.train)
+                for objective in objectives
+            ]
             for sample in own_samples
         }
     faulty_here = {sample for sample, pairs in results.items() if not np.isfinite(pairs).all()}
-    samples = [plan.sample_at(position) for position in range(plan.samples_read(step - 1), plan.samples_read(step))]
-    is_finite = reduce_over_ranks([sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8)
+    samples = [
+        plan.sample_at(position)
+        for position in range(plan.samples_read(step - 1), plan.samples_read(step))
+    ]
+    is_finite = reduce_over_ranks(
+        [sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8
+    )
     packs = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}
     pack_count = len(samples)
     if not packs:
@@ -50,7 +58,10 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     places = _format_ranks_with_hosts(bool(faulty_here))
     faulty = SkippedPacks.from_numbers(packs)
     cause = f"from pack{'s' * (len(packs) > 1)} {faulty.format_short()} of {', '.join(sorted(corpora))} on {places}"
-    return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
+    return (
+        cause,
+        f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}",
+    )
 
 
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
@@ -61,7 +72,9 @@ def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_c
     cause, remedy = diagnose_nonfinite_step(engine, step)
     limit = engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"
-    line = f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped_count} so far"
+    line = (
+        f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped_count} so far"
+    )
     if skipped_count > limit:
         raise InputError(f"{line}, --max-skipped-updates allows {limit}; {remedy}")
     print_rank_0(line)

@@ -36,14 +36,18 @@ class SignalHandler:
         """Record the request; restore the default handler for a second SIGINT."""
         self._requested_signal = number
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the kernel's handler, which does not wait for a collective
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # the kernel's handler, which does not wait for a collective
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             if not (self._requested_signal or self._reason):
                 signal.signal(number, before)
             elif signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_IGN)  # unlike a Python handler, this lasts until the end of the process
+                signal.signal(
+                    number, signal.SIG_IGN
+                )  # unlike a Python handler, this lasts until the end of the process
 
     def votes(self) -> list[int]:
         """Return 1 for each reason, a signal or the time limit, for which this rank requests the end, 0 for the others.
@@ -58,7 +62,9 @@ class SignalHandler:
 
     def stop_reason(self, votes: Sequence[float]) -> str | None:
         """Return the signal or `--exit-duration-in-mins N` that ends the run, by the sum of all ranks' `votes`, else None."""
-        self._reason = max((reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0)
+        self._reason = max(
+            (reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0
+        )
         if self._reason == _TIME_LIMIT:
             return f"--exit-duration-in-mins {self._minutes:g}"
         return signal.Signals(self._reason).name if self._reason else None
@@ -70,5 +76,10 @@ class SignalHandler:
         before their torchrun has noticed the join would count as failed.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
-        while self._reason == signal.SIGTERM and is_multi_node() and not self._requested_signal and time.monotonic() < deadline:
+        while (
+            self._reason == signal.SIGTERM
+            and is_multi_node()
+            and not self._requested_signal
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)

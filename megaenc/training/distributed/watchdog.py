@@ -27,7 +27,9 @@ _LIBRARY = Path(threading.__file__).parent
 _MAX_REPORT_BYTES = 1 << 16
 _MAX_PLACES = 4  # in the line about a hang, and stacks on standard error
 _MIN_STARTUP_SECONDS = 600.0  # the first step compiles kernels and reads files for the first time
-_REPORT_SECONDS = 10.0  # to wait for the reports of other ranks; half of `fallback_delay` if that is less
+_REPORT_SECONDS = (
+    10.0  # to wait for the reports of other ranks; half of `fallback_delay` if that is less
+)
 
 
 def fallback_delay(limit: float) -> float:
@@ -91,7 +93,9 @@ class Watchdog:
         """Poll for a timeout of this or another rank until the context ends."""
         while not self._has_left.wait(self._poll):
             has_other_timed_out = False
-            with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail
+            with contextlib.suppress(
+                RuntimeError
+            ):  # if the store's process is gone, collectives fail
                 has_other_timed_out = self._store.check([_KEY])
             if has_other_timed_out or time.monotonic() > self._activity[3]:
                 self._terminate()
@@ -101,29 +105,44 @@ class Watchdog:
         self._ending = True
         faulthandler.cancel_dump_traceback_later()
         seconds = _REPORT_SECONDS + 5 * self._margin
-        force_exit = threading.Timer(seconds, os._exit, (EXIT_HUNG,))  # in case store or file system hang too
+        force_exit = threading.Timer(
+            seconds, os._exit, (EXIT_HUNG,)
+        )  # in case store or file system hang too
         force_exit.daemon = True
         force_exit.start()
         kind, step, since, _ = self._activity
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
         head += f"{socket.gethostname()}, {format_activity(kind, step)}"
         folder = self._write_stacks(head)
-        report = {"doing": format_activity(kind, step), "at": _main_thread_location(), "quiet": time.monotonic() - since}
+        report = {
+            "doing": format_activity(kind, step),
+            "at": _main_thread_location(),
+            "quiet": time.monotonic() - since,
+        }
         is_reporter = False
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(report | {"stacks": folder or "standard error"}))
+            self._store.set(
+                f"{_KEY}/{get_rank()}", json.dumps(report | {"stacks": folder or "standard error"})
+            )
             self._store.set(_KEY, "")
-            is_reporter = self._store.add(f"{_KEY}/reports", 1) == 1  # one rank reads the others' reports
+            is_reporter = (
+                self._store.add(f"{_KEY}/reports", 1) == 1
+            )  # one rank reads the others' reports
             if is_reporter:
                 self._await_reports(min(_REPORT_SECONDS, self._margin / 2))
                 reports = self._read_reports()
                 print(_format_hang(reports), file=sys.stderr, flush=True)
-                self._store.set(f"{_KEY}/examples", json.dumps([ranks[0] for _, ranks in _group_by_place(reports)[:_MAX_PLACES]]))
+                self._store.set(
+                    f"{_KEY}/examples",
+                    json.dumps([ranks[0] for _, ranks in _group_by_place(reports)[:_MAX_PLACES]]),
+                )
         if not folder:
             self._print_stacks_if_example(head)
         with contextlib.suppress(RuntimeError):
             if is_reporter:
-                self._await_reports(2 * self._margin)  # gives silent ranks time for the fallback's stack traces
+                self._await_reports(
+                    2 * self._margin
+                )  # gives silent ranks time for the fallback's stack traces
                 self._store.set(f"{_KEY}/end", "")
             self._store.wait([f"{_KEY}/end"], timedelta(seconds=4 * self._margin))
         os._exit(EXIT_HUNG)
@@ -138,7 +157,9 @@ class Watchdog:
         if get_rank() in examples:
             # In one write, as the other examples print at the same time and `faulthandler` writes word by word. Every disk may be
             # full.
-            with open(os.memfd_create("megaenc-stacks"), "w+", encoding="utf-8", errors="replace") as file:
+            with open(
+                os.memfd_create("megaenc-stacks"), "w+", encoding="utf-8", errors="replace"
+            ) as file:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 print(f"{head}\n{file.read()}", file=sys.__stderr__, end="", flush=True)
@@ -150,7 +171,9 @@ class Watchdog:
         def write_file() -> None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with open(self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8") as file:  # one entry per attempt
+                with open(
+                    self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8"
+                ) as file:  # one entry per attempt
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
@@ -165,13 +188,20 @@ class Watchdog:
     def _await_reports(self, seconds: float) -> None:
         """Wait until all ranks have sent a report, at most `seconds`."""
         deadline = time.monotonic() + seconds
-        while self._store.add(f"{_KEY}/reports", 0) < get_world_size() and time.monotonic() <= deadline:
+        while (
+            self._store.add(f"{_KEY}/reports", 0) < get_world_size()
+            and time.monotonic() <= deadline
+        ):
             time.sleep(self._poll / 4)
 
     def _read_reports(self) -> dict[int, dict[str, Any]]:
         """Return the reports of the ranks that have sent one, by rank."""
         keys = {rank: f"{_KEY}/{rank}" for rank in range(get_world_size())}
-        return {rank: _parse_report(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {
+            rank: _parse_report(self._store.get(key))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
 
 def _parse_report(value: bytes) -> dict[str, Any]:
@@ -181,9 +211,15 @@ def _parse_report(value: bytes) -> dict[str, Any]:
         parsed = parse_json(value[:_MAX_REPORT_BYTES])
     fields = parsed if isinstance(parsed, dict) else {}
     texts = {name: fields.get(name) for name in ("doing", "at", "stacks")}
-    texts = {name: escape_unprintable(text) if isinstance(text, str) else "unknown" for name, text in texts.items()}
+    texts = {
+        name: escape_unprintable(text) if isinstance(text, str) else "unknown"
+        for name, text in texts.items()
+    }
     quiet = fields.get("quiet")
-    return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
+    return {
+        **texts,
+        "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0,
+    }
 
 
 def _group_by_place(reports: dict[int, dict[str, Any]]) -> list[tuple[str, list[int]]]:
@@ -200,7 +236,10 @@ def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
     parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in places[:_MAX_PLACES]]
     parts += [f"others in {len(places) - _MAX_PLACES} more places"] * (len(places) > _MAX_PLACES)
     if silent := sorted(set(range(get_world_size())) - set(reports)):
-        parts.insert(0, f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
+        parts.insert(
+            0,
+            f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)",
+        )
     quiet = max(report["quiet"] for report in reports.values())
     directories = ", ".join(sorted({report["stacks"] for report in reports.values()}))
     time_text = f"{quiet / 60:.3g} minutes" if quiet >= 60 else f"{quiet:.0f} seconds"

@@ -46,7 +46,8 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, prefix):
     made = Corpus.open(write_whole_corpus(tmp_path / "made", [[5, 21, 0]], vocab_size=32))
     made.check_vocabulary(VOCABULARY)
     with pytest.raises(
-        InputError, match=r"made with another tokenizer: found `demo` \(ffffffffffff\), expected .*\(aaaaaaaaaaaa\)"
+        InputError,
+        match=r"made with another tokenizer: found `demo` \(ffffffffffff\), expected .*\(aaaaaaaaaaaa\)",
     ):
         made.check_vocabulary(dataclasses.replace(VOCABULARY, fingerprint="a" * 64))
     small = dataclasses.replace(VOCABULARY, size=21)
@@ -63,7 +64,12 @@ def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
     corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, -5]]], np.int32))
     corpus.check_vocabulary(VOCABULARY)
     numbers = np.array([1, 0, 0])
-    assert corpus.read_spans(numbers, np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [4, 3, 1, 2]
+    assert corpus.read_spans(numbers, np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [
+        4,
+        3,
+        1,
+        2,
+    ]
     with pytest.raises(InputError, match="document 1 holds token id -5"):
         corpus.read_spans(numbers, np.array([1, 0, 0]), np.array([2, 3, 2]))
 
@@ -72,10 +78,15 @@ def test_split_is_fixed_exact_and_by_document():
     training, validation, test = split_documents(10_000, (98, 1, 1))
     assert [len(part) for part in (training, validation, test)] == [9800, 100, 100]
     assert np.array_equal(np.sort(np.concatenate([training, validation, test])), np.arange(10_000))
-    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in (training, validation, test))
+    assert all(
+        (np.diff(part) > 0).all() and part.dtype == np.int64
+        for part in (training, validation, test)
+    )
     assert all(
         np.array_equal(*pair)
-        for pair in zip(split_documents(50, (98, 1, 1)), split_documents(50, (0.98, 0.01, 0.01)), strict=True)
+        for pair in zip(
+            split_documents(50, (98, 1, 1)), split_documents(50, (0.98, 0.01, 0.01)), strict=True
+        )
     )
     # The same on every machine and in every version: a run's held-out documents must stay held out.
     assert split_documents(12, (2, 1, 1))[1].tolist() == [0, 2, 8]
@@ -94,7 +105,16 @@ def test_every_part_of_the_split_gets_a_document_where_there_are_enough():
 def test_parse_split():
     assert parse_split("99,1,0") == (99, 1, 0)
     assert parse_split("0.98, 0.01, 0.01")[1] == Fraction(1, 100)
-    for wrong in ("", "99,1", "99,1,x", "-1,1,1", "0,0,0", "1/0,1,1", "nan,1,0", "1e1000000000,1,1"):
+    for wrong in (
+        "",
+        "99,1",
+        "99,1,x",
+        "-1,1,1",
+        "0,0,0",
+        "1/0,1,1",
+        "nan,1,0",
+        "1e1000000000,1,1",
+    ):
         with pytest.raises(InputError, match=f"--split: found `{wrong}`"):
             parse_split(wrong)
 
@@ -115,10 +135,16 @@ def test_offsets_are_read_for_some_documents(tmp_path, monkeypatch, checked):
 
 @pytest.mark.parametrize(
     ("offset", "content"),
-    [(34 + 5 * 4 + 8, struct.pack("<q", 20)), (34 + 5 * 12 + 8, struct.pack("<q", 9)), (34 + 4, struct.pack("<i", -1))],
+    [
+        (34 + 5 * 4 + 8, struct.pack("<q", 20)),
+        (34 + 5 * 12 + 8, struct.pack("<q", 9)),
+        (34 + 4, struct.pack("<i", -1)),
+    ],
     ids=["pointer", "document", "length"],
 )
-def test_damage_inside_a_large_index_is_found_where_it_is_read(prefix, monkeypatch, offset, content):
+def test_damage_inside_a_large_index_is_found_where_it_is_read(
+    prefix, monkeypatch, offset, content
+):
     monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_SEQUENCES", 2)
     damage(f"{prefix}.idx", offset, content)
     corpus = Corpus.open(prefix)
@@ -127,7 +153,10 @@ def test_damage_inside_a_large_index_is_found_where_it_is_read(prefix, monkeypat
         with pytest.raises(InputError, match="negative length"):
             corpus.document_lengths  # noqa: B018
     else:
-        with pytest.raises(InputError, match=r"end to end in .bin; the file is damaged, check it with `megaenc data verify`"):
+        with pytest.raises(
+            InputError,
+            match=r"end to end in .bin; the file is damaged, check it with `megaenc data verify`",
+        ):
             corpus.block_offsets(1)
         with pytest.raises(InputError, match=r"end to end in .bin"):
             corpus.document_offsets(np.arange(5))
@@ -136,6 +165,8 @@ def test_damage_inside_a_large_index_is_found_where_it_is_read(prefix, monkeypat
 def test_the_first_text_of_a_foreign_corpus_decides_whether_eos_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr("megaenc.data.indexed.corpus._DOCUMENTS_PER_SEARCH", 2)
     for last in (9, 5):
-        corpus = Corpus.open(write_corpus(tmp_path / f"corpus{last}", [[], [], [], [[3, last]], [[9]]]))
+        corpus = Corpus.open(
+            write_corpus(tmp_path / f"corpus{last}", [[], [], [], [[3, last]], [[9]]])
+        )
         expected = SpecialTokens("eod", after=(9,)) if last == 9 else SpecialTokens()
         assert corpus.find_special_tokens(9) == expected

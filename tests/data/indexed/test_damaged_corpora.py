@@ -25,7 +25,9 @@ INDICES = LENGTHS + 12 * COUNT
 NEGATIVE = "found sequences or documents of negative length"
 
 
-def header(sequences: int = COUNT, indices: int = COUNT + 1, code: int = 8, version: int = 1) -> bytes:
+def header(
+    sequences: int = COUNT, indices: int = COUNT + 1, code: int = 8, version: int = 1
+) -> bytes:
     return HEADER.pack(MAGIC, version, code, sequences, indices)
 
 
@@ -35,14 +37,44 @@ def pack(kind: str, *values: int) -> bytes:
 
 # The file, from which byte on (None: all of it), other bytes, what training says, and `data verify` where it says more.
 INDEX = {
-    "many sequences": (".idx", 0, header(sequences=1 << 62), "demo.idx: truncated: found 122 bytes", ""),
-    "a size that would wrap around": (".idx", 0, header((1 << 62) + COUNT, (1 << 61) + 5), "demo.idx: truncated", ""),
+    "many sequences": (
+        ".idx",
+        0,
+        header(sequences=1 << 62),
+        "demo.idx: truncated: found 122 bytes",
+        "",
+    ),
+    "a size that would wrap around": (
+        ".idx",
+        0,
+        header((1 << 62) + COUNT, (1 << 61) + 5),
+        "demo.idx: truncated",
+        "",
+    ),
     "no sequence": (".idx", 0, header(sequences=0), "demo.idx: too long for a text corpus", ""),
-    "tokens without a sequence": (".idx", None, header(0, 2) + bytes(16), "found no tokens, expected at least one document", ""),
+    "tokens without a sequence": (
+        ".idx",
+        None,
+        header(0, 2) + bytes(16),
+        "found no tokens, expected at least one document",
+        "",
+    ),
     "another kind of number": (".idx", 0, header(code=6), "demo.idx: found dtype code 6", ""),
     "another version": (".idx", 0, header(version=2), "version 2; expected", ""),
-    "a negative length": (".idx", LENGTHS, pack("i", -5), NEGATIVE, "sequence 0: found length -5, expected 0 or more"),
-    "a length beyond the .bin": (".idx", LENGTHS, pack("i", (1 << 31) - 1), "demo.bin: truncated", "sequence 1: found pointer 8"),
+    "a negative length": (
+        ".idx",
+        LENGTHS,
+        pack("i", -5),
+        NEGATIVE,
+        "sequence 0: found length -5, expected 0 or more",
+    ),
+    "a length beyond the .bin": (
+        ".idx",
+        LENGTHS,
+        pack("i", (1 << 31) - 1),
+        "demo.bin: truncated",
+        "sequence 1: found pointer 8",
+    ),
     "a pointer below zero": (
         ".idx",
         POINTERS,
@@ -57,8 +89,20 @@ INDEX = {
         "do not lie end to end",
         "sequence 3: found pointer",
     ),
-    "a document beyond the sequences": (".idx", INDICES + 8, pack("q", 1 << 40), NEGATIVE, "document 2: found first sequence 2"),
-    "a document below zero": (".idx", INDICES + 8, pack("q", -1), NEGATIVE, "document 1: found first sequence -1"),
+    "a document beyond the sequences": (
+        ".idx",
+        INDICES + 8,
+        pack("q", 1 << 40),
+        NEGATIVE,
+        "document 2: found first sequence 2",
+    ),
+    "a document below zero": (
+        ".idx",
+        INDICES + 8,
+        pack("q", -1),
+        NEGATIVE,
+        "document 1: found first sequence -1",
+    ),
     "documents that wrap around": (
         ".idx",
         INDICES,
@@ -66,7 +110,13 @@ INDEX = {
         NEGATIVE,
         "document 2: found first sequence",
     ),
-    "no document at first": (".idx", INDICES, pack("q", 1), NEGATIVE, "document 0: found first sequence 1, expected 0"),
+    "no document at first": (
+        ".idx",
+        INDICES,
+        pack("q", 1),
+        NEGATIVE,
+        "document 0: found first sequence 1, expected 0",
+    ),
     "another last document": (
         ".idx",
         INDICES + 32,
@@ -74,11 +124,35 @@ INDEX = {
         "do not end at its last",
         "the last document index is 3, expected 4",
     ),
-    "a .idx of a part of its header": (".idx", None, header()[:10], "truncated: found 10 bytes, expected a header of 34", ""),
-    "a .idx without its last byte": (".idx", None, header() + bytes(87), "truncated: found 121 bytes, expected 122", ""),
+    "a .idx of a part of its header": (
+        ".idx",
+        None,
+        header()[:10],
+        "truncated: found 10 bytes, expected a header of 34",
+        "",
+    ),
+    "a .idx without its last byte": (
+        ".idx",
+        None,
+        header() + bytes(87),
+        "truncated: found 121 bytes, expected 122",
+        "",
+    ),
     "a .idx of zeros": (".idx", None, bytes(200), "demo.idx: found header", ""),
-    "an empty .bin": (".bin", None, b"", "demo.bin: found no tokens, expected at least one document with text", ""),
-    "a .bin of one byte": (".bin", None, b"x", "demo.bin: truncated: found 1 bytes, expected 32", ""),
+    "an empty .bin": (
+        ".bin",
+        None,
+        b"",
+        "demo.bin: found no tokens, expected at least one document with text",
+        "",
+    ),
+    "a .bin of one byte": (
+        ".bin",
+        None,
+        b"x",
+        "demo.bin: truncated: found 1 bytes, expected 32",
+        "",
+    ),
 }
 MISSING = object()
 SIDECAR = [
@@ -100,12 +174,18 @@ SIDECAR = [
     ({"documents": -1}, "field `documents`: found -1, expected 0 to"),
     ({"dtype": "a\nb"}, "field `dtype`: found"),
     ({"sources": "x"}, "field `sources`: found"),
-    ({"special_tokens": {"mode": "eod", "before": [], "after": [10**6]}}, "field `special_tokens`: found"),
+    (
+        {"special_tokens": {"mode": "eod", "before": [], "after": [10**6]}},
+        "field `special_tokens`: found",
+    ),
 ]
 READERS = {
     "pretrain": lambda prefix: Corpus.open(prefix),
     "verify": lambda prefix: verify.verify_corpus(prefix),
-    "estimate": lambda prefix: (build_length_model(build_data_config(prefix), ()), read_vocab_size(build_data_config(prefix))),
+    "estimate": lambda prefix: (
+        build_length_model(build_data_config(prefix), ()),
+        read_vocab_size(build_data_config(prefix)),
+    ),
 }
 
 
@@ -118,13 +198,17 @@ def write_changed(prefix: Path, changes: bytes | dict) -> None:
     path = Path(f"{prefix}.json")
     if isinstance(changes, dict):
         values = json.loads(path.read_text()) | changes
-        changes = json.dumps({name: value for name, value in values.items() if value is not MISSING}).encode()
+        changes = json.dumps(
+            {name: value for name, value in values.items() if value is not MISSING}
+        ).encode()
     path.write_bytes(changes)
 
 
 @pytest.fixture
 def prefix(tmp_path):
-    return Path(write_whole_corpus(tmp_path / "demo", [[10 + number] * 3 + [0] for number in range(COUNT)]))
+    return Path(
+        write_whole_corpus(tmp_path / "demo", [[10 + number] * 3 + [0] for number in range(COUNT)])
+    )
 
 
 def one_line(reader, prefix) -> str:
@@ -140,7 +224,9 @@ def one_line(reader, prefix) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("extension", "offset", "content", "trained", "verified"), INDEX.values(), ids=INDEX)
+@pytest.mark.parametrize(
+    ("extension", "offset", "content", "trained", "verified"), INDEX.values(), ids=INDEX
+)
 def test_a_damaged_index_is_one_line(extension, offset, content, trained, verified, prefix):
     path = Path(f"{prefix}{extension}")
     if offset is None:
@@ -151,17 +237,25 @@ def test_a_damaged_index_is_one_line(extension, offset, content, trained, verifi
     assert (verified or trained) in one_line("verify", prefix)
 
 
-@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda path: None], ids=["folder", "FIFO", "nothing"])
+@pytest.mark.parametrize(
+    "put", [os.mkdir, os.mkfifo, lambda path: None], ids=["folder", "FIFO", "nothing"]
+)
 def test_what_is_no_file_is_one_line(put, prefix):
     for extension in (".json", ".bin", ".idx"):
         path = Path(f"{prefix}{extension}")
         path.unlink()
         put(path)
         if extension == ".json" and not path.exists():
-            with pytest.raises(InputError, match=r"demo\.json: no such file; expected a corpus made by"):
+            with pytest.raises(
+                InputError, match=r"demo\.json: no such file; expected a corpus made by"
+            ):
                 read_corpus_metadata(prefix)
         else:
-            words = "demo.json: cannot be read" if extension == ".json" else f"demo{extension}: no such file"
+            words = (
+                "demo.json: cannot be read"
+                if extension == ".json"
+                else f"demo{extension}: no such file"
+            )
             assert words in one_line("pretrain", prefix)
             assert words in one_line("verify", prefix)
 
@@ -176,10 +270,19 @@ def test_a_damaged_sidecar_is_one_line(changes, words, prefix):
 
 def test_a_sidecar_of_another_corpus_is_one_line(prefix):
     whole = Path(f"{prefix}.json").read_bytes()
-    for field, value in {"documents": 5, "sequences": 5, "tokens": 17, "dtype": "int32", "bin_bytes": 34, "idx_bytes": 1}.items():
+    for field, value in {
+        "documents": 5,
+        "sequences": 5,
+        "tokens": 17,
+        "dtype": "int32",
+        "bin_bytes": 34,
+        "idx_bytes": 1,
+    }.items():
         write_changed(prefix, {field: value})
         for reader in ("pretrain", "verify"):
-            assert f"demo.json: field `{field}`: found {value}, expected" in one_line(reader, prefix)
+            assert f"demo.json: field `{field}`: found {value}, expected" in one_line(
+                reader, prefix
+            )
         Path(f"{prefix}.json").write_bytes(whole)
 
 

@@ -13,11 +13,17 @@ DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8], [9, 10]], [[65_499]]]
 
 def write(prefix, *batches, dtype="uint16"):
     """A corpus of documents, each a list of sequences; returns the hashes."""
-    writer = IndexedWriter(prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx"), dtype)
+    writer = IndexedWriter(
+        prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx"), dtype
+    )
     for documents in batches:
         sequences = [sequence for document in documents for sequence in document]
         tokens = np.array([token for sequence in sequences for token in sequence], dtype)
-        writer.add_documents(tokens, np.array(list(map(len, sequences)), np.int32), np.array(list(map(len, documents)), np.int32))
+        writer.add_documents(
+            tokens,
+            np.array(list(map(len, sequences)), np.int32),
+            np.array(list(map(len, documents)), np.int32),
+        )
     return writer.finish()
 
 
@@ -25,13 +31,19 @@ def write(prefix, *batches, dtype="uint16"):
 def test_megatron_finds_sequences_within_documents(tmp_path, dtype):
     hashes = write(tmp_path / "a", DOCUMENTS[:2], [], DOCUMENTS[2:], dtype=dtype)
     assert documents_of(tmp_path / "a") == DOCUMENTS
-    assert [hashlib.sha256(data).hexdigest() for data in contents(tmp_path / "a")] == [hashes["bin"], hashes["idx"]]
+    assert [hashlib.sha256(data).hexdigest() for data in contents(tmp_path / "a")] == [
+        hashes["bin"],
+        hashes["idx"],
+    ]
 
 
 def test_joined_corpora_are_those_of_one_writer(tmp_path):
     write(tmp_path / "whole", DOCUMENTS)
     names = ["one", "two", "three"]
-    parts = [write(tmp_path / name, part) for name, part in zip(names, (DOCUMENTS[:1], [], DOCUMENTS[1:]), strict=True)]
+    parts = [
+        write(tmp_path / name, part)
+        for name, part in zip(names, (DOCUMENTS[:1], [], DOCUMENTS[1:]), strict=True)
+    ]
     writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
     for name, hashes in zip(names, parts, strict=True):
         writer.append_corpus(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", hashes)
@@ -45,7 +57,10 @@ def test_a_corpus_is_joined_without_some_of_its_documents(tmp_path, monkeypatch,
     monkeypatch.setattr(indexed_dataset, "_PIECE_BYTES", piece)
     hashes = write(tmp_path / "part", DOCUMENTS)
     for number, keep in enumerate(product([False, True], repeat=len(DOCUMENTS))):
-        write(tmp_path / "whole", [document for document, stays in zip(DOCUMENTS, keep, strict=True) if stays])
+        write(
+            tmp_path / "whole",
+            [document for document, stays in zip(DOCUMENTS, keep, strict=True) if stays],
+        )
         writer = IndexedWriter(tmp_path / f"{number}.bin", tmp_path / f"{number}.idx", "uint16")
         writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes, np.array(keep))
         writer.finish()

@@ -15,7 +15,9 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
 EOD = 0
-A_HUNDRED = Vocabulary(size=100, eos_id=EOD, mask_id=1, special_ids=(EOD, 1), fingerprint=VOCABULARY.fingerprint)
+A_HUNDRED = Vocabulary(
+    size=100, eos_id=EOD, mask_id=1, special_ids=(EOD, 1), fingerprint=VOCABULARY.fingerprint
+)
 
 
 def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
@@ -25,7 +27,9 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
     def check(document, number=7):
         documents = [[1, 2, *range(10, 10 + number), 3, 0] for number in range(12)]
         documents[number] = document
-        verify.verify_corpus(write_whole_corpus(tmp_path / "template", documents, special_tokens=special))
+        verify.verify_corpus(
+            write_whole_corpus(tmp_path / "template", documents, special_tokens=special)
+        )
 
     whole = [1, 2, 10, 11, 12, 3, 0]
     check(whole)
@@ -59,19 +63,35 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def prefix(tmp_path):
     """Document k of ten holds k + 1 tokens 10 + k, then the end: document 4 is tokens 14..18 of the corpus, 19 its end."""
-    return write_whole_corpus(tmp_path / "demo", [[10 + number] * (number + 1) + [EOD] for number in range(10)])
+    return write_whole_corpus(
+        tmp_path / "demo", [[10 + number] * (number + 1) + [EOD] for number in range(10)]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 def test_whole_corpora_pass(tmp_path, dtype):
     for longest in (1, 50):
-        documents = [[*range(2, 2 + length), EOD] for length in np.random.default_rng(0).integers(0, longest, size=40)]
+        documents = [
+            [*range(2, 2 + length), EOD]
+            for length in np.random.default_rng(0).integers(0, longest, size=40)
+        ]
         tokens = sum(map(len, documents))
         read = []
-        actual = verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append)
-        assert (actual.documents, actual.sequences, actual.tokens, actual.dtype) == (40, 40, tokens, dtype)
+        actual = verify.verify_corpus(
+            write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append
+        )
+        assert (actual.documents, actual.sequences, actual.tokens, actual.dtype) == (
+            40,
+            40,
+            tokens,
+            dtype,
+        )
         assert actual.unchecked == ()
-        assert actual.bytes == sum(read) == tokens * np.dtype(dtype).itemsize + HEADER.size + 20 * 40 + 8
+        assert (
+            actual.bytes
+            == sum(read)
+            == tokens * np.dtype(dtype).itemsize + HEADER.size + 20 * 40 + 8
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -82,7 +102,8 @@ def test_a_corpus_of_megatron_cores_own_builder(tmp_path, dtype):
     assert actual.unchecked == ("sha256", "ends of documents", "token ids (give --tokenizer)")
     assert verify.verify_corpus(prefix, VOCABULARY).unchecked == ("sha256", "ends of documents")
     with pytest.raises(
-        InputError, match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): found id 21, expected 0 to 20"
+        InputError,
+        match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): found id 21, expected 0 to 20",
     ):
         verify.verify_corpus(prefix, Vocabulary(21, 0, 1, (0, 1), "f" * 64))
 
@@ -93,7 +114,8 @@ def test_every_flipped_bit_of_the_bin_is_found(prefix):
     for token in (0, 7, 30, 64):
         damage(f"{prefix}.bin", 2 * token, bytes([intact[2 * token] ^ 1]))
         with pytest.raises(
-            InputError, match=r"demo\.bin: .*found sha256 \w{12}, expected \w{12} \(by the \.json\); the file has changed"
+            InputError,
+            match=r"demo\.bin: .*found sha256 \w{12}, expected \w{12} \(by the \.json\); the file has changed",
         ):
             verify.verify_corpus(prefix)
         damage(f"{prefix}.bin", 0, intact)
@@ -111,8 +133,13 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
         damage(f"{prefix}.idx", at, intact[at : at + 1])
     verify.verify_corpus(prefix)
     lengths, documents = HEADER.size, HEADER.size + 12 * 10
-    assert "demo.idx: sequence 1: found pointer 4, expected 6 (from the lengths of the previous sequences" in places[lengths]
-    assert "demo.idx: found sha256" in places[documents + 5 * 8]  # document 5 now seems to start with sequence 4
+    assert (
+        "demo.idx: sequence 1: found pointer 4, expected 6 (from the lengths of the previous sequences"
+        in places[lengths]
+    )
+    assert (
+        "demo.idx: found sha256" in places[documents + 5 * 8]
+    )  # document 5 now seems to start with sequence 4
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
@@ -125,7 +152,10 @@ def test_an_id_that_no_tokenizer_has(tmp_path, dtype):
         verify.verify_corpus(prefix)
     if dtype == "int32":
         damage(f"{prefix}.bin", 4 * 25, struct.pack("<i", -1))
-        with pytest.raises(InputError, match=r"token 25 of the corpus\): found id -1, expected 0 to 99.*; found sha256"):
+        with pytest.raises(
+            InputError,
+            match=r"token 25 of the corpus\): found id -1, expected 0 to 99.*; found sha256",
+        ):
             verify.verify_corpus(prefix)
 
 
@@ -133,7 +163,10 @@ def test_a_document_without_a_token_has_no_end(tmp_path):
     for number in (0, 4, 9):
         documents = [[10, 11, EOD] for _ in range(10)]
         documents[number] = []
-        with pytest.raises(InputError, match=rf"demo\.bin: document {number}: found no token, expected it to end with 0"):
+        with pytest.raises(
+            InputError,
+            match=rf"demo\.bin: document {number}: found no token, expected it to end with 0",
+        ):
             verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents))
 
 
@@ -163,7 +196,12 @@ def test_the_command_looks_at_all_and_names_what_is_damaged(tmp_path, prefix, ca
     captured = capfd.readouterr()
     first, second = captured.out.splitlines()
     assert first.startswith(f"{intact}: whole: 1 documents, 2 tokens of uint16, 0.0 MB at ")
-    assert second.startswith(f"{theirs}: whole as far as can be checked without theirs.json: 4 documents, 11 tokens of uint16")
+    assert second.startswith(
+        f"{theirs}: whole as far as can be checked without theirs.json: 4 documents, 11 tokens of uint16"
+    )
     assert second.endswith("; not checked: sha256, ends of documents, token ids (give --tokenizer)")
-    assert captured.err.startswith(f"error: {prefix}.bin: found sha256") and captured.err.count("\n") == 1
+    assert (
+        captured.err.startswith(f"error: {prefix}.bin: found sha256")
+        and captured.err.count("\n") == 1
+    )
     assert captured.err.endswith(f"; damaged too: {other}\n")

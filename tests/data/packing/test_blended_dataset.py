@@ -19,7 +19,10 @@ from megaenc.errors import InputError
 
 
 def blend(weights, seq_length=8, seed=0):
-    parts = [ConcatPackedDataset(Numbered([5, 9, 30, 2], name), np.arange(4), seq_length, seed) for name in range(len(weights))]
+    parts = [
+        ConcatPackedDataset(Numbered([5, 9, 30, 2], name), np.arange(4), seq_length, seed)
+        for name in range(len(weights))
+    ]
     return BlendedDataset(parts, [Fraction(weight) for weight in weights])
 
 
@@ -36,7 +39,9 @@ def test_each_corpus_is_read_as_it_would_be_alone_in_any_order():
     for sample in np.random.default_rng(0).permutation(200).tolist():
         corpus, number = places[sample]
         own = datasets[corpus][number]
-        assert np.array_equal(packs[sample].tokens, own.tokens) and np.array_equal(packs[sample].edges, own.edges)
+        assert np.array_equal(packs[sample].tokens, own.tokens) and np.array_equal(
+            packs[sample].edges, own.edges
+        )
         assert (packs[sample].sample, packs[sample].epoch) == (sample, own.epoch)
 
 
@@ -50,7 +55,10 @@ def test_repeats_begin_when_the_first_corpus_is_through():
 def test_the_three_spellings_of_data_path():
     assert parse_data_path(["a"]) == [(None, "a")]
     assert parse_data_path(["a", "b"]) == [(None, "a"), (None, "b")]
-    assert parse_data_path(["0.3", "a", "7e-1", "b"]) == [(Fraction(3, 10), "a"), (Fraction(7, 10), "b")]
+    assert parse_data_path(["0.3", "a", "7e-1", "b"]) == [
+        (Fraction(3, 10), "a"),
+        (Fraction(7, 10), "b"),
+    ]
 
 
 @pytest.fixture
@@ -63,16 +71,31 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_pattern_names_the_corpora_that_match_it(folder):
     sources = find_corpora(["0.6", "b-*", "0.3", "code", "0.1", "odd[1]"])
-    assert [source.prefixes for source in sources] == [("b-deu", "b-ell", "b-fra"), ("code",), ("odd[1]",)]
-    assert [source.weight for source in sources] == [Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]
-    assert [source.prefixes for source in find_corpora(["b-[df]*", "code"])] == [("b-deu", "b-fra"), ("code",)]
-    assert [has_group(words) for words in (["b-*"], ["b-deu", "code"], ["1", "b-deu", "1", "odd[1]"])] == [True, True, False]
+    assert [source.prefixes for source in sources] == [
+        ("b-deu", "b-ell", "b-fra"),
+        ("code",),
+        ("odd[1]",),
+    ]
+    assert [source.weight for source in sources] == [
+        Fraction(6, 10),
+        Fraction(3, 10),
+        Fraction(1, 10),
+    ]
+    assert [source.prefixes for source in find_corpora(["b-[df]*", "code"])] == [
+        ("b-deu", "b-fra"),
+        ("code",),
+    ]
+    assert [
+        has_group(words) for words in (["b-*"], ["b-deu", "code"], ["1", "b-deu", "1", "odd[1]"])
+    ] == [True, True, False]
 
 
 def test_a_pattern_without_corpora_of_its_own_is_refused(folder):
     with pytest.raises(InputError, match=r"--data-path c-\*: no .idx file matches this pattern"):
         find_corpora(["0.5", "c-*", "0.5", "code"])
-    with pytest.raises(InputError, match=r"b-fra and b-\* both name b-fra, expected each corpus once"):
+    with pytest.raises(
+        InputError, match=r"b-fra and b-\* both name b-fra, expected each corpus once"
+    ):
         find_corpora(["0.5", "b-*", "0.5", "b-fra"])
 
 
@@ -98,10 +121,16 @@ def test_a_corpus_leaves_after_its_last_pack():
     turns = [packs.corpus_of_sample(sample) for sample in range(packs.samples)]
     assert turns.count(0) == 6 and turns[9:] == [1] * 37
     assert np.array_equal(packs[45].tokens, parts[1][39].tokens)
-    with pytest.raises(InputError, match="--blend-max-epochs: it ends all corpora after 46 packs, found pack 47"):
+    with pytest.raises(
+        InputError, match="--blend-max-epochs: it ends all corpora after 46 packs, found pack 47"
+    ):
         packs[46]
     later = packs.starting_at(100, [4, 10])
-    assert later.samples == 2 + 30 and later.next_packs(100) == [4, 10] and later.next_packs(132) == [6, 40]
+    assert (
+        later.samples == 2 + 30
+        and later.next_packs(100) == [4, 10]
+        and later.next_packs(132) == [6, 40]
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def prefix(tmp_path):
     lengths = draw.integers(1, 40, counts.sum())
     tokens = np.cumsum(np.random.default_rng(1).integers(1, 29, lengths.sum())) % 30 + 2
     sequences = iter(np.split(tokens, np.cumsum(lengths)[:-1]))
-    return write_corpus(tmp_path / "a", [[next(sequences) for _ in range(count)] for count in counts])
+    return write_corpus(
+        tmp_path / "a", [[next(sequences) for _ in range(count)] for count in counts]
+    )
 
 
 class Identity:
@@ -53,7 +55,9 @@ class Identity:
         return self.offsets[documents]
 
     def read_ranges(self, documents, begins, counts):
-        assert (self.offsets[documents] <= begins).all() and (begins + counts <= self.offsets[documents + 1]).all()
+        assert (self.offsets[documents] <= begins).all() and (
+            begins + counts <= self.offsets[documents + 1]
+        ).all()
         return np.repeat(documents, counts)
 
 
@@ -65,10 +69,15 @@ def walk(corpus, blocks, seed, epoch, per_group):
         block = range(number * blocks.size, min((number + 1) * blocks.size, len(lengths)))
         with_text.append([document for document in block if lengths[document]])
     with_text = [block for block in with_text if block]
-    order = [with_text[place] for place in counter_rng.permutation(seed, "blocks", len(with_text), counters=(epoch,))]
+    order = [
+        with_text[place]
+        for place in counter_rng.permutation(seed, "blocks", len(with_text), counters=(epoch,))
+    ]
     for group, first in enumerate(range(0, len(order), per_group)):
         documents = [document for block in order[first : first + per_group] for document in block]
-        for place in counter_rng.permutation(seed, "documents", len(documents), counters=(epoch, group)):
+        for place in counter_rng.permutation(
+            seed, "documents", len(documents), counters=(epoch, group)
+        ):
             yield documents[place]
 
 
@@ -95,7 +104,9 @@ def test_the_stream_is_the_walk_at_every_position(prefix, small_groups, numbers)
             assert actual_edges.tolist() == [0, *inner, count]
 
 
-@pytest.mark.parametrize("packing", [ConcatPackedDataset, RandomLengthPackedDataset, SentencePackedDataset])
+@pytest.mark.parametrize(
+    "packing", [ConcatPackedDataset, RandomLengthPackedDataset, SentencePackedDataset]
+)
 def test_packs_of_blocks(prefix, small_groups, packing):
     """Each token once an epoch (sentences: at most once), and a pack depends on its number only."""
     corpus = Corpus.open(prefix)
@@ -109,9 +120,13 @@ def test_packs_of_blocks(prefix, small_groups, packing):
     read = read_in_any_order(packing(corpus, blocks, 24, 7), count)
     assert read == [(pack.epoch, pack.tokens.tolist(), pack.edges.tolist()) for pack in in_order]
     edges = corpus.block_offsets(4)
-    expected = np.concatenate([np.arange(edges[number], edges[number + 1]) for number in blocks.numbers])
+    expected = np.concatenate(
+        [np.arange(edges[number], edges[number + 1]) for number in blocks.numbers]
+    )
     tokens, counts = np.unique([tokens for _, tokens, _ in read], return_counts=True)
-    assert np.isin(tokens, expected).all() and counts.max() <= 3  # the last pack reaches into the third epoch
+    assert (
+        np.isin(tokens, expected).all() and counts.max() <= 3
+    )  # the last pack reaches into the third epoch
     if packing is SentencePackedDataset:
         sentences = np.cumsum(corpus.sequence_lengths) - corpus.sequence_lengths
         assert all(tokens[0] in sentences for _, tokens, _ in read) and 0 < packs.dropped < 0.5
@@ -120,9 +135,14 @@ def test_packs_of_blocks(prefix, small_groups, packing):
 
 
 def test_many_packs_are_permuted_without_holding_their_order(small_groups):
-    packs = ConcatPackedDataset(Identity(np.full(400, 32)), DocumentBlocks(4, np.arange(100)), 32, 1)
+    packs = ConcatPackedDataset(
+        Identity(np.full(400, 32)), DocumentBlocks(4, np.arange(100)), 32, 1
+    )
     assert isinstance(packs.stream.permute_packs(400, 0), counter_rng.KeyedPermutation)
-    first, second = (np.array([packs[sample].tokens[0] for sample in range(400 * epoch, 400 * epoch + 400)]) for epoch in (0, 1))
+    first, second = (
+        np.array([packs[sample].tokens[0] for sample in range(400 * epoch, 400 * epoch + 400)])
+        for epoch in (0, 1)
+    )
     assert sorted(first) == sorted(second) == list(range(400)) and (first != second).any()
 
 
@@ -133,13 +153,19 @@ def test_a_corpus_has_at_most_half_a_million_blocks():
 
 def test_a_split_by_blocks_holds_every_document_once(prefix, small_groups):
     parts = builder.split_corpus(Corpus.open(prefix), (70, 20, 10), "blocks")
-    assert {part.size for part in parts} == {8} and [len(part.numbers) for part in parts] == [18, 5, 3]
+    assert {part.size for part in parts} == {8} and [len(part.numbers) for part in parts] == [
+        18,
+        5,
+        3,
+    ]
     assert sorted(np.concatenate([part.numbers for part in parts])) == list(range(26))
     data = open_data(prefix, order="blocks")
     [train] = data.train_datasets
     [held_out] = data.held_out.datasets
     assert isinstance(held_out.stream, BlockStream)
-    assert train.tokens_per_epoch + held_out.tokens_per_epoch == data.corpora[0].document_lengths.sum()
+    assert (
+        train.tokens_per_epoch + held_out.tokens_per_epoch == data.corpora[0].document_lengths.sum()
+    )
     assert not set(train.stream.epoch_documents(0)) & set(held_out.stream.epoch_documents(0))
 
 
@@ -158,7 +184,12 @@ def test_a_small_corpus_and_an_old_run_shuffle_documents(prefix, monkeypatch):
 def test_the_order_of_blocks_is_pinned(prefix, small_groups):
     """Edges and tokens of the first samples: a change here would silently give every run other data."""
     packs = [open_data(prefix, order="blocks").train[sample] for sample in range(4)]
-    assert [int((pack.tokens * np.arange(1, 33)).sum()) for pack in packs] == [7498, 10162, 7739, 8120]
+    assert [int((pack.tokens * np.arange(1, 33)).sum()) for pack in packs] == [
+        7498,
+        10162,
+        7739,
+        8120,
+    ]
     assert [pack.edges.tolist() for pack in packs[1:3]] == [[0, 6, 30, 32], [0, 20, 32]]
 
 
@@ -191,7 +222,9 @@ class Formula:
 def test_memory_does_not_grow_with_the_corpus():
     corpus = Formula()
     size = choose_block_size(len(corpus))
-    packs = ConcatPackedDataset(corpus, DocumentBlocks(size, np.arange(-(-len(corpus) // size))), 2048, seed=1)
+    packs = ConcatPackedDataset(
+        corpus, DocumentBlocks(size, np.arange(-(-len(corpus) // size))), 2048, seed=1
+    )
     assert packs.samples_before_repeat == -(-corpus.document_offsets(len(corpus)) // 2048)
     held = [value.nbytes for value in vars(packs.stream).values() if isinstance(value, np.ndarray)]
     assert sum(held) < 10_000_000
@@ -205,7 +238,12 @@ def test_batches_of_a_sorted_corpus_vary_little_more_than_random_ones():
     pack share their block once in 16 times.
     """
     documents = 1 << 18
-    packs = ConcatPackedDataset(Identity(np.full(documents, 8)), DocumentBlocks(256, np.arange(documents // 256)), 32, seed=1)
+    packs = ConcatPackedDataset(
+        Identity(np.full(documents, 8)),
+        DocumentBlocks(256, np.arange(documents // 256)),
+        32,
+        seed=1,
+    )
     tokens = np.stack([packs[sample].tokens[::8] for sample in range(64 * 100)])
     shares = (tokens < documents // 2).reshape(100, -1).mean(1)
     assert shares.var() / (0.25 / (4 * 64)) == pytest.approx(1 + 3 / 16, abs=4 * np.sqrt(2 / 100))

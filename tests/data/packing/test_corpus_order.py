@@ -5,7 +5,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megaenc.data.packing.corpus_order import PERIOD, DueOrder, PeriodicOrder, compute_sample_counts, interleave_corpora
+from megaenc.data.packing.corpus_order import (
+    PERIOD,
+    DueOrder,
+    PeriodicOrder,
+    compute_sample_counts,
+    interleave_corpora,
+)
 
 BLENDS = {
     "two": ["0.3", "0.7"],
@@ -55,11 +61,18 @@ def test_thousands_of_corpora_have_their_shares():
     assert np.array_equal(counts, order.packs_before(len(corpora)))
     assert np.abs(counts - len(corpora) * weights).max() < 5
     for corpus in np.argsort(weights)[[0, 900, 1800, 1832]]:
-        assert np.abs(np.cumsum(corpora == corpus) - np.arange(1, len(corpora) + 1) * weights[corpus]).max() < 12
+        assert (
+            np.abs(
+                np.cumsum(corpora == corpus) - np.arange(1, len(corpora) + 1) * weights[corpus]
+            ).max()
+            < 12
+        )
     assert np.abs(order.packs_before(10**9) - 1e9 * weights).max() < 12
 
 
-@pytest.mark.parametrize("limits", [None, [3, 70_000, 500, 20_000, 1]], ids=["endless", "with ends"])
+@pytest.mark.parametrize(
+    "limits", [None, [3, 70_000, 500, 20_000, 1]], ids=["endless", "with ends"]
+)
 def test_packs_come_in_the_order_in_which_they_are_due(limits):
     """Over several blocks, against all packs sorted at once; each place is found without those before it."""
     weights = [0.5, 0.3, 0.15, 0.04, 0.01]
@@ -80,7 +93,11 @@ def test_packs_come_in_the_order_in_which_they_are_due(limits):
 
 @pytest.mark.parametrize(
     "order",
-    [PeriodicOrder([3, 7]), DueOrder([Fraction(3), Fraction(7)]), DueOrder([Fraction(3), Fraction(7)], np.array([70_000, 9]))],
+    [
+        PeriodicOrder([3, 7]),
+        DueOrder([Fraction(3), Fraction(7)]),
+        DueOrder([Fraction(3), Fraction(7)], np.array([70_000, 9])),
+    ],
     ids=["period", "due", "with ends"],
 )
 def test_the_first_of_given_packs_is_located(order):
@@ -96,7 +113,9 @@ def test_the_first_of_given_packs_is_located(order):
 
 def test_corpora_that_have_ended_before_a_phase_are_not_in_it():
     order = DueOrder([Fraction(1), Fraction(1)], np.array([10, 20])).starting_at(np.array([12, 5]))
-    assert order.samples == 15 and [order.locate(sample) for sample in range(15)] == [(1, number) for number in range(15)]
+    assert order.samples == 15 and [order.locate(sample) for sample in range(15)] == [
+        (1, number) for number in range(15)
+    ]
 
 
 def test_weights_below_all_numbers_are_never_read():

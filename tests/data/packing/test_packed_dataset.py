@@ -39,17 +39,32 @@ def test_no_tokens():
 def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     source = Numbered(np.random.default_rng(1).integers(0, 50, size=300))
     concat = ConcatPackedDataset(source, np.arange(300), 64, seed=2)
-    cut, again, other = (RandomLengthPackedDataset(source, np.arange(300), 64, seed=seed) for seed in (2, 2, 3))
+    cut, again, other = (
+        RandomLengthPackedDataset(source, np.arange(300), 64, seed=seed) for seed in (2, 2, 3)
+    )
     for sample in range(100):
         pack = cut[sample]
-        assert np.array_equal(pack.tokens, concat[sample].tokens) and pack.epoch == concat[sample].epoch
-        assert pack.edges.dtype == np.int32 and len(pack.edges) == 3 and (np.diff(pack.edges) >= 12).all()
-    assert [again[sample].edges[1] for sample in (99, 0)] == [cut[sample].edges[1] for sample in (99, 0)]
-    assert [other[sample].edges[1] for sample in range(9)] != [cut[sample].edges[1] for sample in range(9)]
+        assert (
+            np.array_equal(pack.tokens, concat[sample].tokens)
+            and pack.epoch == concat[sample].epoch
+        )
+        assert (
+            pack.edges.dtype == np.int32
+            and len(pack.edges) == 3
+            and (np.diff(pack.edges) >= 12).all()
+        )
+    assert [again[sample].edges[1] for sample in (99, 0)] == [
+        cut[sample].edges[1] for sample in (99, 0)
+    ]
+    assert [other[sample].edges[1] for sample in range(9)] != [
+        cut[sample].edges[1] for sample in range(9)
+    ]
 
 
 def test_random_lengths_are_uniform():
-    packs = RandomLengthPackedDataset(Numbered([1_000_000]), np.array([0]), 40, seed=0)  # cuts at 12 to 28: seventeen places
+    packs = RandomLengthPackedDataset(
+        Numbered([1_000_000]), np.array([0]), 40, seed=0
+    )  # cuts at 12 to 28: seventeen places
     samples = 17_000
     counts = np.bincount([packs[sample].edges[1] for sample in range(samples)], minlength=29)
     assert counts[:12].sum() == 0 and counts.sum() == samples

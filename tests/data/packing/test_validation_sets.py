@@ -14,13 +14,17 @@ from megaenc.errors import InputError
 def prefix(tmp_path):
     """A corpus of 40 documents of 5 to 30 tokens."""
     rng = np.random.default_rng(0)
-    documents = [[rng.integers(2, 32, size=length).tolist()] for length in rng.integers(5, 31, size=40)]
+    documents = [
+        [rng.integers(2, 32, size=length).tolist()] for length in rng.integers(5, 31, size=40)
+    ]
     return write_corpus(tmp_path / "corpus", documents)
 
 
 def open_set(prefix, train_fingerprints=(), split="80,20,0", order="documents", opened=None):
     options = {"split": split, "order": order, "train_fingerprints": train_fingerprints}
-    return ValidationSet.open("web", prefix, VOCABULARY, **options, opened={} if opened is None else opened)
+    return ValidationSet.open(
+        "web", prefix, VOCABULARY, **options, opened={} if opened is None else opened
+    )
 
 
 def text(held_out, seq_length, samples):
@@ -30,19 +34,35 @@ def text(held_out, seq_length, samples):
 
 def test_a_corpus_only_for_validation_is_whole(prefix):
     corpus, held_out = Corpus.open(prefix), open_set(prefix)
-    tokens = np.concatenate([corpus.tokens(number, 0, int(length)) for number, length in enumerate(corpus.document_lengths)])
-    assert held_out.documents.tolist() == list(range(40)) and held_out.describe() == f"web (all documents of {prefix})"
+    tokens = np.concatenate(
+        [
+            corpus.tokens(number, 0, int(length))
+            for number, length in enumerate(corpus.document_lengths)
+        ]
+    )
+    assert (
+        held_out.documents.tolist() == list(range(40))
+        and held_out.describe() == f"web (all documents of {prefix})"
+    )
     assert sorted(text(held_out, 1, len(tokens))) == sorted(tokens)
 
 
-def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all(prefix, monkeypatch):
+def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all(
+    prefix, monkeypatch
+):
     opened = {}
     whole = open_set(prefix, opened=opened)
     assert open_set(prefix, opened=opened).corpus is whole.corpus and len(opened) == 1
     assert np.array_equal(whole.documents, split_corpus(whole.corpus, (0, 1, 0))[1])
-    assert whole.identity == [whole.corpus.fingerprint, "0,1,0"]  # as in validation.jsonl of earlier versions
+    assert whole.identity == [
+        whole.corpus.fingerprint,
+        "0,1,0",
+    ]  # as in validation.jsonl of earlier versions
     monkeypatch.setattr("megaenc.data.packing.builder.MOST_SHUFFLED", 8)
-    blocks, expected = open_set(prefix, order="blocks").documents, split_corpus(whole.corpus, (0, 1, 0), "blocks")[1]
+    blocks, expected = (
+        open_set(prefix, order="blocks").documents,
+        split_corpus(whole.corpus, (0, 1, 0), "blocks")[1],
+    )
     assert blocks.size == expected.size and np.array_equal(blocks.numbers, expected.numbers)
 
 
@@ -51,19 +71,26 @@ def test_of_a_corpus_that_is_trained_on_only_held_out_documents_are_used(prefix)
     assert held_out.documents.tolist() == split_documents(40, (80, 20, 0))[1].tolist()
     assert held_out.describe() == f"web (held-out documents of {prefix})"
     assert held_out.identity != open_set(prefix).identity
-    with pytest.raises(InputError, match="the run trains on it, and --split 1,0,0 leaves no text of it"):
+    with pytest.raises(
+        InputError, match="the run trains on it, and --split 1,0,0 leaves no text of it"
+    ):
         open_set(prefix, train_fingerprints=[Corpus.open(prefix).fingerprint], split="1,0,0")
 
 
 def test_packs_of_any_length_begin_with_the_same_text(prefix):
     held_out = open_set(prefix)
     short = text(held_out, 16, 16)
-    assert np.array_equal(short, text(held_out, 64, 4)) and np.array_equal(short, text(held_out, 128, 2))
+    assert np.array_equal(short, text(held_out, 64, 4)) and np.array_equal(
+        short, text(held_out, 128, 2)
+    )
     edges = [held_out.pack(64)[sample].edges.tolist() for sample in range(4)]
     assert all(len(each) > 2 for each in edges)  # documents are shuffled, and told apart
 
 
 def test_names_come_before_prefixes():
     words = ["web=data/web=2_text_document", "law.v2=/data/law"]
-    assert parse_valid_data_path(words) == {"web": "data/web=2_text_document", "law.v2": "/data/law"}
+    assert parse_valid_data_path(words) == {
+        "web": "data/web=2_text_document",
+        "law.v2": "/data/law",
+    }
     assert parse_valid_data_path([]) == {}

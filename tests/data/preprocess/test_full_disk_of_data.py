@@ -11,10 +11,21 @@ from megaenc.cli import main
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, small_corpus, refusal, options):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("file systems cannot be mounted here")
     text, output = ["--input", small_corpus.text], disk / "new" / "folder" / "name"
-    preprocess = ["preprocess", *text, "--tokenizer", small_corpus.tokenizer, "--workers", "1", "--output-prefix", output]
+    preprocess = [
+        "preprocess",
+        *text,
+        "--tokenizer",
+        small_corpus.tokenizer,
+        "--workers",
+        "1",
+        "--output-prefix",
+        output,
+    ]
     try:
         for words in (
             ["tokenizer", *text, "--vocab-size", "400", "--output", output],

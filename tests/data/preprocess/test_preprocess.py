@@ -45,23 +45,39 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     write_jsonl(corpus, [*TEXTS, "", ""])
     with corpus.open("a") as stream:
         stream.write("no json\n")
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, skip_bad_lines=True, workers=3))
+    (prefix,) = preprocess(
+        corpus_settings(corpus, tokenizer_folder, skip_bad_lines=True, workers=3)
+    )
     sidecar = read_corpus_metadata(prefix)
     data, index = contents(prefix)
-    assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
+    assert (
+        sidecar.documents,
+        sidecar.sequences,
+        sidecar.empty_documents,
+        sidecar.skipped_lines,
+    ) == (5, 5, 2, 1)
     assert sidecar.tokens == sum(len(reference_ids(small_tokenizer(), text)) + 1 for text in TEXTS)
-    assert (sidecar.vocab_size, sidecar.eod, sidecar.append_eod) == (len(small_tokenizer()), 0, True)
+    assert (sidecar.vocab_size, sidecar.eod, sidecar.append_eod) == (
+        len(small_tokenizer()),
+        0,
+        True,
+    )
     assert sidecar.dtype == "uint16"
     assert sidecar.tokenizer.name == "small"
     assert sidecar.tokenizer.fingerprint == read_vocabulary(small_tokenizer()).fingerprint
-    assert sidecar.sha256 == {"bin": hashlib.sha256(data).hexdigest(), "idx": hashlib.sha256(index).hexdigest()}
+    assert sidecar.sha256 == {
+        "bin": hashlib.sha256(data).hexdigest(),
+        "idx": hashlib.sha256(index).hexdigest(),
+    }
     assert sidecar.sources == [{"path": "corpus.jsonl", "bytes": corpus.stat().st_size}]
     assert str(corpus.parent) not in (prefix.parent / "out_text_document.json").read_text()
     verify_corpus(prefix)
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_texts_of_every_source_give_the_bytes_that_they_give_in_one_file(tmp_path, tokenizer_folder, monkeypatch, is_local):
+def test_texts_of_every_source_give_the_bytes_that_they_give_in_one_file(
+    tmp_path, tokenizer_folder, monkeypatch, is_local
+):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)  # many blocks, so that order could be lost
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     serve_hub(tmp_path, monkeypatch, [{"text": TEXTS[:3]}, {"text": TEXTS[3:]}])
@@ -76,18 +92,28 @@ def test_texts_of_every_source_give_the_bytes_that_they_give_in_one_file(tmp_pat
     if is_local:
         assert [source["path"] for source in sources] == [path.name for path in paths]
     else:
-        assert sources == [{"path": "someone/small", "bytes": None, "config": None, "split": "train"}]
+        assert sources == [
+            {"path": "someone/small", "bytes": None, "config": None, "split": "train"}
+        ]
 
 
 SURROGATES = ["half a pair \ud800 and \udfff the other way, \ud83d", *HOSTILE, *TEXTS]
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
-def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder, capsys, append_eod):
+def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(
+    corpus, tokenizer_folder, capsys, append_eod
+):
     write_jsonl(corpus, SURROGATES)
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, workers=2, append_eod=append_eod))
+    (prefix,) = preprocess(
+        corpus_settings(corpus, tokenizer_folder, workers=2, append_eod=append_eod)
+    )
     assert prefix.name == "out_text_document"
-    want = [reference_ids(small_tokenizer(), replace_surrogates(text)) + [0] * append_eod for text in SURROGATES if text]
+    want = [
+        reference_ids(small_tokenizer(), replace_surrogates(text)) + [0] * append_eod
+        for text in SURROGATES
+        if text
+    ]
     assert [document for (document,) in documents_of(prefix)] == want
     report = "no EOS token is appended to documents; --append-eod appends <|eos|>\n"
     assert (report in capsys.readouterr().out) != append_eod
@@ -99,7 +125,10 @@ LONG = 50_000_000
 def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder):
     # A paragraph that ends in one line feed, before a letter, is encoded alike whatever surrounds it: what a paragraph gives the
     # Hugging Face tokenizer, which would take a minute and gigabytes for the whole document, is then known for all of them.
-    paragraphs = [f"Paragraph {number}, <|mask|> and <|eos|>. {text.strip()}\n" for number, text in enumerate(TEXTS)]
+    paragraphs = [
+        f"Paragraph {number}, <|mask|> and <|eos|>. {text.strip()}\n"
+        for number, text in enumerate(TEXTS)
+    ]
     known = [reference_ids(small_tokenizer(), paragraph) for paragraph in paragraphs]
     assert reference_ids(small_tokenizer(), "".join(paragraphs * 2)) == list(chain(*known, *known))
     repeats = LONG // sum(map(len, paragraphs)) + 1
@@ -121,22 +150,31 @@ def templated(tmp_path_factory):
 
 
 def template_flags(corpus, tokenizer, name="out", **changes):
-    return corpus_settings(corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes))
+    return corpus_settings(
+        corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes)
+    )
 
 
-def test_sentences_are_the_sequences_and_the_first_and_last_have_the_special_tokens(tmp_path, templated, capsys):
+def test_sentences_are_the_sequences_and_the_first_and_last_have_the_special_tokens(
+    tmp_path, templated, capsys
+):
     texts = ["One dog. Two foxes!\n\nThree? Mr. Fox sleeps.  ", "", "No end", "\ud800 One. Two."]
     corpus = write_jsonl(tmp_path / "a.jsonl", texts)
     (prefix,) = preprocess(template_flags(corpus, templated, split_sentences=True, partitions=3))
     documents = documents_of(prefix)
-    assert [[small_tokenizer().decode(sequence) for sequence in document] for document in documents] == [
+    assert [
+        [small_tokenizer().decode(sequence) for sequence in document] for document in documents
+    ] == [
         ["<|mask|><|mask|>One dog.", " Two foxes!", "\n\nThree?", " Mr. Fox sleeps.  <|eos|>"],
         ["<|mask|><|mask|>No end<|eos|>"],
         ["<|mask|><|mask|>\ufffd One.", " Two.<|eos|>"],
     ]
     sidecar = read_corpus_metadata(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
-    assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
+    assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in (
+        "learnt",
+        "english",
+    )
     assert "sentences: " in capsys.readouterr().out
 
 
@@ -144,7 +182,10 @@ def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, 
     """Also of several workers and partitions, and without the documents that deduplication removes."""
     corpus = write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "", *TEXTS, *TEXTS])
     (prefix,) = preprocess(template_flags(corpus, templated, partitions=3, workers=2))
-    assert "special tokens of a document: <|mask|> <|mask|> ... <|eos|> (template)\n" in capsys.readouterr().out
+    assert (
+        "special tokens of a document: <|mask|> <|mask|> ... <|eos|> (template)\n"
+        in capsys.readouterr().out
+    )
     want = [[[1, 1, *reference_ids(small_tokenizer(), text), 0]] for text in TEXTS]
     assert documents_of(prefix) == [want[0], *want, *want]
     metadata = read_corpus_metadata(prefix)
@@ -152,7 +193,9 @@ def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, 
     assert (metadata.eod, metadata.append_eod, metadata.empty_documents) == (0, True, 1)
     verify_corpus(prefix)
     # Parts of another mode are refused.
-    assert "special_tokens" in prepare_job(template_flags(corpus, templated, "planned")).build_plan()
+    assert (
+        "special_tokens" in prepare_job(template_flags(corpus, templated, "planned")).build_plan()
+    )
     (unique,) = preprocess(template_flags(corpus, templated, "unique", deduplicate="exact"))
     assert documents_of(unique) == want
 
@@ -161,8 +204,14 @@ def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
     rows = [{"title": "The fox", "text": "The lazy\ndog"}, {"title": "", "text": "sleeps"}]
     write_files(tmp_path, {"pairs.csv": rows, "pairs.jsonl": rows})
     keys = ("title", "text")
-    from_csv = preprocess(corpus_settings(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys))
-    from_jsonl = preprocess(corpus_settings(tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2))
+    from_csv = preprocess(
+        corpus_settings(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys)
+    )
+    from_jsonl = preprocess(
+        corpus_settings(
+            tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2
+        )
+    )
     assert [prefix.name for prefix in from_csv] == ["csv_title_document", "csv_text_document"]
     assert list(map(contents, from_csv)) == list(map(contents, from_jsonl))
     assert [len(IndexedDataset(str(prefix))) for prefix in from_csv] == [1, 2]
@@ -173,9 +222,21 @@ def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
     ("content", "changes", "message"),
     [
         ("\n\n", {}, "no document holds any text"),
-        ('{"text": "x"}\n\n{"body": "y"}\n', {}, "corpus.jsonl:3: no key `text`; found `body`; set --json-key"),
-        ('{"text": "x"}\n', {"special_tokens": "none"}, "--append-eod: found with --special-tokens none, expected one of them"),
-        ('{"text": "x"}\n', {"json_keys": ("k" * 300,)}, "--output-prefix and --json-keys: a file name of 3"),
+        (
+            '{"text": "x"}\n\n{"body": "y"}\n',
+            {},
+            "corpus.jsonl:3: no key `text`; found `body`; set --json-key",
+        ),
+        (
+            '{"text": "x"}\n',
+            {"special_tokens": "none"},
+            "--append-eod: found with --special-tokens none, expected one of them",
+        ),
+        (
+            '{"text": "x"}\n',
+            {"json_keys": ("k" * 300,)},
+            "--output-prefix and --json-keys: a file name of 3",
+        ),
     ],
 )
 def test_bad_input_leaves_nothing(corpus, tokenizer_folder, content, changes, message):
@@ -189,13 +250,19 @@ def test_bad_input_leaves_nothing(corpus, tokenizer_folder, content, changes, me
 @pytest.mark.parametrize(
     ("change", "message", "partitions"),
     [
-        (lambda data: data + b'{"text": "more"}\n', r"found 1,\d{3} bytes, expected 1,\d{3}; start again", 1),
+        (
+            lambda data: data + b'{"text": "more"}\n',
+            r"found 1,\d{3} bytes, expected 1,\d{3}; start again",
+            1,
+        ),
         (lambda data: data.replace(b"fox", b"cat"), "found another modification time", 1),
         (lambda data: data.replace(b"fox", b"cat"), "found another modification time", 3),
         (lambda data: data[:300], "changed while it was read", 3),
     ],
 )
-def test_input_that_changes_during_the_run_is_refused(corpus, tokenizer_folder, monkeypatch, change, message, partitions):
+def test_input_that_changes_during_the_run_is_refused(
+    corpus, tokenizer_folder, monkeypatch, change, message, partitions
+):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     real = resolve.read_blocks
@@ -207,7 +274,10 @@ def test_input_that_changes_during_the_run_is_refused(corpus, tokenizer_folder, 
                 corpus.write_bytes(change(corpus.read_bytes()))
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
-    with pytest.raises(InputError, match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}"):
+    with pytest.raises(
+        InputError,
+        match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}",
+    ):
         preprocess(corpus_settings(corpus, tokenizer_folder, partitions=partitions))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
@@ -230,12 +300,17 @@ def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_fol
 def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokenizer_folder):
     (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
     before = contents(prefix)
-    noted = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.parent.glob("out_text_document.*")}
+    noted = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in corpus.parent.glob("out_text_document.*")
+    }
     (corpus.parent / "out_parts").mkdir()
     (corpus.parent / "out_parts" / "merged").write_text(json.dumps(noted))
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
         preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False))
-    with pytest.raises(InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"):
+    with pytest.raises(
+        InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"
+    ):
         preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False, partitions=2))
     assert contents(prefix) == before
 
@@ -245,7 +320,10 @@ def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys)
     leftovers.write_bytes(bytes(1_000_000))
     preprocess(corpus_settings(corpus, tokenizer_folder))
     output = " ".join(capsys.readouterr().out.split())
-    assert f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is writing" in output
+    assert (
+        f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is writing"
+        in output
+    )
     assert leftovers.name in output
     assert leftovers.exists(), "its number may be a process on another machine"
 
@@ -254,10 +332,14 @@ def test_a_tokenizer_without_an_end_of_sequence_token_ends_no_document(corpus, t
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path / "endless"
-    PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(
+        folder
+    )
     (prefix,) = preprocess(corpus_settings(corpus, str(folder), append_eod=False))
     assert read_corpus_metadata(prefix).eod is None
-    assert "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
+    assert (
+        "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
+    )
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
@@ -273,7 +355,9 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
         yield from blocks * 50
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
-    with pytest.raises(InputError, match=r"worker process \d+ was killed by SIGKILL, .*; try fewer --workers"):
+    with pytest.raises(
+        InputError, match=r"worker process \d+ was killed by SIGKILL, .*; try fewer --workers"
+    ):
         preprocess(corpus_settings(corpus, tokenizer_folder, workers=5))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
@@ -295,14 +379,29 @@ preprocess.main([*sys.argv[1:-1], "--append-eod"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, tokenizer_folder, number, code):
-    arguments = ["--input", corpus, "--output-prefix", corpus.parent / "out", "--tokenizer", tokenizer_folder, "--workers", "5"]
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(
+    corpus, tokenizer_folder, number, code
+):
+    arguments = [
+        "--input",
+        corpus,
+        "--output-prefix",
+        corpus.parent / "out",
+        "--tokenizer",
+        tokenizer_folder,
+        "--workers",
+        "5",
+    ]
     command = [sys.executable, "-c", SUICIDE, *map(str, arguments), str(int(number))]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
     leftovers = {path.name for path in corpus.parent.iterdir()} - {"corpus.jsonl"}
-    if number == signal.SIGKILL:  # nobody could clean up: what is left has no name that anything opens
+    if (
+        number == signal.SIGKILL
+    ):  # nobody could clean up: what is left has no name that anything opens
         assert all(name.startswith(".") and name.endswith(".tmp") for name in leftovers)
     else:
         assert not leftovers

@@ -21,7 +21,9 @@ from megaenc.errors import InputError
 @pytest.fixture
 def settings(tmp_path, tokenizer_folder):
     """Forty documents in four parts."""
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS])
+    corpus = write_jsonl(
+        tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS]
+    )
     return corpus_settings(corpus, tokenizer_folder, partitions=4)
 
 
@@ -69,12 +71,24 @@ preprocess.main(sys.argv[1:])
 
 def run_killed(settings, place, number):
     """Run the command until it sends itself a signal; return how it ended."""
-    words = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
+    words = [
+        "--input",
+        *settings.input,
+        "--output-prefix",
+        settings.output_prefix,
+        "--tokenizer",
+        settings.tokenizer,
+    ]
     words += ["--append-eod", "--workers", "2", "--partitions", "4", place, str(int(number))]
-    return subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=60
+    )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_after_a_kill_the_same_command_makes_the_missing_parts(
     tmp_path, settings, expected_contents, monkeypatch, capsys, number, code
 ):
@@ -82,9 +96,15 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     assert ended.returncode == code, ended.stderr
     # The workers go without a word.
     assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
-    assert ("2 of 4 partitions are done; run the same command to resume" in ended.stdout) == (number == signal.SIGINT)
+    assert ("2 of 4 partitions are done; run the same command to resume" in ended.stdout) == (
+        number == signal.SIGINT
+    )
     folder = tmp_path / "out_parts"
-    assert [name for name in names(folder) if name.endswith(".json")] == ["part-00001.json", "part-00002.json", "plan.json"]
+    assert [name for name in names(folder) if name.endswith(".json")] == [
+        "part-00001.json",
+        "part-00002.json",
+        "plan.json",
+    ]
     assert not any(name.startswith("out_text_document") for name in names(tmp_path))
     ranges = record_ranges(monkeypatch)
     (prefix,) = preprocess(settings)
@@ -128,7 +148,10 @@ def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monke
     for field, change in changes.items():
         if field == "files":
             write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-        with pytest.raises(InputError, match=rf"plan\.json: field `{field}`: found .*, expected .*; give the first command"):
+        with pytest.raises(
+            InputError,
+            match=rf"plan\.json: field `{field}`: found .*, expected .*; give the first command",
+        ):
             preprocess(dataclasses.replace(settings, **change))
         assert names(folder) == before
 
@@ -138,7 +161,9 @@ def test_a_stop_before_the_first_part_leaves_nothing(tmp_path, settings, monkeyp
     assert names(tmp_path) == ["corpus.jsonl"]
 
 
-def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_path, settings, capsys):
+def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(
+    tmp_path, settings, capsys
+):
     lines = (tmp_path / "corpus.jsonl").read_text().splitlines()
     (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:38], "wrong", *lines[39:]]))
     with pytest.raises(InputError, match=r"corpus\.jsonl:39: not JSON"):
@@ -151,7 +176,10 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     [
         ({"thesis.tex": "years"}, "holds `thesis.tex`, expected only partitions of a corpus"),
         ({"part-00001-text.bin": "years"}, "holds no plan.json of a corpus"),
-        ({"plan.json": '{"steps": 3}', "merged": "{}"}, "plan.json: field `input`: found null, expected"),
+        (
+            {"plan.json": '{"steps": 3}', "merged": "{}"},
+            "plan.json: field `input`: found null, expected",
+        ),
     ],
 )
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, message):
@@ -161,7 +189,9 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, mess
     with pytest.raises(InputError) as error:
         preprocess(settings)
     assert re.search(rf"out_parts[:/] ?{message}", str(error.value))
-    assert {name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")} == files
+    assert {
+        name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")
+    } == files
 
 
 NOTES = ["", "{", "[]", "null", '{"bytes": 3}', "[" * 100_000, "\udcff", None]
@@ -187,7 +217,11 @@ def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
     path = tmp_path / "part-00001.json"
     note = path.read_text()
     values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
-    changed = [json.dumps(json.loads(note) | {name: value}) for name in json.loads(note) for value in values]
+    changed = [
+        json.dumps(json.loads(note) | {name: value})
+        for name in json.loads(note)
+        for value in values
+    ]
     for damaged in (*NOTES, *changed):
         write_damage(path, damaged)
         assert parts.missing_partitions() == [0], damaged
@@ -209,11 +243,16 @@ def test_a_damaged_plan_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_contents, monkeypatch, suffix):
+def test_a_part_that_was_changed_is_not_taken(
+    tmp_path, settings, expected_contents, monkeypatch, suffix
+):
     interrupted(settings, monkeypatch, after=3)
     path = tmp_path / "out_parts" / f"part-00001-text.{suffix}"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and run"):
+    with pytest.raises(
+        InputError,
+        match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and run",
+    ):
         preprocess(settings)
     assert not (tmp_path / "out_text_document.json").exists()
     (tmp_path / "out_parts" / "part-00001.json").unlink()
@@ -221,8 +260,13 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_conte
     assert contents(prefix) == expected_contents
 
 
-@pytest.mark.parametrize(("last", "renamed"), [pytest.param("json", ["bin"], marks=pytest.mark.slow), ("idx", ["bin", "json"])])
-def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_contents, last, renamed):
+@pytest.mark.parametrize(
+    ("last", "renamed"),
+    [pytest.param("json", ["bin"], marks=pytest.mark.slow), ("idx", ["bin", "json"])],
+)
+def test_a_kill_between_the_renames_is_made_good(
+    tmp_path, settings, expected_contents, last, renamed
+):
     assert run_killed(settings, last, signal.SIGKILL).returncode == -9
     leftovers = [name for name in names(tmp_path) if name.startswith("out_text_document")]
     assert leftovers == [f"out_text_document.{suffix}" for suffix in renamed]
@@ -239,7 +283,10 @@ def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_co
 def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, capsys):
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS[:2])
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
-    assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
+    assert (
+        "--partitions 50: the input can be split into at most 2 partitions"
+        in capsys.readouterr().out
+    )
     assert read_corpus_metadata(prefix).documents == 2
 
 

@@ -8,7 +8,12 @@ from nltk.tokenize.punkt import PunktParameters
 from text_helpers import TEXTS
 
 from megaenc.data.preprocess import sentence_splitter
-from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence_splitter, load_installed_punkt, train_punkt
+from megaenc.data.preprocess.sentence_splitter import (
+    PunktModel,
+    build_sentence_splitter,
+    load_installed_punkt,
+    train_punkt,
+)
 from megaenc.errors import InputError
 
 PROSE = [
@@ -75,7 +80,10 @@ def test_punkt_is_learnt_from_the_beginning_alone(monkeypatch):
     learnt = train_punkt(PROSE * 20 + ["0123456789 and what follows is not read. Xyz. "] * 50)
     assert {"mr", "dr"} <= learnt.parameters.abbrev_types
     assert learnt.describe() == train_punkt(PROSE * 20 + ["0123456789"]).describe()
-    assert build_sentence_splitter(learnt)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
+    assert build_sentence_splitter(learnt)("It was Mr. Fox. It was not.") == [
+        "It was Mr. Fox.",
+        " It was not.",
+    ]
     assert learnt.describe() != train_punkt(PROSE).describe()
 
 
@@ -83,7 +91,9 @@ def test_the_same_text_teaches_the_same_in_every_process():
     # Sets of words come in another order in every process; what is learnt must not.
     code = f"from megaenc.data.preprocess.sentence_splitter import train_punkt; print(train_punkt({PROSE * 20}).describe())"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+    ).stdout
     assert said == f"{train_punkt(PROSE * 20).describe()}\n".encode()
 
 
@@ -99,9 +109,18 @@ def test_an_installed_model_is_found_and_nothing_is_downloaded(tmp_path, monkeyp
     (folder / "ortho_context.tab").write_text("they\t6\nfox\t0")
     actual = load_installed_punkt("english")
     known = actual.parameters
-    assert (known.abbrev_types, known.collocations, known.sent_starters) == ({"dr", "mr"}, {("s", "bach")}, {"they"})
-    assert build_sentence_splitter(actual)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
+    assert (known.abbrev_types, known.collocations, known.sent_starters) == (
+        {"dr", "mr"},
+        {("s", "bach")},
+        {"they"},
+    )
+    assert build_sentence_splitter(actual)("It was Mr. Fox. It was not.") == [
+        "It was Mr. Fox.",
+        " It was not.",
+    ]
     assert actual.describe()["language"] == "english"
     assert load_installed_punkt("german") is None
-    with pytest.raises(InputError, match=r"--punkt-language \.\./\.\.: expected the name of a language"):
+    with pytest.raises(
+        InputError, match=r"--punkt-language \.\./\.\.: expected the name of a language"
+    ):
         load_installed_punkt("../..")

@@ -57,14 +57,24 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 @pytest.fixture
 def settings(tmp_path, tokenizer_folder):
     """A hundred documents, some equal, in twelve partitions."""
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number % 7} {text}" for number in range(20) for text in TEXTS])
+    corpus = write_jsonl(
+        tmp_path / "corpus.jsonl",
+        [f"{number % 7} {text}" for number in range(20) for text in TEXTS],
+    )
     return corpus_settings(corpus, tokenizer_folder, partitions=12, deduplicate="exact")
 
 
 @pytest.fixture
 def nodes(tmp_path, settings):
     """Start processes of the same command; return their process ids and a function that waits for their exit codes."""
-    flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
+    flags = [
+        "--input",
+        *settings.input,
+        "--output-prefix",
+        settings.output_prefix,
+        "--tokenizer",
+        settings.tokenizer,
+    ]
     flags += ["--append-eod", "--workers", "1", "--partitions", "12", "--deduplicate", "exact"]
     started, pids = [], []
 
@@ -94,7 +104,9 @@ def is_writing(folder, number):
 
 
 @pytest.mark.slow
-def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp_path, settings, expected_contents, nodes):
+def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(
+    tmp_path, settings, expected_contents, nodes
+):
     pids, exit_codes = nodes(3)
     wait_until(lambda: is_writing(tmp_path, 2))
     os.kill(pids[2], signal.SIGKILL)
@@ -104,15 +116,24 @@ def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp
     assert sorted(written) == list(range(12))  # none twice
     assert all(log.count("wrote") > 1 for log in logs[:2])
     assert sorted("merging the partitions  100 %" in log for log in logs) == [False, False, True]
-    assert sum("out_parts: another process has merged the partitions" in log for log in logs[:2]) == 1
-    assert all("out_text_document: 35 documents, " in log and "65 duplicates removed" in log for log in logs[:2])
+    assert (
+        sum("out_parts: another process has merged the partitions" in log for log in logs[:2]) == 1
+    )
+    assert all(
+        "out_text_document: 35 documents, " in log and "65 duplicates removed" in log
+        for log in logs[:2]
+    )
     assert re.search(r"tokenizing  100 %  partitions 12/12  MB/s \d", logs[0] + logs[1])
     assert contents(tmp_path / "out_text_document") == expected_contents
-    assert not [path for path in tmp_path.iterdir() if "_parts" in path.name or path.name.endswith(".tmp")]
+    assert not [
+        path for path in tmp_path.iterdir() if "_parts" in path.name or path.name.endswith(".tmp")
+    ]
 
 
 @pytest.mark.slow
-def test_a_process_that_was_paused_too_long_corrupts_nothing(tmp_path, settings, expected_contents, nodes):
+def test_a_process_that_was_paused_too_long_corrupts_nothing(
+    tmp_path, settings, expected_contents, nodes
+):
     pids, exit_codes = nodes(2)
     wait_until(lambda: is_writing(tmp_path, 1))
     os.kill(pids[1], signal.SIGSTOP)
@@ -131,7 +152,8 @@ def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
     folder.open()
     with folder.acquire(0):
         with pytest.raises(
-            InputError, match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; give the first"
+            InputError,
+            match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; give the first",
         ):
             preprocess(dataclasses.replace(settings, append_eod=False))
         folder.leave()
@@ -141,7 +163,9 @@ def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
 
 
 @pytest.mark.parametrize("step", ["merge", "record_merge"])
-def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings, expected_contents, monkeypatch, capsys, step):
+def test_a_merge_that_was_overtaken_during_a_pause_ends_well(
+    tmp_path, settings, expected_contents, monkeypatch, capsys, step
+):
     real, overtaking = getattr(WorkFolder, step), []
 
     def pause(folder, *more):
@@ -156,10 +180,14 @@ def test_a_merge_that_was_overtaken_during_a_pause_ends_well(tmp_path, settings,
     (prefix,) = preprocess(settings)
     assert contents(prefix) == expected_contents
     assert "another process has merged the partitions" in capsys.readouterr().out
-    assert not [path for path in tmp_path.iterdir() if "parts" in path.name or path.name.endswith(".tmp")]
+    assert not [
+        path for path in tmp_path.iterdir() if "parts" in path.name or path.name.endswith(".tmp")
+    ]
 
 
-def test_two_processes_with_the_same_partition_write_the_same(settings, expected_contents, monkeypatch):
+def test_two_processes_with_the_same_partition_write_the_same(
+    settings, expected_contents, monkeypatch
+):
     real, stolen = resolve.read_blocks, []
 
     def stop(*_):
@@ -167,7 +195,9 @@ def test_two_processes_with_the_same_partition_write_the_same(settings, expected
 
     def read_blocks(inputs, ranges):
         yield from real(inputs, ranges)
-        if not stolen:  # another process takes all work over and stops when it has written some partitions
+        if (
+            not stolen
+        ):  # another process takes all work over and stops when it has written some partitions
             stolen.append(True)
             with monkeypatch.context() as patch:
                 patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
@@ -180,7 +210,9 @@ def test_two_processes_with_the_same_partition_write_the_same(settings, expected
     assert contents(prefix) == expected_contents and stolen
 
 
-def test_a_folder_that_another_process_removes_is_made_again(settings, expected_contents, monkeypatch):
+def test_a_folder_that_another_process_removes_is_made_again(
+    settings, expected_contents, monkeypatch
+):
     real, removed = WorkFolder.new_partition, []
 
     def new_partition(folder, number):
@@ -207,4 +239,6 @@ def test_a_folder_that_another_command_takes_over_is_its_own(tmp_path, settings,
     monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
     with pytest.raises(InputError, match=r'plan\.json: field `input`: found "theirs", expected'):
         preprocess(settings)
-    assert not theirs[0].is_gone() and [path.name for path in theirs[0].path.iterdir()] == ["plan.json"]
+    assert not theirs[0].is_gone() and [path.name for path in theirs[0].path.iterdir()] == [
+        "plan.json"
+    ]

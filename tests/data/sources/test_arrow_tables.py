@@ -24,9 +24,13 @@ def texts_of(blocks, keys=("text",)):
 
 
 @pytest.mark.parametrize(("row_group_size", "block_bytes"), [(7, 100), (1000, 100), (7, 1 << 24)])
-def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(tmp_path, monkeypatch, row_group_size, block_bytes):
+def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(
+    tmp_path, monkeypatch, row_group_size, block_bytes
+):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", block_bytes)
-    path = written(tmp_path / "a.parquet", {"text": TEXTS, "n": range(100)}, row_group_size=row_group_size)
+    path = written(
+        tmp_path / "a.parquet", {"text": TEXTS, "n": range(100)}, row_group_size=row_group_size
+    )
     blocks = parquet_blocks(path)
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     ends = [block.first_row + len(texts_of([block])) for block in blocks]
@@ -53,9 +57,14 @@ def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_pat
 
 def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out,
+    ):
         out.write_batch(pa.record_batch([column], ["text"]))
-    blocks = list(arrow_tables.SavedDatasetFile(str(tmp_path / "a.arrow"), ["text"]).read_blocks(0, 103, 0))
+    blocks = list(
+        arrow_tables.SavedDatasetFile(str(tmp_path / "a.arrow"), ["text"]).read_blocks(0, 103, 0)
+    )
     assert [len(block.parse(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
     assert all(len(block.data) < 200_000 for block in blocks), "decoded, the rows take 10 MB"
     last = blocks[-1].parse(["text"], True)
@@ -70,14 +79,18 @@ def test_columns_of_several_types_of_text_and_several_keys(tmp_path):
     }
     path = written(tmp_path / "a.parquet", columns)
     keys = ("title", "text", "a.b")
-    assert texts_of(parquet_blocks(path, keys), keys) == list(zip(["a", "b"] * 50, TEXTS, TEXTS, strict=True))
+    assert texts_of(parquet_blocks(path, keys), keys) == list(
+        zip(["a", "b"] * 50, TEXTS, TEXTS, strict=True)
+    )
 
 
 def test_a_cell_without_text_is_named_by_its_row_or_counted(tmp_path):
     for wrong, found in ((None, "null"), (b"caf\xe9", r"b'caf\\xe9'")):
         cells = pa.array([b"good", b"good", wrong, b"good"]).cast(pa.binary()).view(pa.string())
         blocks = parquet_blocks(written(tmp_path / "a.parquet", {"text": cells}, row_group_size=2))
-        with pytest.raises(InputError, match=rf"a\.parquet: row 3: key `text`: found {found}, expected text"):
+        with pytest.raises(
+            InputError, match=rf"a\.parquet: row 3: key `text`: found {found}, expected text"
+        ):
             texts_of(blocks)
         assert parse_blocks(blocks, skip_bad=True) == ([("good",)] * 3, 1)
 
@@ -98,7 +111,12 @@ def streamed(tmp_path, monkeypatch, *tables):
 
 def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
-    data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
+    data = streamed(
+        tmp_path,
+        monkeypatch,
+        {"text": TEXTS[:60], "n": range(60)},
+        {"text": TEXTS[60:], "n": range(40)},
+    )
     blocks = list(data.read_blocks(0, 2, 0))
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     assert len(blocks) > 5 and pa.ipc.open_stream(blocks[0].data).schema.names == ["text"]
@@ -107,7 +125,9 @@ def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
 
 def test_a_stream_that_breaks_off_or_lacks_a_column_is_one_line(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS}, {"text": TEXTS})
-    with pytest.raises(InputError, match="owner/name: no column `body`; found `text`; set --json-key"):
+    with pytest.raises(
+        InputError, match="owner/name: no column `body`; found `text`; set --json-key"
+    ):
         arrow_tables.HubDataset("owner/name", None, "train", ["body"])
     (tmp_path / "hub" / "train-1.parquet").unlink()
     with pytest.raises(InputError, match=r"owner/name: no more rows after 100: ") as error:

@@ -61,7 +61,9 @@ def test_cells_may_be_longer_than_the_csv_module_allows_by_default(tmp_path):
 def test_a_cell_longer_than_the_limit_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(delimited_files, "MAX_CELL_LENGTH", 1000)
     path = write_csv(tmp_path / "a.csv", ["x", "long " * 1000])
-    with pytest.raises(InputError, match=r"a\.csv:3: not CSV: field larger than field limit \(1000\)"):
+    with pytest.raises(
+        InputError, match=r"a\.csv:3: not CSV: field larger than field limit \(1000\)"
+    ):
         parse(path)
 
 
@@ -71,8 +73,16 @@ NOT_UTF8 = "not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encodi
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b'id,text\n1,"x\ny"\n\n2\n3,z\n', "a.csv:5: found 1 columns, expected 2 as in the header"),
-        ("a.tsv", b"id\ttext\n1\tx\ty\n3\tz\n", "a.tsv:2: found 3 columns, expected 2 as in the header"),
+        (
+            "a.csv",
+            b'id,text\n1,"x\ny"\n\n2\n3,z\n',
+            "a.csv:5: found 1 columns, expected 2 as in the header",
+        ),
+        (
+            "a.tsv",
+            b"id\ttext\n1\tx\ty\n3\tz\n",
+            "a.tsv:2: found 3 columns, expected 2 as in the header",
+        ),
         ("a.csv", b'id,text\n1,"y\n\xff"\n3,z\n', f"a.csv:3: {NOT_UTF8}"),
         ("a.tsv", b"id\ttext\n\xff\tx\n3\tz\n", f"a.tsv:2: {NOT_UTF8}"),
     ],
@@ -90,9 +100,18 @@ def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('id,text\n1,x\n\n2,"y\n3,z\n4,w\n', "a.csv:4: not CSV: unexpected end of data; expected cells with commas, quotes or"),
-        ("id,text\n1,x\ry\n", "a.csv:2: not CSV: new-line character seen in unquoted field; expected cells with commas"),
-        ('id,text\n1,"x\n2"y,z\n', "a.csv:2: not CSV: ',' expected after '\"'; expected cells with commas, quotes or"),
+        (
+            'id,text\n1,x\n\n2,"y\n3,z\n4,w\n',
+            "a.csv:4: not CSV: unexpected end of data; expected cells with commas, quotes or",
+        ),
+        (
+            "id,text\n1,x\ry\n",
+            "a.csv:2: not CSV: new-line character seen in unquoted field; expected cells with commas",
+        ),
+        (
+            'id,text\n1,"x\n2"y,z\n',
+            "a.csv:2: not CSV: ',' expected after '\"'; expected cells with commas, quotes or",
+        ),
     ],
 )
 def test_a_wrong_quote_is_never_skipped(tmp_path, content, message):
@@ -107,4 +126,7 @@ def test_another_delimiter_is_named(tmp_path):
         path = write(tmp_path / "a.csv", content)
         with pytest.raises(InputError) as error:
             parse(path)
-        assert str(error.value) == f"{path}:1: found {other} between columns, expected ','; set --delimiter"
+        assert (
+            str(error.value)
+            == f"{path}:1: found {other} between columns, expected ','; set --delimiter"
+        )

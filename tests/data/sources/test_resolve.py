@@ -9,7 +9,14 @@ import pytest
 from text_helpers import TEXTS, every_source, parse_blocks, text_folder, write_jsonl, write_parquet
 
 from megaenc.data.sources import arrow_tables, text_files
-from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
+from megaenc.data.sources.resolve import (
+    DocumentRange,
+    InputConfig,
+    partition_inputs,
+    read_blocks,
+    read_texts,
+    resolve_inputs,
+)
 from megaenc.data.tokenizer.train_command import main as tokenizer_main
 from megaenc.errors import InputError
 
@@ -24,12 +31,21 @@ def texts_of(*inputs, **changes):
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     names = ["b.txt", "a/z.txt", "a/b/c.txt", "a.md", "B.text", "a-1/x.txt", "10.txt", "9.txt"]
-    text_folder(tmp_path, {name: name for name in names} | {".hidden.txt": "no", ".git/x.txt": "no", "a/.b/c.txt": "no"})
+    text_folder(
+        tmp_path,
+        {name: name for name in names}
+        | {".hidden.txt": "no", ".git/x.txt": "no", "a/.b/c.txt": "no"},
+    )
     assert texts_of(tmp_path) == sorted(names)
 
 
 def test_suffixes_in_capitals_are_the_same(tmp_path):
-    contents = {"A.JSONL": '{"text": "x"}', "b.Csv.GZ": "text\nx\n", "C.TSV": "text\nx\n", "D.MD": "x"}
+    contents = {
+        "A.JSONL": '{"text": "x"}',
+        "b.Csv.GZ": "text\nx\n",
+        "C.TSV": "text\nx\n",
+        "D.MD": "x",
+    }
     text_folder(tmp_path, contents)
     for name in contents:
         assert texts_of(tmp_path / name) == ["x"], name
@@ -64,7 +80,9 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path):
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
     not_utf8 = os.fsdecode(b"caf\xe9.png")
-    text_folder(tmp_path, {name: "x" for name in ("a.xlsx", "b/c.png", not_utf8, "e.tar.gz", "good.txt")})
+    text_folder(
+        tmp_path, {name: "x" for name in ("a.xlsx", "b/c.png", not_utf8, "e.tar.gz", "good.txt")}
+    )
     remarks = resolve_paths(tmp_path).messages
     assert remarks == [
         f"{tmp_path}: 4 left out, unknown kind of file: a.xlsx, b/c.png, caf\ufffd.png and 1 more",
@@ -77,28 +95,44 @@ def test_what_a_document_is_in_text_files_can_be_chosen(tmp_path):
     text_folder(tmp_path, {"a.txt": "one\ntwo\n\nthree\n", "b.md": "four"})
     write_jsonl(tmp_path / "c.jsonl", ["kept\n\nwhole"])
     assert texts_of(tmp_path) == ["one\ntwo\n\nthree\n", "four", "kept\n\nwhole"]
-    assert texts_of(tmp_path, sample_by="paragraph") == ["one\ntwo", "three", "four", "kept\n\nwhole"]
+    assert texts_of(tmp_path, sample_by="paragraph") == [
+        "one\ntwo",
+        "three",
+        "four",
+        "kept\n\nwhole",
+    ]
     assert texts_of(tmp_path, sample_by="line") == ["one", "two", "three", "four", "kept\n\nwhole"]
 
 
 def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
     parts = {"train": TEXTS[:3], "test": TEXTS[3:]}
-    both = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()})
+    both = datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
+    )
     both.save_to_disk(tmp_path / "all" / "both")
     write_jsonl(tmp_path / "all" / "a.jsonl", TEXTS[:1])
     assert texts_of(tmp_path / "all" / "both") == TEXTS[:3]
     assert texts_of(tmp_path / "all" / "both", dataset_split="test") == TEXTS[3:]
     assert texts_of(tmp_path / "all") == [TEXTS[0], *TEXTS[:3]]
-    with pytest.raises(InputError, match=r"no split `dev` \(--dataset-split\); found `train`, `test`"):
+    with pytest.raises(
+        InputError, match=r"no split `dev` \(--dataset-split\); found `train`, `test`"
+    ):
         resolve_paths(tmp_path / "all" / "both", dataset_split="dev")
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"):
+    with pytest.raises(
+        InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"
+    ):
         resolve_paths(tmp_path / "saved", dataset_split="test")
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "nothing" / ".git").mkdir(parents=True)
-    contents = {"empty.txt": "", "pictures/a.png": "x", "bad.parquet": "x", "other.csv": "body,n\nx,1\n"}
+    contents = {
+        "empty.txt": "",
+        "pictures/a.png": "x",
+        "bad.parquet": "x",
+        "other.csv": "body,n\nx,1\n",
+    }
     text_folder(tmp_path, contents | {"broken/state.json": "{}", "broken/dataset_info.json": "{}"})
     (tmp_path / "twice.tsv.gz").write_bytes(gzip.compress(b"text\tid\ttext\n"))
     os.mkfifo(tmp_path / "pipe")
@@ -149,7 +183,15 @@ def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch
         with pytest.raises(InputError, match="asked"):
             resolve_paths(name, dataset_config="sample-10BT")
     assert calls[0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("text",))
-    for name in ("./imdb", "/imdb", "a/b/c", "corpus/missing", "missing.jsonl", "owner/missing.txt.gz", "a b"):
+    for name in (
+        "./imdb",
+        "/imdb",
+        "a/b/c",
+        "corpus/missing",
+        "missing.jsonl",
+        "owner/missing.txt.gz",
+        "a b",
+    ):
         with pytest.raises(InputError, match="no such file or folder"):
             resolve_paths(name)
     assert len(calls) == 3
@@ -204,7 +246,9 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     changes = {
         "b.txt: changed while it was read: found another modification time": DocumentRange(1, 1, 2),
         "a.jsonl: changed while it was read: found 7 bytes, expected ": DocumentRange(0, 0, 10),
-        "c.txt: changed while it was read: No such file or directory; start again": DocumentRange(1, 2, 3),
+        "c.txt: changed while it was read: No such file or directory; start again": DocumentRange(
+            1, 2, 3
+        ),
     }
     for message, part in changes.items():
         with pytest.raises(InputError, match=message):
@@ -242,7 +286,11 @@ def test_files_of_any_encoding_and_delimiter(tmp_path, monkeypatch, encoding):
 
 @pytest.mark.parametrize(
     ("encoding", "guess"),
-    [("cp1252", "its --encoding, such as cp1252"), ("utf-16", "--encoding utf-16"), ("utf-16be", "--encoding utf-16be")],
+    [
+        ("cp1252", "its --encoding, such as cp1252"),
+        ("utf-16", "--encoding utf-16"),
+        ("utf-16be", "--encoding utf-16be"),
+    ],
 )
 def test_another_encoding_is_named(tmp_path, encoding, guess):
     for name, changes in (("a.csv", {}), ("a.txt", {}), ("a.txt", {"sample_by": "line"})):
@@ -254,9 +302,22 @@ def test_another_encoding_is_named(tmp_path, encoding, guess):
 def test_commands_read_an_encoding_and_a_delimiter(tmp_path):
     (tmp_path / "a.csv").write_bytes("id;text\n1;Café au lait\n".encode("cp1252"))
     write_jsonl(tmp_path / "a.jsonl", ["Café au lait"])
-    tokenizer_main(["--input", f"{tmp_path}/a.csv", "--encoding", "cp1252", "--delimiter", ";", "--output", f"{tmp_path}/csv"])
+    tokenizer_main(
+        [
+            "--input",
+            f"{tmp_path}/a.csv",
+            "--encoding",
+            "cp1252",
+            "--delimiter",
+            ";",
+            "--output",
+            f"{tmp_path}/csv",
+        ]
+    )
     tokenizer_main(["--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/jsonl"])
-    csv_tokenizer, jsonl_tokenizer = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("csv", "jsonl"))
+    csv_tokenizer, jsonl_tokenizer = (
+        (tmp_path / name / "tokenizer.json").read_bytes() for name in ("csv", "jsonl")
+    )
     assert csv_tokenizer == jsonl_tokenizer
 
 
@@ -264,13 +325,25 @@ def test_encodings_and_delimiters_that_do_not_fit(tmp_path):
     lines = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     table = write_parquet(tmp_path / "a.parquet", TEXTS)
     refusals = [
-        (lines, {"encoding": "klingon"}, "--encoding .*: unknown, expected the name of an encoding, such as utf-8"),
+        (
+            lines,
+            {"encoding": "klingon"},
+            "--encoding .*: unknown, expected the name of an encoding, such as utf-8",
+        ),
         (lines, {"encoding": "zip"}, "--encoding .*: unknown"),
         (lines, {"delimiter": "||"}, "--delimiter .*: expected one character, such as ';'"),
         (lines, {"delimiter": '"'}, "--delimiter .*: expected one character"),
         (lines, {"delimiter": ";"}, "--delimiter ';': none of --input is a CSV or TSV file"),
-        (table, {"encoding": "UTF-16"}, "--encoding utf-16: none of --input is a JSONL, CSV, TSV or text file"),
-        (lines, {"encoding": "ascii"}, r"a.jsonl: not ascii \(.*\); give the text's own --encoding"),
+        (
+            table,
+            {"encoding": "UTF-16"},
+            "--encoding utf-16: none of --input is a JSONL, CSV, TSV or text file",
+        ),
+        (
+            lines,
+            {"encoding": "ascii"},
+            r"a.jsonl: not ascii \(.*\); give the text's own --encoding",
+        ),
     ]
     lines.write_text('{"text": "é"}', encoding="utf-8")
     for path, changes, message in refusals:

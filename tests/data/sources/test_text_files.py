@@ -31,13 +31,18 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
         "first-empty.gz": gzip.compress(b"") + gzip.compress(data),
         "padded.gz": gzip.compress(data) + bytes(512),
         "two-frames.zst": zstd.compress(first) + zstd.compress(second),
-        "skippable.zst": skippable_frame(0) + zstd.compress(first) + skippable_frame(5) + zstd.compress(second),
+        "skippable.zst": skippable_frame(0)
+        + zstd.compress(first)
+        + skippable_frame(5)
+        + zstd.compress(second),
         "known-by-content-not-by-name": zstd.compress(data),
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert texts_of(tmp_path / name) == TEXTS, name
-        assert [block.position for block in read_line_blocks(str(tmp_path / name))][-1] == len(content)
+        assert [block.position for block in read_line_blocks(str(tmp_path / name))][-1] == len(
+            content
+        )
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -47,10 +52,15 @@ def test_a_file_is_read_in_blocks_and_in_parts_of_whole_lines(tmp_path, monkeypa
     data = path.read_bytes()
     blocks = list(read_line_blocks(str(path), before=7))
     assert b"".join(block.data for block in blocks) == data
-    assert [json.loads(block.data.split(b"\n")[0])["id"] for block in blocks] == [block.first_line - 1 for block in blocks]
+    assert [json.loads(block.data.split(b"\n")[0])["id"] for block in blocks] == [
+        block.first_line - 1 for block in blocks
+    ]
     assert blocks[-1].position == len(data) + 7
     starts = [find_line_start(str(path), offset) for offset in range(len(data) + 1)]
-    assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(data) if byte == ord("\n")]]
+    assert sorted(set(starts)) == [
+        0,
+        *[at + 1 for at, byte in enumerate(data) if byte == ord("\n")],
+    ]
     assert all(start >= offset for offset, start in enumerate(starts))
     for start in set(starts):
         assert texts_of(path, 0, start) + texts_of(path, start, len(data)) == TEXTS
@@ -65,9 +75,20 @@ def test_a_file_is_read_in_blocks_and_in_parts_of_whole_lines(tmp_path, monkeypa
 def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
     monkeypatch.setattr(text_files, "LINES_BYTES", size)
     path = tmp_path / "a.txt"
-    path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
-    assert texts_of(path, sample_by="paragraph") == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
-    assert texts_of(path, sample_by="line") == ["One.", " Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
+    path.write_bytes(
+        "\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode()
+    )
+    assert texts_of(path, sample_by="paragraph") == [
+        "One.\n Two\u2028still.",
+        "Three.",
+        "\ufeffFour.\x0c",
+    ]
+    assert texts_of(path, sample_by="line") == [
+        "One.",
+        " Two\u2028still.",
+        "Three.",
+        "\ufeffFour.\x0c",
+    ]
 
 
 @pytest.mark.parametrize("paragraphs", [True, False])
@@ -93,7 +114,9 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     assert actual.texts == [(text, text) for text in texts]
 
 
-TWO_KEYS_THAT_ARE_NOT_ASKED_FOR = b'{"id": 1, "id": 2, "meta": {"text": 1, "text": 2}, "kind": "text", "text": "good"}'
+TWO_KEYS_THAT_ARE_NOT_ASKED_FOR = (
+    b'{"id": 1, "id": 2, "meta": {"text": 1, "text": 2}, "kind": "text", "text": "good"}'
+)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +133,13 @@ TWO_KEYS_THAT_ARE_NOT_ASKED_FOR = b'{"id": 1, "id": 2, "meta": {"text": 1, "text
     ],
 )
 def test_a_bad_line_is_named_or_counted(line, message):
-    block = LineBlock("corpus.jsonl", 0, 11, TWO_KEYS_THAT_ARE_NOT_ASKED_FOR + b"\n\n" + line + b'\n{"text": "good too"}\n', 0)
+    block = LineBlock(
+        "corpus.jsonl",
+        0,
+        11,
+        TWO_KEYS_THAT_ARE_NOT_ASKED_FOR + b"\n\n" + line + b'\n{"text": "good too"}\n',
+        0,
+    )
     with pytest.raises(InputError) as error:
         block.parse(["text"], False)
     assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
@@ -121,7 +150,9 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
     for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstd.compress(data))]:
         (tmp_path / name).write_bytes(content[:-20])
-        with pytest.raises(InputError, match=r"broken compressed data: .*; expected a complete file"):
+        with pytest.raises(
+            InputError, match=r"broken compressed data: .*; expected a complete file"
+        ):
             texts_of(tmp_path / name)
         with pytest.raises(InputError, match="broken compressed data"):
             FileBlock((str(tmp_path / name),), 0).parse(["text"], False)
@@ -156,7 +187,9 @@ def test_what_is_no_utf8_is_called_by_its_name(tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, before, after, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(after)
-    with pytest.raises(InputError, match=rf"a\.jsonl: changed while it was read: found {message}; start again"):
+    with pytest.raises(
+        InputError, match=rf"a\.jsonl: changed while it was read: found {message}; start again"
+    ):
         texts_of(path, 0, len(before))
 
 
@@ -166,7 +199,16 @@ WELL_FORMED = [
     b' {"a" : {"text":1} , "text" : "q" }\r',
 ]
 MISHAPS = rb"""" \ { } [ ] , : - 01 null NaN \ud800 1e400 1. .5 /**/ "text":"z",""".split()
-MISHAPS += [b"\xff", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\x1f", b"\x0b", b"9" * 5000, b"[" * 1100]
+MISHAPS += [
+    b"\xff",
+    b"\xed\xa0\x80",
+    b"\x00",
+    b"\xef\xbb\xbf",
+    b"\x1f",
+    b"\x0b",
+    b"9" * 5000,
+    b"[" * 1100,
+]
 
 
 def test_the_quick_parser_takes_nothing_that_the_other_does_not():
@@ -185,6 +227,11 @@ def test_the_quick_parser_takes_nothing_that_the_other_does_not():
 
 def test_what_only_the_slow_parser_takes_is_read_too(tmp_path):
     path = tmp_path / "a.jsonl"
-    for line in ('{"a": "\\ud800", "text": "x"}', '\ufeff{"text": "x"}', '{"text": "x", "n": NaN}', ' {"text": "x"} \r'):
+    for line in (
+        '{"a": "\\ud800", "text": "x"}',
+        '\ufeff{"text": "x"}',
+        '{"text": "x", "n": NaN}',
+        ' {"text": "x"} \r',
+    ):
         path.write_text(f"{line}\n\r\n   \n{line}", encoding="utf-8", newline="")
         assert texts_of(path) == ["x", "x"]

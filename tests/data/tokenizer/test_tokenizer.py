@@ -31,7 +31,11 @@ from megaenc.data.tokenizer.tokenizer import (
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """A small tokenizer of a family, with an EOS and a mask token that is outside of the model's own vocabulary."""
     backend, config = tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]())
-    roles = {role: token for role, token in config.items() if role.endswith("_token") and isinstance(token, str)}
+    roles = {
+        role: token
+        for role, token in config.items()
+        if role.endswith("_token") and isinstance(token, str)
+    }
     return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
 
 
@@ -56,9 +60,13 @@ def test_words_are_cut_only_for_training_and_only_if_long(monkeypatch):
 
 
 def test_a_signal_ends_the_training(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(random.Random(0).choices(string.ascii_lowercase, k=2_000_000)))
+    (tmp_path / "a.txt").write_text(
+        "".join(random.Random(0).choices(string.ascii_lowercase, k=2_000_000))
+    )
     arguments = ["tokenizer", "--input", "a.txt", "--vocab-size", "200000", "--output", "new/tok"]
-    process = subprocess.Popen([sys.executable, "-m", "megaenc", *arguments], cwd=tmp_path, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megaenc", *arguments], cwd=tmp_path, stderr=subprocess.PIPE
+    )
     try:
         while process.poll() is None and not list(tmp_path.glob("new/.tok.*")):
             time.sleep(0.05)
@@ -71,7 +79,10 @@ def test_a_signal_ends_the_training(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize(("make", "fast"), [(small_tokenizer, True), (LLAMA3, True), (with_added_word, True), (BERT, False)])
+@pytest.mark.parametrize(
+    ("make", "fast"),
+    [(small_tokenizer, True), (LLAMA3, True), (with_added_word, True), (BERT, False)],
+)
 def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
     tokenizer = make()
     assert get_encoder(tokenizer).is_fast == fast
@@ -87,7 +98,9 @@ def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
 
 def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
     encoder = FastEncoder(small_tokenizer().backend_tokenizer.to_str())
-    monkeypatch.setattr(encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way"))
+    monkeypatch.setattr(
+        encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way")
+    )
     (ids,) = encoder(["<|mask|> and <|eos|>"])
     assert ids.tolist() == reference_ids(small_tokenizer(), "<|mask|> and <|eos|>")
 
@@ -106,7 +119,9 @@ def fast_way(encode):
         rows = [encode(text.encode()) for text in texts]
         content, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
         return SimpleNamespace(
-            layout=SimpleNamespace(content=SimpleNamespace(data=content), offsets=SimpleNamespace(data=offsets))
+            layout=SimpleNamespace(
+                content=SimpleNamespace(data=content), offsets=SimpleNamespace(data=offsets)
+            )
         )
 
     return SimpleNamespace(encode=encode, encode_batch=encode_batch)
@@ -137,18 +152,25 @@ def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
 
 def test_trained_tokenizer_is_deterministic_lossless_and_whole():
     tokenizer = small_tokenizer()
-    assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (
+        train_tokenizer(TEXTS, 400).backend_tokenizer.to_str()
+        == tokenizer.backend_tokenizer.to_str()
+    )
     vocabulary = read_vocabulary(tokenizer)
     for text, ids in zip(HOSTILE, encode_documents(tokenizer, HOSTILE), strict=True):
         assert tokenizer.decode(ids) == text
-        assert not set(ids.tolist()) & set(vocabulary.special_ids)  # spelled special tokens stay text
+        assert not set(ids.tolist()) & set(
+            vocabulary.special_ids
+        )  # spelled special tokens stay text
     assert (vocabulary.eos_id, vocabulary.mask_id, vocabulary.special_ids) == (0, 1, (0, 1))
     assert vocabulary.size == len(tokenizer) <= 400
     assert tokenizer.pad_token == "<|eos|>"
 
 
 def test_sep_ends_documents_only_without_an_eos():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer, sep_token="<|mask|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=small_tokenizer().backend_tokenizer, sep_token="<|mask|>"
+    )
     assert read_vocabulary(tokenizer).eos_id == 1
     tokenizer.eos_token = "<|eos|>"
     assert read_vocabulary(tokenizer).eos_id == 0
@@ -158,7 +180,9 @@ def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
     before = read_vocabulary(small_tokenizer())
     small_tokenizer().save_pretrained(tmp_path / "one")
     again = load_tokenizer(tmp_path / "one")
-    again("padded and cut", padding="max_length", truncation=True, max_length=4)  # leaves its settings in the backend
+    again(
+        "padded and cut", padding="max_length", truncation=True, max_length=4
+    )  # leaves its settings in the backend
     again.save_pretrained(tmp_path / "two")
     assert read_vocabulary(again) == before == read_vocabulary(load_tokenizer(tmp_path / "two"))
     assert read_vocabulary(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
@@ -175,7 +199,10 @@ def test_runs_hold_every_token_once_and_no_half_character(make):
         runs = decode_in_spans(tokenizer, ids)
         assert sum(count for count, _ in runs) == len(ids)
         assert "".join(piece for _, piece in runs) == full_ids
-        assert "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd") or make is BERT
+        assert (
+            "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd")
+            or make is BERT
+        )
 
 
 def test_runs_are_as_short_as_characters_allow():
@@ -202,7 +229,12 @@ def test_the_text_fingerprint_depends_on_all_but_the_template():
     plain = small_tokenizer()
     template = set_special_tokens(plain, SpecialTokens("eod", after=(plain.eos_token_id,)))
     without, with_eos = read_vocabulary(plain), read_vocabulary(template)
-    assert without.fingerprint == without.text_fingerprint == with_eos.text_fingerprint != with_eos.fingerprint
+    assert (
+        without.fingerprint
+        == without.text_fingerprint
+        == with_eos.text_fingerprint
+        != with_eos.fingerprint
+    )
     assert with_eos.is_of_tokenizer(without.fingerprint) and without.is_of_tokenizer(
         with_eos.fingerprint, with_eos.text_fingerprint
     )

@@ -26,7 +26,12 @@ MODULES = (argparse, decimal, json, logging, string, typing)
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
     """Docstrings of the standard library, and source code."""
-    members = [member for module in MODULES for _, member in inspect.getmembers(module) if inspect.getdoc(member)]
+    members = [
+        member
+        for module in MODULES
+        for _, member in inspect.getmembers(module)
+        if inspect.getdoc(member)
+    ]
     return [*map(inspect.getdoc, members), inspect.getsource(json.decoder)]
 
 
@@ -34,15 +39,26 @@ def documents() -> list[str]:
 def tokenizers(documents, tmp_path_factory):
     """Small tokenizers by name."""
     folder = tmp_path_factory.mktemp("kinds")
-    kinds = {name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "qwen2", "modernbert", "bert")}
-    saved = {name: hf_tokenizers.save(make(), folder / name.replace(" ", "-")) for name, make in kinds.items()}
+    kinds = {
+        name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "qwen2", "modernbert", "bert")
+    }
+    saved = {
+        name: hf_tokenizers.save(make(), folder / name.replace(" ", "-"))
+        for name, make in kinds.items()
+    }
     large, config = hf_tokenizers.llama3()
     trainer = BpeTrainer(
-        vocab_size=2000, special_tokens=[config["eos_token"]], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        vocab_size=2000,
+        special_tokens=[config["eos_token"]],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
     )
     large.post_processor = processors.ByteLevel()
     large.train_from_iterator(documents, trainer)
-    trained = {"own": train_tokenizer(documents, 2000), "llama 3, 2000 ids": PreTrainedTokenizerFast(tokenizer_object=large)}
+    trained = {
+        "own": train_tokenizer(documents, 2000),
+        "llama 3, 2000 ids": PreTrainedTokenizerFast(tokenizer_object=large),
+    }
     return {name: load_tokenizer(path) for name, path in saved.items()} | trained
 
 
@@ -94,14 +110,19 @@ def test_words_of_sentencepiece_begin_at_the_mark_or_after_a_new_line(tokenizers
         before = ["", *tokens[:-1]]
         new_line = [token in ("<0x0A>", "\n", "\n\n") for token in before]
         begins = [token.startswith(("▁", "\n", "<0x0A>")) for token in tokens]
-        expected = [at == 0 or one or other for at, (one, other) in enumerate(zip(begins, new_line, strict=True))]
+        expected = [
+            at == 0 or one or other
+            for at, (one, other) in enumerate(zip(begins, new_line, strict=True))
+        ]
         assert vocabulary.starts_words(np.array(ids)).tolist() == expected
 
 
 def test_special_tokens_are_words_and_begin_words():
     vocabulary = read_vocabulary(small_tokenizer())
     [letter] = small_tokenizer().encode("x")
-    assert vocabulary.starts_words(np.array([letter, letter, 0, letter, letter, 1, 1])).tolist() == [1, 0, 1, 1, 0, 1, 1]
+    assert vocabulary.starts_words(
+        np.array([letter, letter, 0, letter, letter, 1, 1])
+    ).tolist() == [1, 0, 1, 1, 0, 1, 1]
 
 
 def test_codes_worked_out_by_hand():
@@ -109,6 +130,16 @@ def test_codes_worked_out_by_hand():
     after_space = 1 << TokenEnd.SPACE
     codes = [after_space | end << 8 for end in (TokenEnd.LETTER, TokenEnd.SPACE, TokenEnd.SAME)]
     vocabulary = Vocabulary(3, None, None, (), "", np.array(codes, dtype="<u2").tobytes)
-    assert vocabulary.starts_words(np.array([2, 2, 0, 0, 1, 2, 2, 0, 0])).tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 0]
+    assert vocabulary.starts_words(np.array([2, 2, 0, 0, 1, 2, 2, 0, 0])).tolist() == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        0,
+    ]
     assert vocabulary.starts_words(np.array([], dtype=np.int64)).tolist() == []
     assert Vocabulary(3, None, None, (), "").starts_words(np.array([2, 2])).all()

@@ -27,6 +27,8 @@ if "megaenc.data.worker_pool import serve_worker" in " ".join(sys.orig_argv):
             from importlib import metadata
 
             version = metadata.version
-            metadata.version = lambda name, version=version: "5.99.0" if name == "transformers" else version(name)
+            metadata.version = lambda name, version=version: (
+                "5.99.0" if name == "transformers" else version(name)
+            )
         else:
             raise ValueError(f"PLANTED: no fault {fault!r}")

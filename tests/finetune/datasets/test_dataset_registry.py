@@ -31,7 +31,10 @@ def test_a_set_is_called_as_its_folder_or_as_is_said(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert find_dataset("films").name == "films"
     odd = folder.rename(folder.with_name("a=b c"))
-    with pytest.raises(InputError, match=r"name 'a=b c': expected letters, digits and . _ - \(NAME=PATH gives it another\)"):
+    with pytest.raises(
+        InputError,
+        match=r"name 'a=b c': expected letters, digits and . _ - \(NAME=PATH gives it another\)",
+    ):
         find_dataset(str(odd))
     assert find_dataset(f"x={odd}").name == "x"
 
@@ -39,5 +42,7 @@ def test_a_set_is_called_as_its_folder_or_as_is_said(folder, monkeypatch):
 def test_names_of_the_study_come_before_folders_of_that_name(folder, monkeypatch):
     folder.rename(folder.with_name("sst2"))
     monkeypatch.chdir(folder.parent)
-    assert find_dataset("sst2").labels == ("negative", "positive") and find_dataset("./sst2").labels == ("yes",)
+    assert find_dataset("sst2").labels == ("negative", "positive") and find_dataset(
+        "./sst2"
+    ).labels == ("yes",)
     assert find_dataset("sst2=sst2").labels == ("yes",)

@@ -43,29 +43,45 @@ def parsed(tmp_path):
 
 
 def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
-    assert [list(parameters) for _, _, parameters in parsed] == [["x", "factor", "short"], ["x", "low"]]
+    assert [list(parameters) for _, _, parameters in parsed] == [
+        ["x", "factor", "short"],
+        ["x", "low"],
+    ]
     assert parsed[0][0] == "p/m.py:3" and parsed[0][1].startswith("Multiply the values")
     assert parsed[1][2]["x"] == "The values that are to be clipped by this function."
 
 
 def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
     rows = list(demo.build_tagging_rows(parsed))
-    tagged = [[(word, tag) for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"] for row in rows]
+    tagged = [
+        [(word, tag) for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"]
+        for row in rows
+    ]
     assert tagged == [
         [("factor", "B-PARAM"), ("None", "B-CODE"), ("x", "B-PARAM")],
         [("scale", "B-CODE"), ("low", "B-PARAM")],
     ]
-    [code] = demo.build_tagging_rows([("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})])
+    [code] = demo.build_tagging_rows(
+        [("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})]
+    )
     # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
-    assert code["tags"] == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
+    assert (
+        code["tags"]
+        == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
+    )
 
 
 def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
     asked = list(demo.build_question_rows(parsed))
     lines = asked[0]["context"].splitlines()
-    assert lines[0] == "x: The values that are to be multiplied. They are not changed." and lines[1].startswith("factor: ")
+    assert lines[0] == "x: The values that are to be multiplied. They are not changed." and lines[
+        1
+    ].startswith("factor: ")
     answers = [row["answers"]["text"][0] for row in asked]
-    assert answers[:2] == ["The values that are to be multiplied.", "What every one of the values is multiplied with."]
+    assert answers[:2] == [
+        "The values that are to be multiplied.",
+        "What every one of the values is multiplied with.",
+    ]
     for row, answer in zip(asked, answers, strict=True):
         assert row["context"][row["answers"]["answer_start"][0] :].startswith(answer)
 
@@ -86,7 +102,10 @@ def test_what_is_documented_twice_is_there_once(parsed):
 def few_sources(monkeypatch):
     """The documentation of part of networkx instead of everything."""
     [folder] = importlib.util.find_spec("networkx").submodule_search_locations
-    sources = [(f"networkx/{path.relative_to(folder)}", str(path)) for path in Path(folder).glob("algorithms/[c-d]*.py")]
+    sources = [
+        (f"networkx/{path.relative_to(folder)}", str(path))
+        for path in Path(folder).glob("algorithms/[c-d]*.py")
+    ]
     monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(sources))
 
 
@@ -107,7 +126,9 @@ def with_corpus(folder):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def check_apart(splits):
@@ -120,7 +141,12 @@ def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_pat
     before = contents(made)
     monkeypatch.setattr(corpus, "usable_core_count", lambda: 1)
     assert contents(demo.ensure_demo_datasets(with_corpus(tmp_path / "b"))) == before
-    labels = {"demo_sc": ("big", "less"), "demo_tc": ("O", "B-CODE", "B-PARAM", "I-CODE"), "demo_qa": (), "demo_ir": ()}
+    labels = {
+        "demo_sc": ("big", "less"),
+        "demo_tc": ("O", "B-CODE", "B-PARAM", "I-CODE"),
+        "demo_qa": (),
+        "demo_ir": (),
+    }
     assert tuple(labels) == demo.DEMO_DATASETS
     texts = {}
     for name in labels:
@@ -137,13 +163,25 @@ def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_pat
         check_apart([{text_of(example) for example in split} for split in splits])
         check_apart([{example.id.rpartition("-")[0] for example in split} for split in splits])
     check_apart([{pair.document for pair in pairs}, set(test.documents.values())])
-    check_apart([{pair.query for pair in pairs}, set(validation.queries.values()), set(test.queries.values())])
-    assert validation.documents == test.documents and len(test.documents) == len(validation.queries) + len(test.queries)
+    check_apart(
+        [
+            {pair.query for pair in pairs},
+            set(validation.queries.values()),
+            set(test.queries.values()),
+        ]
+    )
+    assert validation.documents == test.documents and len(test.documents) == len(
+        validation.queries
+    ) + len(test.queries)
     assert all(list(grades.values()) == [1] for grades in test.relevant.values())
     for split in packages:  # as many of each package
         assert 2 * sum(example.label for example in split) == len(split)
     assert all(2 in example.tags for split in tags for example in split)
-    assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
+    assert all(
+        len(example.answers) == 1 and example.answers[0].start > 0
+        for split in asked
+        for example in split
+    )
 
 
 def test_what_is_there_is_kept(tmp_path):
@@ -166,12 +204,18 @@ def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, 
     assert f"{folder}: building demo_sc from installed packages, once;" in capsys.readouterr().out
     for name in demo.DEMO_DATASETS[::-1]:
         find_dataset(name, demo_folder=str(folder))
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.DEMO_DATASETS) and reads == [1]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(
+        demo.DEMO_DATASETS
+    ) and reads == [1]
 
 
 def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch):
     """The folder above is somebody's, with a corpus of that name."""
-    made = [(f"{name}/{number}", f"{name} {number} {WORDS}") for name in ("one", "two") for number in range(40)]
+    made = [
+        (f"{name}/{number}", f"{name} {number} {WORDS}")
+        for name in ("one", "two")
+        for number in range(40)
+    ]
     monkeypatch.setattr(corpus, "_extract_documents", lambda sources: iter(made))
     monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(()))
     write_files(tmp_path, dict.fromkeys(("corpus.jsonl", "heldout.jsonl"), '{"text": "mine"}\n'))
@@ -185,6 +229,8 @@ def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch):
 
 def test_a_file_in_the_place_of_a_set_is_refused_at_once(tmp_path):
     (tmp_path / "demo_qa").write_text("mine")
-    with pytest.raises(InputError, match="demo_qa: found a file; expected the folder of a demo set"):
+    with pytest.raises(
+        InputError, match="demo_qa: found a file; expected the folder of a demo set"
+    ):
         demo.ensure_demo_datasets(tmp_path)
     assert contents(tmp_path) == {Path("demo_qa"): b"mine"}

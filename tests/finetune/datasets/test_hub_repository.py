@@ -9,11 +9,16 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import find_dataset, parse_dataset_name
 from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
 
-REVIEWS = Features({"sentence": Value("string"), "label": ClassLabel(names=["neg", "pos"]), "idx": Value("int32")})
+REVIEWS = Features(
+    {"sentence": Value("string"), "label": ClassLabel(names=["neg", "pos"]), "idx": Value("int32")}
+)
 
 
 def reviews(count, label=lambda row: row % 2):
-    columns = {"sentence": [f"text {row}" for row in range(count)], "label": [label(row) for row in range(count)]}
+    columns = {
+        "sentence": [f"text {row}" for row in range(count)],
+        "label": [label(row) for row in range(count)],
+    }
     return Dataset.from_dict(columns | {"idx": list(range(count))}, features=REVIEWS)
 
 
@@ -45,11 +50,20 @@ def on_hub(monkeypatch, tmp_path):
 def test_a_name_is_enough_for_texts_with_named_classes(on_hub):
     calls = on_hub({"train": reviews(10), "validation": reviews(4), "test": reviews(3)})
     found = find_dataset("org/films")
-    assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("neg", "pos"), "films")
+    assert (found.name, found.family, found.labels, found.train_on) == (
+        "films",
+        TaskFamily.SC,
+        ("neg", "pos"),
+        "films",
+    )
     assert found.load_split("validation")[1] == LabelledText("validation-1", "text 1", 1)
     assert [len(found.load_split(split)) for split in ("train", "validation", "test")] == [10, 4, 3]
     assert calls == [("org/films", None, None)]
-    assert find_dataset("org/films").fingerprint == found.fingerprint != find_dataset("org/films@abc").fingerprint
+    assert (
+        find_dataset("org/films").fingerprint
+        == found.fingerprint
+        != find_dataset("org/films@abc").fingerprint
+    )
 
 
 @pytest.mark.parametrize("given, name, call", [
@@ -68,7 +82,10 @@ def test_an_existing_path_is_read_instead(on_hub, tmp_path):
     calls = on_hub({"train": reviews(4)})
     write_splits(tmp_path / "org" / "films", "jsonl", [{"text": "good", "label": "yes"}])
     assert find_dataset("org/films").labels == ("yes",)
-    with pytest.raises(InputError, match=r"data set org/flims: found no file or folder org/flims, expected one with labelled"):
+    with pytest.raises(
+        InputError,
+        match=r"data set org/flims: found no file or folder org/flims, expected one with labelled",
+    ):
         find_dataset("org/flims")
     assert not calls
 
@@ -79,22 +96,36 @@ def test_hidden_labels_are_not_used(on_hub, capsys):
     assert [len(hidden.load_split(split)) for split in SPLITS] == [38, 2, 5]
     said = capsys.readouterr().out
     assert "hidden: test is not used: its labels are hidden (-1)\n" in said
-    assert "hidden: no test split: 5 % of train validate (seed 42), and validation is the test split\n" in said
+    assert (
+        "hidden: no test split: 5 % of train validate (seed 42), and validation is the test split\n"
+        in said
+    )
 
 
 def test_pairs_and_labels_without_names(on_hub):
-    pairs = Dataset.from_dict({"premise": ["It rains.", "It snows."], "hypothesis": ["Wet.", "Hot."], "label": [7, 3]})
+    pairs = Dataset.from_dict(
+        {"premise": ["It rains.", "It snows."], "hypothesis": ["Wet.", "Hot."], "label": [7, 3]}
+    )
     on_hub(dict.fromkeys(SPLITS, pairs))
     found = find_dataset("org/pairs", pair_template="{text} | {text_pair}")
     assert (found.labels, found.pair_template) == (("3", "7"), "{text} | {text_pair}")
     assert found.load_split("test")[0] == LabelledText("test-0", "It rains. | Wet.", 1)
 
 
-PEOPLE = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
+PEOPLE = Features(
+    {"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))}
+)
 
 
 def test_tags(on_hub):
-    on_hub(dict.fromkeys(SPLITS, Dataset.from_dict({"tokens": [["Ada", "wrote"]], "ner_tags": [[1, 0]]}, features=PEOPLE)))
+    on_hub(
+        dict.fromkeys(
+            SPLITS,
+            Dataset.from_dict(
+                {"tokens": [["Ada", "wrote"]], "ner_tags": [[1, 0]]}, features=PEOPLE
+            ),
+        )
+    )
     found = find_dataset("org/people")
     assert (found.family, found.labels) == (TaskFamily.TC, ("O", "B-PER"))
     assert found.load_split("train") == [TaggedWords("train-0", ("Ada", "wrote"), (1, 0))]
@@ -103,20 +134,39 @@ def test_tags(on_hub):
 def test_questions(on_hub):
     """Those that are impossible have no answer, and those whose answer stands elsewhere are left out."""
     answers = [{"text": ["Ada"], "answer_start": [start]} for start in (4, 0, 4)]
-    columns = {"question": ["Who?"] * 3, "context": ["Yes Ada did."] * 3, "answers": answers, "id": list("abc")}
-    on_hub(dict.fromkeys(SPLITS, Dataset.from_dict(columns | {"is_impossible": [False, False, True]})))
+    columns = {
+        "question": ["Who?"] * 3,
+        "context": ["Yes Ada did."] * 3,
+        "answers": answers,
+        "id": list("abc"),
+    }
+    on_hub(
+        dict.fromkeys(SPLITS, Dataset.from_dict(columns | {"is_impossible": [False, False, True]}))
+    )
     found = find_dataset("org/asked")
-    expected = [Question("a", "Who?", "Yes Ada did.", (Answer("Ada", 4),)), Question("c", "Who?", "Yes Ada did.", ())]
+    expected = [
+        Question("a", "Who?", "Yes Ada did.", (Answer("Ada", 4),)),
+        Question("c", "Who?", "Yes Ada did.", ()),
+    ]
     assert found.family is TaskFamily.QA and found.load_split("test") == expected
-    message = r"found the columns `question`, .*, expected for --task SC text \(or sentence\) and label"
+    message = (
+        r"found the columns `question`, .*, expected for --task SC text \(or sentence\) and label"
+    )
     with pytest.raises(InputError, match=message):
         find_dataset("org/asked", task="SC")
 
 
 def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
-    splits = {"train": reviews(4), "validation": reviews(4), "test": reviews(4).remove_columns("label")}
+    splits = {
+        "train": reviews(4),
+        "validation": reviews(4),
+        "test": reviews(4).remove_columns("label"),
+    }
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: splits)
-    with pytest.raises(InputError, match=r"data set films \(org/films\): test: no column `label`; found `sentence`, `idx`"):
+    with pytest.raises(
+        InputError,
+        match=r"data set films \(org/films\): test: no column `label`; found `sentence`, `idx`",
+    ):
         find_dataset("org/films")
 
 
@@ -154,5 +204,8 @@ def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch, given, erro
     with pytest.raises(InputError, match=message):
         find_dataset(given)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
+    with pytest.raises(
+        InputError,
+        match="not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network",
+    ):
         find_dataset(given)

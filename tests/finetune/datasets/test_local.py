@@ -29,7 +29,12 @@ from megaenc.finetune.examples import (
 FORMS = ["jsonl", "csv", "tsv", "parquet"]
 SENTIMENT = [{"id": "a", "text": "good", "label": 1}, {"id": "b", "text": "bad", "label": 0}]
 TAGGED = [{"id": "a", "tokens": ["Ada", "Lovelace", "wrote"], "tags": ["B-PER", "I-PER", "O"]}]
-ASKED = {"id": "q", "question": "Who?", "context": "Yes Ada did.", "answers": [{"text": "Ada", "answer_start": 4}] * 2}
+ASKED = {
+    "id": "q",
+    "question": "Who?",
+    "context": "Yes Ada did.",
+    "answers": [{"text": "Ada", "answer_start": 4}] * 2,
+}
 
 
 def read(folder, file, content):
@@ -59,8 +64,17 @@ def test_rows_are_the_same_in_every_format_whatever_the_case_of_its_suffix(tmp_p
         {"id": "", "text": "z", "text_pair": None, "label": 10},
     ]
     lower = find_dataset(write_splits(tmp_path / "lower", form, rows, test=rows[1:2]))
-    assert (lower.name, lower.family, lower.labels, lower.train_on) == ("lower", TaskFamily.SC, ("9", "10"), "lower")
-    expected = [LabelledText("0", "x", 1, "wet"), LabelledText("a", "y", 0), LabelledText("2", "z", 1)]
+    assert (lower.name, lower.family, lower.labels, lower.train_on) == (
+        "lower",
+        TaskFamily.SC,
+        ("9", "10"),
+        "lower",
+    )
+    expected = [
+        LabelledText("0", "x", 1, "wet"),
+        LabelledText("a", "y", 0),
+        LabelledText("2", "z", 1),
+    ]
     assert lower.load_split("train") == lower.load_split("validation") == expected
     assert lower.load_split("test") == expected[1:2]
     upper = tmp_path / "upper"
@@ -73,15 +87,23 @@ def test_rows_are_the_same_in_every_format_whatever_the_case_of_its_suffix(tmp_p
     assert find_dataset(str(upper)).load_split("train") == expected
 
 
-@pytest.mark.parametrize("labels, first", [(["4.8", "0.4", "3"], "4.8"), (["-.5", "1"], "-.5"), (["1e-3", "nan"], "1e-3")])
+@pytest.mark.parametrize(
+    "labels, first",
+    [(["4.8", "0.4", "3"], "4.8"), (["-.5", "1"], "-.5"), (["1e-3", "nan"], "1e-3")],
+)
 def test_scores_as_text_are_refused_as_regression(tmp_path, labels, first):
-    with pytest.raises(InputError, match=rf"label '{first}': found a number with a point, .* regression is not supported"):
+    with pytest.raises(
+        InputError,
+        match=rf"label '{first}': found a number with a point, .* regression is not supported",
+    ):
         read(tmp_path, "test.csv", labelled(*labels))
 
 
 @pytest.mark.parametrize("labels", [["4.8", "good"], ["1", "-1"], ["e"], ["nan", "inf"]])
 def test_names_with_points_are_classes_if_one_is_no_number(tmp_path, labels):
-    assert set(find_dataset(write_splits(tmp_path / "names", "csv", labelled(*labels))).labels) == set(labels)
+    assert set(
+        find_dataset(write_splits(tmp_path / "names", "csv", labelled(*labels))).labels
+    ) == set(labels)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,7 +112,9 @@ def test_names_with_points_are_classes_if_one_is_no_number(tmp_path, labels):
     (["1", "0"], [0, 1, 1], [1, 0, 0]),
     (["low", "high"], [0, 1, 1], [0, 1, 1]),
 ])  # fmt: skip
-def test_a_number_is_a_position_only_among_names_that_are_no_numbers(tmp_path, form, names, labels, indices):
+def test_a_number_is_a_position_only_among_names_that_are_no_numbers(
+    tmp_path, form, names, labels, indices
+):
     folder = write_splits(tmp_path / "stars", form, labelled(*labels))
     write_file(tmp_path / "stars" / "meta.json", {"labels": names})
     assert labels_of(find_dataset(folder)) == indices
@@ -99,14 +123,25 @@ def test_a_number_is_a_position_only_among_names_that_are_no_numbers(tmp_path, f
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_a_test_split_with_hidden_labels_is_not_used(tmp_path, capsys, form):
     rows = labelled(*[0, 1] * 20)
-    found = find_dataset(write_splits(tmp_path / f"hidden_{form}", form, rows, test=labelled(*[-1] * 40)))
-    assert [len(found.load_split(split)) for split in ("train", "validation", "test")] == [38, 2, 40]
+    found = find_dataset(
+        write_splits(tmp_path / f"hidden_{form}", form, rows, test=labelled(*[-1] * 40))
+    )
+    assert [len(found.load_split(split)) for split in ("train", "validation", "test")] == [
+        38,
+        2,
+        40,
+    ]
     assert labels_of(found, "test")[:2] == [0, 1]
-    assert f"hidden_{form}: test.{form} is not used: its labels are hidden (-1)\n" in capsys.readouterr().out
+    assert (
+        f"hidden_{form}: test.{form} is not used: its labels are hidden (-1)\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_minus_one_may_be_a_class(tmp_path):
-    found = find_dataset(write_splits(tmp_path / "signs", "csv", labelled(-1, 1), test=labelled(-1)))
+    found = find_dataset(
+        write_splits(tmp_path / "signs", "csv", labelled(-1, 1), test=labelled(-1))
+    )
     assert labels_of(found, "test") == [0]
 
 
@@ -125,7 +160,9 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
     studys = texts_of(find_dataset(f"mnli_m={folder}"))
     assert studys == ["It rains {now}.", "Premise: It rains {now}.\nHypothesis: It is wet."]
     for bad in ("{text}", "{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
-        with pytest.raises(InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"):
+        with pytest.raises(
+            InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"
+        ):
             find_dataset(folder, pair_template=bad)
 
 
@@ -135,12 +172,19 @@ def test_the_template_of_pairs_is_in_the_fingerprint_if_there_are_pairs_anywhere
     never = write_splits(tmp_path / "never", "jsonl", alone)
     assert texts_of(find_dataset(late), "test") == [("x", "wet")]
     for template in ("{text} {text_pair}", PAIR_TEMPLATE):
-        assert find_dataset(late).fingerprint != find_dataset(late, pair_template=template).fingerprint
-    assert find_dataset(never).fingerprint == find_dataset(never, pair_template=PAIR_TEMPLATE).fingerprint
+        assert (
+            find_dataset(late).fingerprint != find_dataset(late, pair_template=template).fingerprint
+        )
+    assert (
+        find_dataset(never).fingerprint
+        == find_dataset(never, pair_template=PAIR_TEMPLATE).fingerprint
+    )
 
 
 def test_tables_with_tabs_take_quotes_for_text(tmp_path):
-    assert read(tmp_path, "test.tsv", 'text\tlabel\nthe "best\t1\nworst\t0\n')[0].text == 'the "best'
+    assert (
+        read(tmp_path, "test.tsv", 'text\tlabel\nthe "best\t1\nworst\t0\n')[0].text == 'the "best'
+    )
     words = [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
     assert read(tmp_path, "words.tsv", "tokens\ttags\nAda wrote\tB-PER O\n") == words
     assert read(tmp_path, "columns.tsv", "# no sentence\nAda\tB-PER\nwrote\tO\n") == words
@@ -156,13 +200,18 @@ def test_csv_is_read_with_its_quotes(tmp_path):
         LabelledText("b", "two\r\nlines\rand a tab\t\n", 0),
         LabelledText("c", long, 1),
     ]
-    assert read(tmp_path, "words.csv", "tokens,tags\nAda wrote,B-PER O\n") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+    assert read(tmp_path, "words.csv", "tokens,tags\nAda wrote,B-PER O\n") == [
+        TaggedWords("0", ("Ada", "wrote"), (1, 0))
+    ]
 
 
 def write_named(path, column, feature, rows):
     """Parquet with class names in its schema."""
     path.parent.mkdir(exist_ok=True)
-    others = {"text": datasets.Value("string"), "tokens": datasets.Sequence(datasets.Value("string"))}
+    others = {
+        "text": datasets.Value("string"),
+        "tokens": datasets.Sequence(datasets.Value("string")),
+    }
     features = {name: feature if name == column else others[name] for name in rows[0]}
     datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(path)
 
@@ -172,7 +221,10 @@ def test_parquet_gives_what_jsonl_gives(tmp_path, monkeypatch):
     texts = labelled(*range(10))
     question = ASKED | {"answers": {"text": ["Ada"], "answer_start": [4]}}
     for name, rows in (("texts", texts), ("tagged", TAGGED), ("asked", [question])):
-        found, other = (find_dataset(write_splits(tmp_path / name / form, form, rows)) for form in ("parquet", "jsonl"))
+        found, other = (
+            find_dataset(write_splits(tmp_path / name / form, form, rows))
+            for form in ("parquet", "jsonl")
+        )
         assert (found.family, found.labels) == (other.family, other.labels)
         assert found.load_split("train") == other.load_split("train")
 
@@ -180,19 +232,32 @@ def test_parquet_gives_what_jsonl_gives(tmp_path, monkeypatch):
 def test_class_names_in_parquet_files_are_the_labels_and_must_be_those_of_train(tmp_path):
     """Even of names that are numbers, a number is a position."""
     for split, names in (("train", ["2", "1"]), ("valid", ["2", "1"]), ("test", ["1", "2"])):
-        write_named(tmp_path / "stars" / f"{split}.parquet", "label", datasets.ClassLabel(names=names), labelled(0, 1))
+        write_named(
+            tmp_path / "stars" / f"{split}.parquet",
+            "label",
+            datasets.ClassLabel(names=names),
+            labelled(0, 1),
+        )
     folder = str(tmp_path / "stars")
     message = r"test.parquet: names of column `label`: found 1, 2, expected those of .*train.parquet or a meta.json"
     with pytest.raises(InputError, match=message):
         find_dataset(folder)
     (tmp_path / "stars" / "test.parquet").unlink()
-    assert find_dataset(folder).labels == ("2", "1") and labels_of(find_dataset(folder), "test") == [0, 1]
+    assert find_dataset(folder).labels == ("2", "1") and labels_of(
+        find_dataset(folder), "test"
+    ) == [0, 1]
     write_file(tmp_path / "stars" / "meta.json", {"labels": ["1", "2"]})
-    assert find_dataset(folder).labels == ("1", "2") and labels_of(find_dataset(folder), "test") == [0, 1]
+    assert find_dataset(folder).labels == ("1", "2") and labels_of(
+        find_dataset(folder), "test"
+    ) == [0, 1]
     tags = datasets.Sequence(datasets.ClassLabel(names=["O", "B-PER"]))
-    write_named(tmp_path / "people.parquet", "tags", tags, [{"tokens": ["Ada", "wrote"], "tags": [1, 0]}])
+    write_named(
+        tmp_path / "people.parquet", "tags", tags, [{"tokens": ["Ada", "wrote"], "tags": [1, 0]}]
+    )
     found = find_dataset(str(tmp_path / "people.parquet"))
-    assert found.labels == ("O", "B-PER") and found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+    assert found.labels == ("O", "B-PER") and found.load_split("test") == [
+        TaggedWords("0", ("Ada", "wrote"), (1, 0))
+    ]
 
 
 def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
@@ -220,28 +285,57 @@ def test_tagged_words_of_every_format(tmp_path):
     write_splits(tmp_path / "rows", "jsonl", rows)
     write_file(tmp_path / "rows" / "meta.json", tags)
     found = find_dataset(str(tmp_path / "rows"))
-    tagged = [TaggedWords("a", ("Ada", "Lovelace", "wrote"), (1, 2, 0)), TaggedWords("1", ("a",), (2,))]
+    tagged = [
+        TaggedWords("a", ("Ada", "Lovelace", "wrote"), (1, 2, 0)),
+        TaggedWords("1", ("a",), (2,)),
+    ]
     assert found.family is TaskFamily.TC and found.load_split("test") == tagged
-    found = find_dataset(write_files(tmp_path / "conll", {"train.CONLL": CONLL, "valid.conll": CONLL, "test.txt": CONLL}))
+    found = find_dataset(
+        write_files(
+            tmp_path / "conll", {"train.CONLL": CONLL, "valid.conll": CONLL, "test.txt": CONLL}
+        )
+    )
     assert found.labels == ("O", "B-ORG", "B-PER")
-    assert found.load_split("train") == [TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)), TaggedWords("1", ("Ada",), (2,))]
+    assert found.load_split("train") == [
+        TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)),
+        TaggedWords("1", ("Ada",), (2,)),
+    ]
     assert found.load_split("test") == found.load_split("train")
-    found = find_dataset(write_files(tmp_path / "uner", {f"en_ewt-ud-{split}.iob2": UNER for split in ("train", "dev", "test")}))
-    assert found.load_split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
+    found = find_dataset(
+        write_files(
+            tmp_path / "uner",
+            {f"en_ewt-ud-{split}.iob2": UNER for split in ("train", "dev", "test")},
+        )
+    )
+    assert found.load_split("validation") == [
+        TaggedWords("first", ("Ada", "is"), (1, 0)),
+        TaggedWords("second", ("In",), (0,)),
+    ]
 
 
-@pytest.mark.parametrize("form, template", [("conll", "{}  NN O \n"), ("iob2", "{}\tO\r\n"), ("csv", "{},O\n")])
+@pytest.mark.parametrize(
+    "form, template", [("conll", "{}  NN O \n"), ("iob2", "{}\tO\r\n"), ("csv", "{},O\n")]
+)
 def test_only_tabs_spaces_and_line_ends_separate_words(tmp_path, form, template):
     words = ["10\u00a0000", "\u2028", "a\u0085b", "\u3000"]
     header = "tokens,tags\n" if form == "csv" else ""
-    sentences = read(tmp_path, f"test.{form}", "\ufeff" + header + "".join(template.format(word) for word in words))
+    sentences = read(
+        tmp_path,
+        f"test.{form}",
+        "\ufeff" + header + "".join(template.format(word) for word in words),
+    )
     assert [word for sentence in sentences for word in sentence.words] == words
 
 
-@pytest.mark.parametrize("file, encoding", [("test.csv", "latin1"), ("test.json", "cp1252"), ("test.jsonl", "utf-16le")])
+@pytest.mark.parametrize(
+    "file, encoding", [("test.csv", "latin1"), ("test.json", "cp1252"), ("test.jsonl", "utf-16le")]
+)
 def test_another_encoding_is_named_with_its_conversion(tmp_path, file, encoding):
     content = '{"data": [\n"caf…"]}' if encoding == "cp1252" else "text,label\ncafé,x\n"
-    with pytest.raises(InputError, match=rf"{file}:?.*: .*not UTF-8.*; expected UTF-8, as after `iconv -f {encoding} -t"):
+    with pytest.raises(
+        InputError,
+        match=rf"{file}:?.*: .*not UTF-8.*; expected UTF-8, as after `iconv -f {encoding} -t",
+    ):
         read(tmp_path, file, content.encode(encoding))
 
 
@@ -252,13 +346,18 @@ def test_questions_a_row_and_as_squad(tmp_path, form):
     def find(mark):
         content = squad([ASKED | {"is_impossible": mark}])
         if form == "jsonl":
-            content = [ASKED | {"is_impossible": mark, "answers": {"text": ["Ada"] * 2, "answer_start": [4] * 2}}]
+            content = [
+                ASKED
+                | {"is_impossible": mark, "answers": {"text": ["Ada"] * 2, "answer_start": [4] * 2}}
+            ]
         return read(tmp_path, f"test.{form}", content)
 
     answered = Question("q", "Who?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4)))
     assert find(None) == find(False) == [answered]
     assert find(True) == [Question("q", "Who?", "Yes Ada did.", ())]
-    with pytest.raises(InputError, match=r"test.*: key `is_impossible`: found \"false\", expected true or false"):
+    with pytest.raises(
+        InputError, match=r"test.*: key `is_impossible`: found \"false\", expected true or false"
+    ):
         find("false")
 
 
@@ -284,18 +383,29 @@ def test_retrieval_of_a_beir_folder(tmp_path, capitals):
         for file in [*(tmp_path / "b").glob("*.jsonl"), *(tmp_path / "b").glob("qrels/*")]:
             file.rename(file.with_suffix(file.suffix.upper()))
     found = find_dataset(folder)
-    assert (found.family, found.train_on, found.fingerprint) == (TaskFamily.IR, "b", found.train_fingerprint)
+    assert (found.family, found.train_on, found.fingerprint) == (
+        TaskFamily.IR,
+        "b",
+        found.train_fingerprint,
+    )
     assert found.load_split("train") == [
         Pair("q0/d0", "Query: ask 0", "Document: text 0"),
         Pair("q1/d1", "Query: ask 1", "Document: T. text 1"),
     ]
     # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
     documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
-    validation = RetrievalExamples({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}}, ignore_identical_ids=True)
-    test = RetrievalExamples({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}}, ignore_identical_ids=True)
+    validation = RetrievalExamples(
+        {"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}}, ignore_identical_ids=True
+    )
+    test = RetrievalExamples(
+        {"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}}, ignore_identical_ids=True
+    )
     assert [found.load_split(split) for split in ("validation", "test")] == [validation, test]
     whole = find_dataset(folder, whole_corpus=True)
-    assert list(whole.load_split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
+    assert (
+        list(whole.load_split("test").documents) == [f"d{n}" for n in range(6)]
+        and whole.fingerprint != found.fingerprint
+    )
 
 
 def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
@@ -307,7 +417,9 @@ def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
     found = find_dataset(beir(tmp_path / "b", dev=None, train=None, test=many))
     halves = [set(found.load_split(split).queries) for split in ("validation", "test")]
     assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
-    with pytest.raises(InputError, match=r"no train split, expected train\.tsv; or train on another"):
+    with pytest.raises(
+        InputError, match=r"no train split, expected train\.tsv; or train on another"
+    ):
         found.load_split("train")
 
 
@@ -328,7 +440,11 @@ def test_a_split_of_one_is_too_small_to_share(tmp_path):
             "train",
             r"train.tsv: found 1, too few queries .* 2 at least or .* qrels/dev",
         ),
-        (beir(tmp_path / "b", dev=None, train=None, test=one), "test", r"test.tsv: found 1, too few queries"),
+        (
+            beir(tmp_path / "b", dev=None, train=None, test=one),
+            "test",
+            r"test.tsv: found 1, too few queries",
+        ),
         (
             write_splits(tmp_path / "c", "jsonl", labelled("x"), valid=None),
             "train",
@@ -344,11 +460,16 @@ def test_models_can_be_trained_on_other_pairs(tmp_path):
     other = beir(tmp_path / "other", train=[("q5", "d5", 1)])
     found = find_dataset(evaluated, train_on=f"elsewhere={other}")
     assert (found.name, found.train_on) == ("b", "elsewhere")
-    assert found.fingerprint == find_dataset(evaluated).fingerprint and found.train_fingerprint == find_dataset(other).fingerprint
+    assert (
+        found.fingerprint == find_dataset(evaluated).fingerprint
+        and found.train_fingerprint == find_dataset(other).fingerprint
+    )
     assert found.load_split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
     assert found.load_split("test") == find_dataset(evaluated).load_split("test")
     texts = write_splits(tmp_path / "t", "jsonl", SENTIMENT)
-    assert find_dataset(texts, train_on=evaluated) == find_dataset(texts)  # in a grid of several tasks
+    assert find_dataset(texts, train_on=evaluated) == find_dataset(
+        texts
+    )  # in a grid of several tasks
     with pytest.raises(InputError, match=r"--train-on .*: t is SC, expected retrieval data"):
         find_dataset(evaluated, train_on=texts)
 
@@ -358,15 +479,24 @@ def test_the_validation_share_is_that_of_the_study(count):
     train, validation = split_validation_rows(count)
     assert sorted(np.concatenate([train, validation]).tolist()) == list(range(count))
     if count > 1:
-        cut = datasets.Dataset.from_dict({"row": range(count)}).train_test_split(train_size=0.95, seed=42)
+        cut = datasets.Dataset.from_dict({"row": range(count)}).train_test_split(
+            train_size=0.95, seed=42
+        )
         assert train.tolist() == cut["train"]["row"] and validation.tolist() == cut["test"]["row"]
 
 
-@pytest.mark.parametrize("other, said", [("test", "no validation file"), ("valid", "and valid.jsonl is the test split")])
+@pytest.mark.parametrize(
+    "other, said", [("test", "no validation file"), ("valid", "and valid.jsonl is the test split")]
+)
 def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other, said):
     rows = [{"id": f"{n}", "text": "x", "label": n % 2} for n in range(40)]
-    found = find_dataset(write_files(tmp_path / f"made_{other}", {"train.jsonl": rows, f"{other}.jsonl": SENTIMENT}))
-    train, validation, test = ([example.id for example in found.load_split(split)] for split in ("train", "validation", "test"))
+    found = find_dataset(
+        write_files(tmp_path / f"made_{other}", {"train.jsonl": rows, f"{other}.jsonl": SENTIMENT})
+    )
+    train, validation, test = (
+        [example.id for example in found.load_split(split)]
+        for split in ("train", "validation", "test")
+    )
     assert (len(train), len(validation), test) == (38, 2, ["a", "b"])
     assert sorted(train + validation, key=int) == [row["id"] for row in rows]
     [line] = capsys.readouterr().out.splitlines()  # said once, not for each split
@@ -395,46 +525,114 @@ BAD_FILES = [
     ("x.jsonl", GOOD + "{", r"x.jsonl:2: not JSON: .*; expected one object a line"),
     ("x.jsonl", GOOD + "[1]", r"x.jsonl:2: found a list, expected a JSON object"),
     ("x.jsonl", GOOD + '{"label": "no"}', r"x.jsonl:2: no key `text`; found `label`"),
-    ("x.jsonl", GOOD + '{"text": 3, "label": "no"}', r"x.jsonl:2: key `text`: found 3, expected text"),
-    ("x.jsonl", GOOD + '{"text": "x", "label": 0.5}', r"x.jsonl:2: label 0.5: .* regression is not supported"),
+    (
+        "x.jsonl",
+        GOOD + '{"text": 3, "label": "no"}',
+        r"x.jsonl:2: key `text`: found 3, expected text",
+    ),
+    (
+        "x.jsonl",
+        GOOD + '{"text": "x", "label": 0.5}',
+        r"x.jsonl:2: label 0.5: .* regression is not supported",
+    ),
     ("x.jsonl", GOOD * 2, r"x.jsonl:2: id 'a': found at .*x.jsonl:1 too"),
-    ("x.jsonl", GOOD + '{"text": "x", "label": [1]}', r"x.jsonl:2: label \[1\]: expected text or an integer"),
-    ("x.jsonl", '{"text": "a", "text": "b", "label": "x"}\n', r"x.jsonl:1: key 'text' twice, expected once"),
+    (
+        "x.jsonl",
+        GOOD + '{"text": "x", "label": [1]}',
+        r"x.jsonl:2: label \[1\]: expected text or an integer",
+    ),
+    (
+        "x.jsonl",
+        '{"text": "a", "text": "b", "label": "x"}\n',
+        r"x.jsonl:1: key 'text' twice, expected once",
+    ),
     ("x.jsonl", GOOD.encode() + b'{"text": "\xff"}', r"x.jsonl:2: not UTF-8 text"),
     ("x.jsonl", GOOD + '{"a":' * 100_000, r"x.jsonl:2: not JSON: nested too deeply"),
     ("x.jsonl", f'{{"text": "x", "label": {"9" * 5000}}}', r"x.jsonl:1: not JSON"),
     ("x.jsonl", "", r"x.jsonl: holds no example"),
-    ("x.jsonl", '{"sentence": "x"}', r"found rows with sentence, expected rows with text and label"),
+    (
+        "x.jsonl",
+        '{"sentence": "x"}',
+        r"found rows with sentence, expected rows with text and label",
+    ),
     ("x.jsonl", '{"tokens": ["a", "b"], "tags": ["O"]}', r"x.jsonl:1: found 2 tokens and 1 tags"),
-    ("x.jsonl", '{"tokens": ["a"], "tags": ["PER"]}', r"x.jsonl:1: tag 1: found 'PER', expected IOB2: O, B-TYPE or I-TYPE"),
-    ("x.jsonl", '{"tokens": "a", "tags": ["O"]}', r"x.jsonl:1: key `tokens`: found \"a\", expected a list"),
-    ("x.jsonl", '{"tokens": ["a"], "tags": [1]}', r"x.jsonl:1: tag 1: found 1, expected IOB2.*meta.json that lists the tags"),
+    (
+        "x.jsonl",
+        '{"tokens": ["a"], "tags": ["PER"]}',
+        r"x.jsonl:1: tag 1: found 'PER', expected IOB2: O, B-TYPE or I-TYPE",
+    ),
+    (
+        "x.jsonl",
+        '{"tokens": "a", "tags": ["O"]}',
+        r"x.jsonl:1: key `tokens`: found \"a\", expected a list",
+    ),
+    (
+        "x.jsonl",
+        '{"tokens": ["a"], "tags": [1]}',
+        r"x.jsonl:1: tag 1: found 1, expected IOB2.*meta.json that lists the tags",
+    ),
     ("x.jsonl", '{"tokens": ["a"], "tags": null}', r"x.jsonl:1: key `tags`: found null"),
     ("x.jsonl", '{"tokens": [1], "tags": ["O"]}', r"x.jsonl:1: token 1: found 1, expected text"),
-    ("x.jsonl", [ASKED], r"x.jsonl:1: key `answers`: found .*, expected text and answer_start, a list each"),
-    ("x.jsonl", [ASKED | {"answers": {"text": ["Ada"], "answer_start": []}}], r"x.jsonl:1: answers: .* differ in length"),
+    (
+        "x.jsonl",
+        [ASKED],
+        r"x.jsonl:1: key `answers`: found .*, expected text and answer_start, a list each",
+    ),
+    (
+        "x.jsonl",
+        [ASKED | {"answers": {"text": ["Ada"], "answer_start": []}}],
+        r"x.jsonl:1: answers: .* differ in length",
+    ),
     ("x.conll", "Ada B-PER\nwrote BAD\nit O\nall O", r"x.conll:2: tag 'BAD': expected IOB2"),
     ("x.conll", "Ada B-PER\nwrote\n", r"x.conll:2: found 1 columns, expected the tag in column 2"),
     ("x.conll", "Ada\n", r"x.conll: found no line of a word and its tag"),
     ("x.tsv", "text\tlabel\nx\n", r"x.tsv:2: found 1 columns, expected 2 as in the header"),
     ("x.tsv", "id\ttext\tlabel\tid\n1\ta\tx\t2\n", r"x.tsv: found 2 columns `id`, expected one"),
-    ("x.csv", "text;label\nx;1\n", r"x.csv:1: found ';' between columns, expected ','; replace it, or write JSONL"),
-    ("x.csv", 'text,label\n"x\ny",1\nz\n', r"x.csv:4: found 1 columns, expected 2 as in the header"),
-    ("x.csv", 'text,label\nx,1\n\n"y\nz,0\nw,1\n', r"x.csv:4: not CSV: unexpected end of data; expected cells with commas"),
+    (
+        "x.csv",
+        "text;label\nx;1\n",
+        r"x.csv:1: found ';' between columns, expected ','; replace it, or write JSONL",
+    ),
+    (
+        "x.csv",
+        'text,label\n"x\ny",1\nz\n',
+        r"x.csv:4: found 1 columns, expected 2 as in the header",
+    ),
+    (
+        "x.csv",
+        'text,label\nx,1\n\n"y\nz,0\nw,1\n',
+        r"x.csv:4: not CSV: unexpected end of data; expected cells with commas",
+    ),
     ("x.csv", 'text,label\nx,1\n"y\nz",\nw,0\n', r"x.csv:3: label '': expected text or an integer"),
     ("x.csv", b'text,label\nx,1\n"y\n\xff",0\n', r"x.csv:4: not UTF-8 text"),
     ("x.parquet", "words\n", r"x.parquet:row 1: cannot be read as Parquet \(.*\)$"),
-    ("x.parquet", [{"text": "x", "label": 1}, {"text": None, "label": 0}], r"x.parquet:row 2: key `text`: found null"),
+    (
+        "x.parquet",
+        [{"text": "x", "label": 1}, {"text": None, "label": 0}],
+        r"x.parquet:row 2: key `text`: found null",
+    ),
     (
         "x.json",
         squad([ASKED | {"answers": [{"text": "Ada", "answer_start": 3}]}]),
         r"question q: answer_start 3: found \" Ad\" in",
     ),
-    ("x.json", squad([ASKED | {"answers": [{"text": "Ada", "answer_start": -8}]}]), r"question q: answer_start -8: found \"\""),
+    (
+        "x.json",
+        squad([ASKED | {"answers": [{"text": "Ada", "answer_start": -8}]}]),
+        r"question q: answer_start -8: found \"\"",
+    ),
     ("x.json", '{"data": [', r"x.json: not JSON: .*; expected SQuAD's layout"),
     ("x.json", '{"data": [],\n "data": []}', r"x.json: key 'data' twice, expected once"),
-    ("x.json", '{"data": [{"title": "T"}]}', r"x.json: data\[0\]: no key `paragraphs`; found `title`"),
-    ("x.json", squad([{"context": "c", "id": "q", "question": "q"}]), r"x.json: question q: no key `answers`"),
+    (
+        "x.json",
+        '{"data": [{"title": "T"}]}',
+        r"x.json: data\[0\]: no key `paragraphs`; found `title`",
+    ),
+    (
+        "x.json",
+        squad([{"context": "c", "id": "q", "question": "q"}]),
+        r"x.json: question q: no key `answers`",
+    ),
     ("x.json", squad([{"context": "c", "question": "q"}]), r"paragraphs\[0\]: no key `id`"),
 ]
 
@@ -447,26 +645,60 @@ def test_bad_files(tmp_path, file, content, message):
 
 TWO = {"labels": ["negative", "positive"]}
 BAD_FOLDERS = [
-    ({"train.jsonl": None, "test.jsonl": None, "README.md": "nothing"}, r"found no file of a known format, expected train\.\*"),
+    (
+        {"train.jsonl": None, "test.jsonl": None, "README.md": "nothing"},
+        r"found no file of a known format, expected train\.\*",
+    ),
     ({"train.tsv": "x"}, r"found train.jsonl, train.tsv for the train split, expected one"),
     ({"test.jsonl": None}, r"x: no test split, expected a file test\.\*"),
     ({"meta.json": {"labels": ["x", "x"]}}, r"meta.json: key `labels`: expected a list of names"),
     ({"meta.json": "{"}, r"meta.json: not JSON"),
-    ({"meta.json": '{"labels": ["a", "b"], "labels": ["b", "a"]}'}, r"meta.json: not JSON \(key 'labels' twice\)"),
-    ({"train.jsonl": TAGGED, "meta.json": {"tags": ["O", "NOUN"]}}, r"meta.json: key `tags`: found 'NOUN', expected IOB2"),
-    ({"train.jsonl": TAGGED, "meta.json": {"labels": ["B-PER", "I-PER"]}}, r"meta.json: key `tags`: found no O"),
-    ({"train.jsonl": TAGGED, "test.jsonl": [{"tokens": ["a"], "tags": ["B-LOC"]}]}, r"test.jsonl:1: label 'B-LOC': outside"),
-    ({"test.jsonl": labelled(2), "meta.json": TWO}, r"test.jsonl:1: label 2: outside the label set, expected 0 to 1"),
-    ({"test.jsonl": labelled(-2), "meta.json": TWO}, r"test.jsonl:1: label -2: outside the label set, expected 0 to 1"),
-    ({"test.jsonl": labelled("maybe"), "meta.json": TWO}, r"label 'maybe': outside .*, expected one of negative, positive"),
-    ({"test.jsonl": labelled(0), "meta.json": {"labels": ["1", "2"]}}, r"label 0: outside the label set, expected one of 1, 2"),
-    ({"test.jsonl": [{"tokens": [], "tags": []}], "train.jsonl": TAGGED}, r"x: the test split is empty"),
+    (
+        {"meta.json": '{"labels": ["a", "b"], "labels": ["b", "a"]}'},
+        r"meta.json: not JSON \(key 'labels' twice\)",
+    ),
+    (
+        {"train.jsonl": TAGGED, "meta.json": {"tags": ["O", "NOUN"]}},
+        r"meta.json: key `tags`: found 'NOUN', expected IOB2",
+    ),
+    (
+        {"train.jsonl": TAGGED, "meta.json": {"labels": ["B-PER", "I-PER"]}},
+        r"meta.json: key `tags`: found no O",
+    ),
+    (
+        {"train.jsonl": TAGGED, "test.jsonl": [{"tokens": ["a"], "tags": ["B-LOC"]}]},
+        r"test.jsonl:1: label 'B-LOC': outside",
+    ),
+    (
+        {"test.jsonl": labelled(2), "meta.json": TWO},
+        r"test.jsonl:1: label 2: outside the label set, expected 0 to 1",
+    ),
+    (
+        {"test.jsonl": labelled(-2), "meta.json": TWO},
+        r"test.jsonl:1: label -2: outside the label set, expected 0 to 1",
+    ),
+    (
+        {"test.jsonl": labelled("maybe"), "meta.json": TWO},
+        r"label 'maybe': outside .*, expected one of negative, positive",
+    ),
+    (
+        {"test.jsonl": labelled(0), "meta.json": {"labels": ["1", "2"]}},
+        r"label 0: outside the label set, expected one of 1, 2",
+    ),
+    (
+        {"test.jsonl": [{"tokens": [], "tags": []}], "train.jsonl": TAGGED},
+        r"x: the test split is empty",
+    ),
 ]
 
 
 @pytest.mark.parametrize("changed, message", BAD_FOLDERS)
 def test_bad_folders(tmp_path, changed, message):
-    files = {"train.jsonl": SENTIMENT, "valid.jsonl": changed.get("train.jsonl", SENTIMENT), "test.jsonl": SENTIMENT}
+    files = {
+        "train.jsonl": SENTIMENT,
+        "valid.jsonl": changed.get("train.jsonl", SENTIMENT),
+        "test.jsonl": SENTIMENT,
+    }
     if "test.jsonl" in changed and changed["test.jsonl"] is None:
         files["valid.jsonl"] = None
     with pytest.raises(InputError, match=message):
@@ -491,7 +723,10 @@ def test_bad_retrieval_data(tmp_path, file, content, message):
 
 
 def test_tags_that_begin_inside_are_counted_and_empty_sentences_left_out(tmp_path, capsys):
-    rows = [{"tokens": ["a", "b", "c"], "tags": ["I-PER", "I-PER", "B-ORG"]}, {"tokens": [], "tags": []}]
+    rows = [
+        {"tokens": ["a", "b", "c"], "tags": ["I-PER", "I-PER", "B-ORG"]},
+        {"tokens": [], "tags": []},
+    ]
     assert [example.tags for example in read(tmp_path, "test.jsonl", rows)] == [(2, 2, 1)]
     said = capsys.readouterr().out
     assert "1 tags I- without a B-" in said and "1 sentences without a word are left out" in said
@@ -508,12 +743,16 @@ def test_judged_documents_that_are_not_in_the_corpus_are_counted(tmp_path, capsy
 
 def test_a_task_can_be_told(tmp_path):
     """Where rows have the keys of two; in vain where they have not."""
-    folder = write_splits(tmp_path / "x", "jsonl", [row | {"text": "x", "label": "y"} for row in TAGGED])
+    folder = write_splits(
+        tmp_path / "x", "jsonl", [row | {"text": "x", "label": "y"} for row in TAGGED]
+    )
     assert find_dataset(folder).family is TaskFamily.TC
     assert find_dataset(folder, task="SC").load_split("train") == [LabelledText("a", "x", 0)]
     with pytest.raises(InputError, match=r"--task IR: .* holds no corpus.jsonl"):
         find_dataset(folder, task="IR")
-    with pytest.raises(InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, expected --task IR"):
+    with pytest.raises(
+        InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, expected --task IR"
+    ):
         find_dataset(beir(tmp_path / "b"), task="SC")
 
 

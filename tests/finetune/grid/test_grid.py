@@ -52,7 +52,9 @@ def test_retrieval_trains_once_for_all_its_sets_and_evaluates_a_new_one_alone(tm
     assert "12 results from 8 trainings" in capsys.readouterr().out
     assert len(grid.calls()) == len(set(grid.calls())) == 8 and "pairs_lr5e-04_sd1" in grid.calls()
     before = tree(grid.output)
-    assert [[dataset.name for dataset in job.evaluate_on] for job in grid.plan("ir1", "ir3").pending] == [["ir3"]] * 4
+    assert [
+        [dataset.name for dataset in job.evaluate_on] for job in grid.plan("ir1", "ir3").pending
+    ] == [["ir3"]] * 4
     grid.run("ir1", "ir3")
     after = tree(grid.output)
     assert len(after) == 16 and before.items() <= after.items()
@@ -65,7 +67,9 @@ def test_a_run_has_one_thread_for_each_library(tmp_path, monkeypatch):
     grid = FakeGrid(tmp_path)
     grid.run("sc1", "--jobs", 1)
     environment = json.loads((grid.model / "environment").read_text())
-    assert [environment.get(f"{library}_NUM_THREADS") for library in ("OMP", "OPENBLAS", "MKL")] == ["1"] * 3
+    assert [
+        environment.get(f"{library}_NUM_THREADS") for library in ("OMP", "OPENBLAS", "MKL")
+    ] == ["1"] * 3
     assert "OMP_NUM_THREADS" not in os.environ
 
 
@@ -74,7 +78,9 @@ def test_a_killed_fork_server_ends_the_grid_with_one_line(tmp_path, monkeypatch)
         raise ConnectionRefusedError
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", refuse)
-    with pytest.raises(InputError, match="the fork server of the grid was killed; run the same command again"):
+    with pytest.raises(
+        InputError, match="the fork server of the grid was killed; run the same command again"
+    ):
         FakeGrid(tmp_path).run("sc1")
 
 
@@ -102,7 +108,11 @@ def test_a_run_that_crashes_twice_is_reported_and_stops_no_other(tmp_path, capsy
 
 
 def test_what_runs_and_the_plan_say_is_said_once(tmp_path, capsys):
-    grid = FakeGrid(tmp_path, all={"says": "sc1_said: 5 % of train validate"}, **{"lr5e-04_sd1": {"says": "also"}})
+    grid = FakeGrid(
+        tmp_path,
+        all={"says": "sc1_said: 5 % of train validate"},
+        **{"lr5e-04_sd1": {"says": "also"}},
+    )
     grid.run("sc1_said", "sc2")
     said = capsys.readouterr().out.splitlines()
     assert said.count("sc1_said: 5 % of train validate") == 1 and said.count("also") == 1
@@ -120,7 +130,10 @@ def test_wrong_input_of_a_run_is_said_once_and_not_tried_again(tmp_path, capsys)
     grid = FakeGrid(tmp_path, all={"do": "refused"})
     grid.run("sc1", code=2)
     assert len(grid.calls()) == 4
-    assert "without result: toy sc1 1e-05 sd0 and 3 more: sc1: no column `text`" in capsys.readouterr().out
+    assert (
+        "without result: toy sc1 1e-05 sd0 and 3 more: sc1: no column `text`"
+        in capsys.readouterr().out
+    )
     assert not grid.output.exists()
 
 
@@ -134,7 +147,10 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_for_a_new_set_too(tmp_pa
     assert (len(planned.jobs), len(planned.pending), len(planned.failed)) == (4, 3, 1)
     grid.run("ir3", "ir1", code=1)
     said = capsys.readouterr().out
-    assert "0 finished, 1 failed before, 3 to do" in said and "IR/ir1/pairs_lr5e-04_sd0/failed.json says why" in said
+    assert (
+        "0 finished, 1 failed before, 3 to do" in said
+        and "IR/ir1/pairs_lr5e-04_sd0/failed.json says why" in said
+    )
     assert "without result: 1 training;" in said and grid.calls().count("pairs_lr5e-04_sd0") == 1
     (grid.model / "cured").touch()
     grid.run("ir3", "ir1", "ir2", "--retry-failed")
@@ -159,7 +175,11 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path):
     planned = grid.plan("sc1")
     (grid.model / "model.safetensors").write_bytes(b"others")
     failed = execute_jobs(planned.pending[:1], "fake_runs:run", LocalExecution(jobs=1))
-    assert "has changed since the grid began" in failed[0].reason and failed[0].is_input_error and not grid.calls()
+    assert (
+        "has changed since the grid began" in failed[0].reason
+        and failed[0].is_input_error
+        and not grid.calls()
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,27 +211,43 @@ def test_gpus_are_shared_the_first_runs_on_different_ones(monkeypatch, chosen, j
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "accelerator_names", lambda: ["a", "b"])
-    found = [f"{name.split('_')[0]} {device}" for place in worker.build_slots(jobs, 2, 1) for name, device in place.items()]
+    found = [
+        f"{name.split('_')[0]} {device}"
+        for place in worker.build_slots(jobs, 2, 1)
+        for name, device in place.items()
+    ]
     assert found == expected
 
 
 def test_runs_are_as_many_as_cores_allow_without_a_gpu(monkeypatch):
     monkeypatch.setattr(worker, "accelerator_names", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    assert [len(worker.build_slots(jobs, 1, threads)) for jobs, threads in ((0, 3), (0, 16), (5, 1))] == [2, 1, 5]
+    assert [
+        len(worker.build_slots(jobs, 1, threads)) for jobs, threads in ((0, 3), (0, 16), (5, 1))
+    ] == [2, 1, 5]
 
 
 def start(grid, *sets) -> subprocess.Popen:
     """The grid of data sets as a program of its own."""
     path = os.pathsep.join([str(runs.ROOT), str(runs.ROOT / "tests" / "finetune")])
-    command = [sys.executable, runs.WORKERS / "grid_of_fakes.py", grid.model, grid.output, *grid.FLAGS, "--datasets", *sets]
+    command = [
+        sys.executable,
+        runs.WORKERS / "grid_of_fakes.py",
+        grid.model,
+        grid.output,
+        *grid.FLAGS,
+        "--datasets",
+        *sets,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
     def heed_interrupts() -> None:  # a background job inherits that they are ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     environment = {**os.environ, "PYTHONPATH": path, "GRID_OF_FAKES": str(grid.output)}
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **pipes)
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **pipes
+    )
 
 
 def processes_of(grid) -> list[str]:

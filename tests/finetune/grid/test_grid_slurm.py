@@ -16,7 +16,9 @@ SETS = ["sc1", "ir1", "ir2"]
 
 def submit(grid, *more) -> list:
     asked = grid.settings(*SETS, "--slurm", *more)
-    return slurm.submit_jobs(plan_grid(asked, find).pending, "fake_runs:run", asked.slurm, asked.local, asked.output)
+    return slurm.submit_jobs(
+        plan_grid(asked, find).pending, "fake_runs:run", asked.slurm, asked.local, asked.output
+    )
 
 
 def test_tasks_of_a_cluster_do_the_grid(tmp_path, monkeypatch, capsys):
@@ -26,7 +28,11 @@ def test_tasks_of_a_cluster_do_the_grid(tmp_path, monkeypatch, capsys):
     flags = ["--slurm-cluster", "local", "--jobs-per-task", 3]
     submitted = submit(grid, *flags)
     assert "submitted 8 runs as 3 tasks of up to 3" in capsys.readouterr().out
-    assert [job.result() for job in submitted] == [0, 1, 1]  # without result: the last of each data set
+    assert [job.result() for job in submitted] == [
+        0,
+        1,
+        1,
+    ]  # without result: the last of each data set
     assert len(grid.files()) == 9
     make_model(grid.model)  # cured
     assert [job.result() for job in submit(grid, *flags)] == [0]
@@ -38,14 +44,20 @@ def test_the_command_says_how_to_go_on_and_what_was_finished_after_it_is_skipped
     grid = FakeGrid(tmp_path)
     grid.run(*SETS, "--slurm", "--slurm-cluster", "debug")
     said = capsys.readouterr().out
-    assert "12 results from 8 trainings" in said and f"megaenc finetune summary {grid.output}" in said
+    assert (
+        "12 results from 8 trainings" in said and f"megaenc finetune summary {grid.output}" in said
+    )
     assert not grid.calls()  # debug begins when it is asked for a result
-    [first], [second] = (submit(grid, "--slurm-cluster", "debug", "--jobs-per-task", 100) for _ in range(2))
+    [first], [second] = (
+        submit(grid, "--slurm-cluster", "debug", "--jobs-per-task", 100) for _ in range(2)
+    )
     assert (first.result(), second.result()) == (0, 0) and len(grid.calls()) == 8
 
 
 def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
-    part = slurm.SlurmTask(tuple(FakeGrid(tmp_path).plan("sc1").pending), "fake_runs:run", LocalExecution(jobs=1))
+    part = slurm.SlurmTask(
+        tuple(FakeGrid(tmp_path).plan("sc1").pending), "fake_runs:run", LocalExecution(jobs=1)
+    )
     again = part.checkpoint()
     assert again.function == part == pickle.loads(pickle.dumps(part))
 
@@ -53,14 +65,23 @@ def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
 def test_what_sbatch_gets(tmp_path, monkeypatch):
     """Slurm's executor makes an array of the tasks with the flags that were given; sbatch is not called."""
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("submitit.core.utils.CommandFunction.__call__", lambda self: "Submitted batch job 17\n")
+    monkeypatch.setattr(
+        "submitit.core.utils.CommandFunction.__call__", lambda self: "Submitted batch job 17\n"
+    )
     wanted = ["--slurm-partition", "mi250", "--slurm-minutes", 90, "--slurm-gpus", 8, "--slurm-parallel", 5,
               "--slurm-cpus", 56, "--slurm-extra", "account=abc", "--jobs-per-task", 3]  # fmt: skip
     grid = FakeGrid(tmp_path)
     submitted = submit(grid, *wanted)
     assert [job.job_id for job in submitted] == ["17_0", "17_1", "17_2"]
     lines = next(grid.output.rglob("*submission*.sh")).read_text().splitlines()
-    for line in ("--partition=mi250", "--time=90", "--gpus-per-node=8", "--array=0-2%3", "--account=abc", "--cpus-per-task=56"):
+    for line in (
+        "--partition=mi250",
+        "--time=90",
+        "--gpus-per-node=8",
+        "--array=0-2%3",
+        "--account=abc",
+        "--cpus-per-task=56",
+    ):
         assert f"#SBATCH {line}" in lines
 
 

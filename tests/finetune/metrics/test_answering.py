@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from megaenc.finetune.tasks.question_answering import exact_match, find_best_span, normalize_answer, position_f1, token_f1
+from megaenc.finetune.tasks.question_answering import (
+    exact_match,
+    find_best_span,
+    normalize_answer,
+    position_f1,
+    token_f1,
+)
 
 
 @pytest.mark.parametrize(

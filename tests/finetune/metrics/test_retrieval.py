@@ -44,9 +44,13 @@ def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
     for length in [2, 3, 7, 10] * 20:
         scores = np.sort(random.integers(0, different, length))[::-1] / different
         relevant = random.random(length) < 0.3
-        assert retrieved_ndcg(relevant, scores) == pytest.approx(ndcg_score([relevant], [scores]), abs=1e-12)
+        assert retrieved_ndcg(relevant, scores) == pytest.approx(
+            ndcg_score([relevant], [scores]), abs=1e-12
+        )
     scores, relevant = -np.arange(30.0), random.random(30) < 0.3
-    assert retrieved_ndcg(relevant, scores) == pytest.approx(ndcg_score([relevant[:10]], [scores[:10]]))
+    assert retrieved_ndcg(relevant, scores) == pytest.approx(
+        ndcg_score([relevant[:10]], [scores[:10]])
+    )
 
 
 @pytest.mark.parametrize("different", [3, 10**6])
@@ -58,18 +62,37 @@ def test_as_trec_eval_has_it(different):
     qrels, run, found = {}, {}, {}
     for query in map(str, range(40)):
         # Single precision, as trec_eval has it.
-        scores = dict(zip(names, (random.integers(0, different, 250) / np.float32(different)).tolist(), strict=True))
+        scores = dict(
+            zip(
+                names,
+                (random.integers(0, different, 250) / np.float32(different)).tolist(),
+                strict=True,
+            )
+        )
         judged = random.choice([*names, "elsewhere"], random.integers(1, 20), replace=False)
         qrels[query] = {str(name): int(random.integers(1, 4)) for name in judged}
         run[query] = scores
-        best = rank_top_documents(np.array([scores[name] for name in in_order], dtype=np.float32), 100)
+        best = rank_top_documents(
+            np.array([scores[name] for name in in_order], dtype=np.float32), 100
+        )
         assert len(best) == 100
-        grades, all_grades = np.array([qrels[query].get(in_order[at], 0) for at in best]), list(qrels[query].values())
-        found[query] = (ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades)))
+        grades, all_grades = (
+            np.array([qrels[query].get(in_order[at], 0) for at in best]),
+            list(qrels[query].values()),
+        )
+        found[query] = (
+            ndcg(grades, all_grades),
+            reciprocal_rank(grades),
+            recall(grades, len(all_grades)),
+        )
     measures = [nDCG @ 10, RR, R @ 100]
     for value in ir_measures.pytrec_eval.iter_calc(measures, qrels, run):
-        expected = 0 if value.measure == RR and value.value < 1 / 10 else value.value  # trec_eval's goes on after the tenth
-        assert found[value.query_id][measures.index(value.measure)] == pytest.approx(expected, abs=1e-9), value
+        expected = (
+            0 if value.measure == RR and value.value < 1 / 10 else value.value
+        )  # trec_eval's goes on after the tenth
+        assert found[value.query_id][measures.index(value.measure)] == pytest.approx(
+            expected, abs=1e-9
+        ), value
 
 
 def count_every_order(documents, present, all_grades):
@@ -78,13 +101,24 @@ def count_every_order(documents, present, all_grades):
     for order in permutations([*present, *[0] * (documents - len(present))]):
         grades = np.array(order)
         study = retrieved_ndcg(grades > 0, -np.arange(documents))
-        found.append([study, ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades))])
-    return pytest.approx(dict(zip(("score", "ndcg@10", "mrr@10", "recall@100"), np.mean(found, axis=0), strict=True)))
+        found.append(
+            [
+                study,
+                ndcg(grades, all_grades),
+                reciprocal_rank(grades),
+                recall(grades, len(all_grades)),
+            ]
+        )
+    return pytest.approx(
+        dict(zip(("score", "ndcg@10", "mrr@10", "recall@100"), np.mean(found, axis=0), strict=True))
+    )
 
 
 @pytest.mark.parametrize(("documents", "grades"), [(6, (1, 1, 3)), (5, (2, 1)), (4, (1, 1, 1, 1))])
 def test_chance_by_counting_every_order(documents, grades):
-    assert compute_random_baseline(documents, grades) == count_every_order(documents, grades, grades)
+    assert compute_random_baseline(documents, grades) == count_every_order(
+        documents, grades, grades
+    )
 
 
 def test_chance_with_relevant_documents_that_are_not_in_the_corpus():
@@ -100,10 +134,20 @@ def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
     drawn = []
     for _ in range(5_000):
         order = random.permutation(relevant)
-        drawn.append([retrieved_ndcg(order, -np.arange(300)), ndcg(order, [1] * 7), reciprocal_rank(order), recall(order, 7)])
+        drawn.append(
+            [
+                retrieved_ndcg(order, -np.arange(300)),
+                ndcg(order, [1] * 7),
+                reciprocal_rank(order),
+                recall(order, 7),
+            ]
+        )
     drawn = np.array(drawn)
     expected = list(compute_random_baseline(300, (1,) * 7).values())
-    assert np.abs(drawn.mean(axis=0) - expected).max() < 4 * (drawn.std(axis=0) / np.sqrt(len(drawn))).max()
+    assert (
+        np.abs(drawn.mean(axis=0) - expected).max()
+        < 4 * (drawn.std(axis=0) / np.sqrt(len(drawn))).max()
+    )
 
 
 def test_the_example_of_the_documentation():

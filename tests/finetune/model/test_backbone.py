@@ -18,7 +18,12 @@ from megaenc.finetune.model.load import load_backbone
 _GROUPED = {"num_key_value_heads": 2}
 _GEMMA3 = _GROUPED | {"head_dim": 24, "sliding_window": 4, "query_pre_attn_scalar": 20}
 _GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
-_LOCAL = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+_LOCAL = {
+    "local_attention": 8,
+    "global_attn_every_n_layers": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
 _IDS = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _BOTH_WAYS = {"is_causal": False}
 # name: model_type, values of the config
@@ -28,7 +33,10 @@ _KINDS = {
     "llama read bidirectionally": ("llama", _GROUPED | _BOTH_WAYS),
     "qwen3": ("qwen3", _GROUPED | {"head_dim": 16}),
     "mistral with a window": ("mistral", _GROUPED | {"sliding_window": 4}),
-    "mistral with a window read bidirectionally": ("mistral", _GROUPED | {"sliding_window": 4} | _BOTH_WAYS),
+    "mistral with a window read bidirectionally": (
+        "mistral",
+        _GROUPED | {"sliding_window": 4} | _BOTH_WAYS,
+    ),
     "modernbert": ("modernbert", _LOCAL),
     "ettin decoder with a window": ("modernbert-decoder", _LOCAL),
     "gemma3_text with a window": ("gemma3_text", _GEMMA3),
@@ -100,28 +108,42 @@ def test_each_state_depends_on_what_it_should(tmp_path, kind, direction):
     backbone = _load(tmp_path, direction)
     size = 4 if "window" in kind or kind == "modernbert" else 7
     embedded = []
-    backbone.model.get_input_embeddings().register_forward_hook(lambda *call: embedded.append(call[2]))
+    backbone.model.get_input_embeddings().register_forward_hook(
+        lambda *call: embedded.append(call[2])
+    )
     states = backbone.compute_states(pack_texts(_texts(size, 2, size), "cpu"))
     weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
-    moved = torch.stack([torch.autograd.grad(s @ weights, embedded, retain_graph=True)[0][0].abs().sum(-1) for s in states])
+    moved = torch.stack(
+        [
+            torch.autograd.grad(s @ weights, embedded, retain_graph=True)[0][0].abs().sum(-1)
+            for s in states
+        ]
+    )
     text = torch.tensor([0] * 2 + [1] * size + [2] * size)
     expected = text[:, None] == text
     assert torch.equal(moved > 1e-9, expected.tril() if direction == "causal" else expected)
     if kind == "qwen3":
         states.square().sum().backward()
-        assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in backbone.parameters())
+        assert all(
+            parameter.grad is not None and parameter.grad.abs().sum() > 0
+            for parameter in backbone.parameters()
+        )
 
 
 def test_a_model_that_cannot_be_read_so_is_refused(tmp_path):
     _save(tmp_path, "deberta")
-    with pytest.raises(InputError, match=r"found bidirectional attention in deberta-v2, expected .* causal"):
+    with pytest.raises(
+        InputError, match=r"found bidirectional attention in deberta-v2, expected .* causal"
+    ):
         _load(tmp_path, "causal")
 
 
 def test_a_decoder_of_the_padded_way_is_pointed_in_the_direction(tmp_path, monkeypatch):
     model = _save(tmp_path, "llama")
     with monkeypatch.context() as patched:
-        patched.setattr(transformers.LlamaModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
+        patched.setattr(
+            transformers.LlamaModel, "_can_set_attn_implementation", classmethod(lambda cls: False)
+        )
         backbone = _load(tmp_path)
         assert not backbone.is_packed
         texts = _texts(3, 20, 5)
@@ -171,7 +193,10 @@ def test_a_folder_with_code_or_a_head_is_read_without_them(tmp_path):
     texts = _texts(4, 6)
     model = _save(tmp_path / "eurobert", "eurobert")
     config = tmp_path / "eurobert" / "config.json"
-    values = json.loads(config.read_text()) | {"model_type": "sl_model", "auto_map": {"AutoModel": "modeling.SLModel"}}
+    values = json.loads(config.read_text()) | {
+        "model_type": "sl_model",
+        "auto_map": {"AutoModel": "modeling.SLModel"},
+    }
     config.write_text(json.dumps(values))
     (tmp_path / "eurobert" / "modeling.py").write_text("raise SystemExit('this must never run')")
     _assert_close(_packed(_load(tmp_path / "eurobert"), texts), _padded(model, texts))
@@ -201,7 +226,12 @@ def test_texts_of_like_length_are_padded_together():
 def test_megatron_stays_out():
     """Models are fine-tuned where only transformers is."""
     code = "import sys, megaenc.finetune.train; print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def _fail(query):
@@ -209,7 +239,8 @@ def _fail(query):
 
 
 @pytest.mark.parametrize(
-    "wrong, said", [(_fail, "fails: head dimension 8"), (lambda *given: 0 * given[0], "computes other states")]
+    "wrong, said",
+    [(_fail, "fails: head dimension 8"), (lambda *given: 0 * given[0], "computes other states")],
 )
 def test_a_kernel_that_does_not_do_is_not_used(tmp_path, monkeypatch, wrong, said):
     """What an accelerator's kernel for 16 bits might do, here in the place of the one for processors."""

@@ -27,7 +27,11 @@ def compute_and_save(folders: list[str], results: str) -> list[str]:
 def reads(monkeypatch) -> list[str]:
     """The folders whose weights were read, in order."""
     found, digest = [], fingerprint._hash_files
-    monkeypatch.setattr(fingerprint, "_hash_files", lambda folder, *more: found.append(folder.name) or digest(folder, *more))
+    monkeypatch.setattr(
+        fingerprint,
+        "_hash_files",
+        lambda folder, *more: found.append(folder.name) or digest(folder, *more),
+    )
     return found
 
 
@@ -58,19 +62,32 @@ def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
 
 
 @pytest.mark.parametrize("content", ["", '{"a": 1}'])
-def test_a_file_of_fingerprints_that_says_nothing_is_made_again_and_no_folder_for_it(tmp_path, content):
+def test_a_file_of_fingerprints_that_says_nothing_is_made_again_and_no_folder_for_it(
+    tmp_path, content
+):
     model = str(make_model(tmp_path / "one"))
     whole = compute_and_save([model], str(tmp_path))
     (tmp_path / FINGERPRINT_FILE).write_text(content)
-    assert compute_and_save([model], str(tmp_path)) == whole == compute_and_save([model], str(tmp_path / "new"))
-    assert list(tmp_path.glob(".*")) == [tmp_path / FINGERPRINT_FILE] and not (tmp_path / "new").exists()
+    assert (
+        compute_and_save([model], str(tmp_path))
+        == whole
+        == compute_and_save([model], str(tmp_path / "new"))
+    )
+    assert (
+        list(tmp_path.glob(".*")) == [tmp_path / FINGERPRINT_FILE]
+        and not (tmp_path / "new").exists()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json: not JSON"),
-        ("config.json", None, r"no config\.json, expected config\.json, \*\.safetensors and tokenizer\.json"),
+        (
+            "config.json",
+            None,
+            r"no config\.json, expected config\.json, \*\.safetensors and tokenizer\.json",
+        ),
         ("model.safetensors", None, r"no \*\.safetensors, expected"),
         ("tokenizer.json", None, r"no tokenizer\.json, expected"),
     ],
@@ -86,5 +103,8 @@ def test_what_is_missing_is_named(tmp_path, name, content, message):
 
 
 def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
-    with pytest.raises(InputError, match=r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`"):
+    with pytest.raises(
+        InputError,
+        match=r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`",
+    ):
         check_model_folder("bert-base-uncased")

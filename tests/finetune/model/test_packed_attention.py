@@ -12,13 +12,19 @@ _LENGTHS = (2, 5, 5, 9)
 
 def _states(heads, groups):
     torch.manual_seed(0)
-    return [torch.randn(1, count, sum(_LENGTHS), 8, dtype=torch.float64, requires_grad=True) for count in (heads, groups, groups)]
+    return [
+        torch.randn(1, count, sum(_LENGTHS), 8, dtype=torch.float64, requires_grad=True)
+        for count in (heads, groups, groups)
+    ]
 
 
 def _attend(query, key, value, causal, **asked):
     packed = pack_texts([np.ones(length, dtype=np.int64) for length in _LENGTHS], "cpu")
     reader = SimpleNamespace(
-        attention="causal" if causal else "bidirectional", has_wide_window=False, sliding_windows=set(), use_varlen_kernel=True
+        attention="causal" if causal else "bidirectional",
+        has_wide_window=False,
+        sliding_windows=set(),
+        use_varlen_kernel=True,
     )
     _ACTIVE_PACK.set((reader, packed))
     return packed_attention_forward(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]
@@ -45,7 +51,9 @@ def test_states_and_gradients_are_those_of_the_definition(causal, window):
     expected = _by_the_definition(*states, causal, window or 100)
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(expected)
-    gradients, others = (torch.autograd.grad(result, states, weights) for result in (found, expected))
+    gradients, others = (
+        torch.autograd.grad(result, states, weights) for result in (found, expected)
+    )
     torch.testing.assert_close(gradients, others)
 
 

@@ -26,9 +26,15 @@ def changed(old: str, new: str) -> str:
 
 DAMAGED = [
     # what results.json holds, and words of the line
-    *((changed('"score": 0.5', f'"score": {value}'), "test.score") for value in ("NaN", "-0.1", "1.1", "true", '"0.5"')),
+    *(
+        (changed('"score": 0.5', f'"score": {value}'), "test.score")
+        for value in ("NaN", "-0.1", "1.1", "true", '"0.5"')
+    ),
     (changed('"score": 0.5', '"score": ' + "1" * 5000), "not JSON"),
-    (changed('"accuracy": 0.5', '"accuracy": 1.1'), "test.metrics.accuracy`: found 1.1, expected a number from 0 to 1"),
+    (
+        changed('"accuracy": 0.5', '"accuracy": 1.1'),
+        "test.metrics.accuracy`: found 1.1, expected a number from 0 to 1",
+    ),
     (
         changed('"accuracy": 0.5', '"matthews_correlation": -1.1'),
         "found -1.1, expected a number from -1 to 1",
@@ -56,7 +62,9 @@ def names(value):
 def tree(tmp_path):
     """Two seeds of a model, of which the second can be damaged."""
     for seed in range(2):
-        trees.published(tmp_path / "results", "610m-clm-42k", "SC/sst2", 2e-5, seed, 0.5, 0.5).write_text(GOOD)
+        trees.published(
+            tmp_path / "results", "610m-clm-42k", "SC/sst2", 2e-5, seed, 0.5, 0.5
+        ).write_text(GOOD)
     return tmp_path / "results"
 
 
@@ -87,7 +95,9 @@ def test_a_damaged_result_is_one_line(content, words, run, refused):
 
 def test_a_report_of_a_damaged_result_is_one_line(tree, run, tmp_path, refusal):
     (run / "results.json").write_text("[]")
-    line = refusal(report_command.main, ["--results", tree, "--output", tmp_path / "new" / "report"])
+    line = refusal(
+        report_command.main, ["--results", tree, "--output", tmp_path / "new" / "report"]
+    )
     assert "lr2e-05_sd1/results.json: found a list" in line and not (tmp_path / "new").exists()
 
 
@@ -107,7 +117,9 @@ def test_a_file_of_another_kind_is_one_line(kind, name, run, refused):
     assert f"lr2e-05_sd1/{name}: " in refused()
 
 
-@pytest.mark.parametrize("name", ["lr1.2.3_sd0", "lr0_sd0", "lr1e999_sd0", "lr_sd0", "lr2e-05_sd-1"])
+@pytest.mark.parametrize(
+    "name", ["lr1.2.3_sd0", "lr0_sd0", "lr1e999_sd0", "lr_sd0", "lr2e-05_sd-1"]
+)
 def test_a_folder_that_is_named_after_no_rate_and_seed_is_passed_by(name, tree, run):
     run.rename(run.with_name(name))
     assert len(result_files.read_result_tree(tree)) == 1
@@ -127,7 +139,12 @@ def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
     """Names of models in a tree of results are anybody's: HTML, Markdown, LaTeX and formulas."""
     monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
     hostile = "$a_{b^<script>alert(1)</script>|c\nd&\\e%~`"
-    trees.cell(tmp_path / "results", hostile.replace("/", ""), "SC/sst2", {2e-5: [0.5, 0.6], 5e-5: [0.4, 0.5]})
+    trees.cell(
+        tmp_path / "results",
+        hostile.replace("/", ""),
+        "SC/sst2",
+        {2e-5: [0.5, 0.6], 5e-5: [0.4, 0.5]},
+    )
     output = tmp_path / "report"
     report_command.main(["--results", str(tmp_path / "results"), "--output", str(output)])
     page = (output / "index.html").read_text()
@@ -135,7 +152,10 @@ def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
     markdown = (output / "tables/other.md").read_text()
     assert r"$a_{b^&lt;script>alert(1)&lt;script>\|c d&\\e%~\`" in markdown
     latex = (output / "tables/other.tex").read_text()
-    assert r"\$a\_\{b\textasciicircum{}$<$script$>$alert(1)$<$script$>$|c d\&\textbackslash{}e\%\textasciitilde{}`" in latex
+    assert (
+        r"\$a\_\{b\textasciicircum{}$<$script$>$alert(1)$<$script$>$|c d\&\textbackslash{}e\%\textasciitilde{}`"
+        in latex
+    )
 
 
 @pytest.mark.parametrize("value", ['["a"]', "[[0], [1]]", "[1e308, 1e308]", "3", "[null]", "[NaN]"])

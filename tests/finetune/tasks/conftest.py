@@ -34,7 +34,14 @@ def encoder(tokenizer):
 @pytest.fixture(scope="session")
 def folder(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder, "eurobert", tokenizer, hidden_size=16, num_attention_heads=2, max_position_embeddings=128)
+    save_model(
+        folder,
+        "eurobert",
+        tokenizer,
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
     return folder
 
 
@@ -47,7 +54,9 @@ def make_model(folder) -> Callable:
         head = task.build_head(16)
         for weights in head.parameters():
             nn.init.normal_(weights)
-        return TaskModel(load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32), head)
+        return TaskModel(
+            load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32), head
+        )
 
     return make
 
@@ -64,7 +73,9 @@ class Oracle(nn.Module):
     def compute_states(self, packed):
         self.seen += len(packed.lengths)
         texts = packed.tokens.split(packed.lengths)
-        return torch.cat([torch.tensor(self.told[tuple(text.tolist())], dtype=torch.float32) for text in texts])
+        return torch.cat(
+            [torch.tensor(self.told[tuple(text.tolist())], dtype=torch.float32) for text in texts]
+        )
 
 
 @pytest.fixture

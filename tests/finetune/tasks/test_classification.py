@@ -9,8 +9,17 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import LabelledText
 from megaenc.finetune.tasks.classification import Classification, matthews_correlation
 
-TEXTS = ["The garden.", "The old man walked down to the river with his dog.", "Nobody came, nobody.", "A book", "Lyon and Paris"]
-EXAMPLES = [LabelledText(str(at), text, label) for at, (text, label) in enumerate(zip(TEXTS, [0, 2, 1, 2, 2], strict=True))]
+TEXTS = [
+    "The garden.",
+    "The old man walked down to the river with his dog.",
+    "Nobody came, nobody.",
+    "A book",
+    "Lyon and Paris",
+]
+EXAMPLES = [
+    LabelledText(str(at), text, label)
+    for at, (text, label) in enumerate(zip(TEXTS, [0, 2, 1, 2, 2], strict=True))
+]
 
 
 def test_heads_are_drawn_by_the_seed(dataset):
@@ -18,7 +27,9 @@ def test_heads_are_drawn_by_the_seed(dataset):
     first, again = (torch.manual_seed(0) and task.build_head(512) for _ in range(2))
     other = task.build_head(512)
     assert torch.equal(first.weight, again.weight) and not torch.equal(first.weight, other.weight)
-    assert first.weight.shape == (3, 512) and first.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert first.weight.shape == (3, 512) and first.weight.std().item() == pytest.approx(
+        0.02, rel=0.1
+    )
     assert not first.bias.any()
 
 
@@ -38,7 +49,9 @@ def test_scores(dataset, encoder, oracle):
     scores = task.evaluate(oracle(task, (data, np.eye(3)[[0, 2, 1, 0, 1]])), data, EXAMPLES)
     assert scores.score == 0.6 and scores.scores_i == [1, 1, 1, 0, 0] and scores.collapsed is None
     gold = [example.label for example in EXAMPLES]
-    assert scores.metrics["matthews_correlation"] == pytest.approx(matthews_corrcoef(gold, [0, 2, 1, 0, 1]))
+    assert scores.metrics["matthews_correlation"] == pytest.approx(
+        matthews_corrcoef(gold, [0, 2, 1, 0, 1])
+    )
 
 
 @pytest.mark.parametrize("classes", [2, 5])
@@ -48,7 +61,9 @@ def test_matthews_correlation_is_scikit_learns(classes):
         gold, drawn = random.integers(classes, size=(2, 60))
         predicted = np.where(random.random(60) < share, gold, drawn)
         for one, other in ((gold, predicted), (gold, gold[::-1]), (gold, np.zeros(60, dtype=int))):
-            assert matthews_correlation(one, other) == pytest.approx(matthews_corrcoef(one, other), abs=1e-12)
+            assert matthews_correlation(one, other) == pytest.approx(
+                matthews_corrcoef(one, other), abs=1e-12
+            )
 
 
 def test_a_constant_prediction_of_different_labels_is_a_collapse(dataset, encoder, oracle):

@@ -7,19 +7,43 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import EuroBertModel
 
 from megaenc.finetune.config import FinetuneConfig
-from megaenc.finetune.examples import Answer, LabelledText, Pair, Question, RetrievalExamples, TaggedWords, TaskFamily
+from megaenc.finetune.examples import (
+    Answer,
+    LabelledText,
+    Pair,
+    Question,
+    RetrievalExamples,
+    TaggedWords,
+    TaskFamily,
+)
 from megaenc.finetune.tasks import TASKS, NonFinitePredictionError
 
-TEXTS = ["The garden.", "The old man walked down to the river with his dog.", "Nobody came, nobody.", "Lyon and Paris"]
+TEXTS = [
+    "The garden.",
+    "The old man walked down to the river with his dog.",
+    "Nobody came, nobody.",
+    "Lyon and Paris",
+]
 QUERIES = {f"q{at}": f"Query: {text.split()[-1]}" for at, text in enumerate(TEXTS)}
-DOCUMENTS = {f"d{at}": f"Document: {text}" for at, text in enumerate([*TEXTS[:3], TEXTS[0]])}  # equal ones are negatives too
+DOCUMENTS = {
+    f"d{at}": f"Document: {text}" for at, text in enumerate([*TEXTS[:3], TEXTS[0]])
+}  # equal ones are negatives too
 EXAMPLES = {
     TaskFamily.SC: [LabelledText(f"{at}", text, at % 3) for at, text in enumerate(TEXTS)],
-    TaskFamily.TC: [TaggedWords(f"{at}", tuple(text.split()), (at % 3,) * len(text.split())) for at, text in enumerate(TEXTS)],
-    TaskFamily.QA: [Question(f"{at}", "Who?", text, (Answer(text[4:7], 4),)) for at, text in enumerate(TEXTS)],
+    TaskFamily.TC: [
+        TaggedWords(f"{at}", tuple(text.split()), (at % 3,) * len(text.split()))
+        for at, text in enumerate(TEXTS)
+    ],
+    TaskFamily.QA: [
+        Question(f"{at}", "Who?", text, (Answer(text[4:7], 4),)) for at, text in enumerate(TEXTS)
+    ],
     TaskFamily.IR: [Pair(f"{at}", QUERIES[f"q{at}"], DOCUMENTS[f"d{at}"]) for at in range(4)],
 }
-SPLITS = EXAMPLES | {TaskFamily.IR: RetrievalExamples(QUERIES, DOCUMENTS, {f"q{at}": {f"d{at}": 1} for at in range(4)})}
+SPLITS = EXAMPLES | {
+    TaskFamily.IR: RetrievalExamples(
+        QUERIES, DOCUMENTS, {f"q{at}": {f"d{at}": 1} for at in range(4)}
+    )
+}
 ROWS = np.array([3, 1, 2])
 
 
@@ -27,7 +51,9 @@ ROWS = np.array([3, 1, 2])
 def plain(folder):
     """transformers' own model."""
     model = EuroBertModel.from_pretrained(folder, attn_implementation="eager")
-    model.get_input_embeddings().padding_idx = None  # the token that pads also ends texts, and has a gradient there
+    model.get_input_embeddings().padding_idx = (
+        None  # the token that pads also ends texts, and has a gradient there
+    )
     return model
 
 
@@ -47,24 +73,36 @@ def read_means(model, texts):
 
 def compute_plain_loss(family, data, model, head):
     if family is TaskFamily.IR:
-        queries, documents = (normalize(read_means(model, data[side].gather_rows(ROWS)), dim=1) for side in data)
+        queries, documents = (
+            normalize(read_means(model, data[side].gather_rows(ROWS)), dim=1) for side in data
+        )
         return cross_entropy(queries @ documents.T * 3.0, torch.arange(len(ROWS)))
     texts = data.gather_rows(ROWS)
     if family is TaskFamily.SC:
-        return cross_entropy(head(read_means(model, texts)), torch.tensor([EXAMPLES[family][row].label for row in ROWS]))
+        return cross_entropy(
+            head(read_means(model, texts)),
+            torch.tensor([EXAMPLES[family][row].label for row in ROWS]),
+        )
     states, mask = read_padded(model, texts)
     targets = torch.full(mask.shape, -100)
     column = data.columns["tags" if family is TaskFamily.TC else "inside"]
     for at, row in enumerate(ROWS):
-        targets[at, : data.lengths[row]] = torch.from_numpy(column[data.starts[row] : data.starts[row + 1]])
+        targets[at, : data.lengths[row]] = torch.from_numpy(
+            column[data.starts[row] : data.starts[row + 1]]
+        )
     return cross_entropy(head(states).flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize("tokens_per_forward", [16384, 40, 1])
 @pytest.mark.parametrize("family", TaskFamily)
-def test_gradients_of_the_plain_way(family, tokens_per_forward, dataset, encoder, make_model, plain):
+def test_gradients_of_the_plain_way(
+    family, tokens_per_forward, dataset, encoder, make_model, plain
+):
     """Retrieval's with a scale of its own."""
-    task = TASKS[family](dataset(["O", "B-X", "I-X"]), FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=3.0))
+    task = TASKS[family](
+        dataset(["O", "B-X", "I-X"]),
+        FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=3.0),
+    )
     data, model = task.encode(EXAMPLES[family], encoder), make_model(task)
     assert task.count_examples(data) == 4
     head = task.build_head(16)
@@ -77,7 +115,9 @@ def test_gradients_of_the_plain_way(family, tokens_per_forward, dataset, encoder
         for weights, others in zip(own.parameters(), other.parameters(), strict=True):
             largest = others.grad.abs().max().item()
             apart = (weights.grad - others.grad).abs().max().item()
-            assert largest > 0 and apart <= 4e-6 * max(1, largest)  # processors round sums differently
+            assert largest > 0 and apart <= 4e-6 * max(
+                1, largest
+            )  # processors round sums differently
 
 
 @pytest.mark.parametrize("family", TaskFamily)
@@ -86,7 +126,9 @@ def test_predictions_that_are_no_number_are_no_score(family, dataset, encoder, m
     task = TASKS[family](dataset(["O", "B-X", "I-X"], train=EXAMPLES[family]), FinetuneConfig())
     data, model = task.encode(SPLITS[family], encoder), make_model(task)
     model.train()
-    assert task.evaluate(model, data, SPLITS[family]) == task.evaluate(model, data, SPLITS[family])  # nothing is dropped
+    assert task.evaluate(model, data, SPLITS[family]) == task.evaluate(
+        model, data, SPLITS[family]
+    )  # nothing is dropped
     assert all(weights.grad is None for weights in model.parameters())
     task.clear_cache()
     with torch.no_grad():
@@ -104,4 +146,6 @@ def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_mode
     assert model.head.weight.grad.dtype == torch.float32
     model.to(torch.bfloat16)
     loss = task.backward(model, data, np.arange(4))
-    assert loss == pytest.approx(expected, rel=0.02) and torch.tensor(loss).bfloat16().item() != loss
+    assert (
+        loss == pytest.approx(expected, rel=0.02) and torch.tensor(loss).bfloat16().item() != loss
+    )

@@ -12,7 +12,12 @@ CONTEXT = "Marie Curie lived in Paris, and the old man lived in Lyon with his do
 
 
 def question(number, text, *answers, context=CONTEXT):
-    return Question(str(number), text, context, tuple(Answer(answer, context.index(answer)) for answer in answers))
+    return Question(
+        str(number),
+        text,
+        context,
+        tuple(Answer(answer, context.index(answer)) for answer in answers),
+    )
 
 
 EXAMPLES = [
@@ -64,14 +69,25 @@ def test_scores_by_hand(task, encoder, oracle):
     gold = [list(range(*bounds)) for bounds in data.columns["gold"]]
     first, past = data.columns["context"][0]
     tower = {at: 1.0 for at in range(first, past)}  # the whole context is inside
-    marie = {at: 1.0 for at in gold[1]} | {data.columns["context"][1][0]: 5.0}  # its first token is surer than the answer
+    marie = {at: 1.0 for at in gold[1]} | {
+        data.columns["context"][1][0]: 5.0
+    }  # its first token is surer than the answer
     late = {0: 3.0, 1: 1.0}  # in the question alone: no answer, but positions
     scores = task.evaluate(oracle(task, told(data, [tower, marie, late, {}])), data, EXAMPLES)
-    overlap = [2 * len(gold[0]) / (len(gold[0]) + past - first), 2 * len(gold[1]) / (2 * len(gold[1]) + 1), 2 / 3, 0]
-    assert scores.scores_i == pytest.approx(overlap) and scores.score == pytest.approx(np.mean(overlap))
+    overlap = [
+        2 * len(gold[0]) / (len(gold[0]) + past - first),
+        2 * len(gold[1]) / (2 * len(gold[1]) + 1),
+        2 / 3,
+        0,
+    ]
+    assert scores.scores_i == pytest.approx(overlap) and scores.score == pytest.approx(
+        np.mean(overlap)
+    )
     assert scores.metrics_i["exact_match"] == [0, 0, 1, 0]
     # "in Paris" shares two of its two words, Paris one of its one; the context has 14 without the article
-    assert scores.metrics_i["f1"] == pytest.approx([max(2 * 1 / (1 + 14), 2 * 2 / (2 + 14)), 0, 1, 0])
+    assert scores.metrics_i["f1"] == pytest.approx(
+        [max(2 * 1 / (1 + 14), 2 * 2 / (2 + 14)), 0, 1, 0]
+    )
 
 
 def test_never_answering_is_a_collapse(task, encoder, oracle):
@@ -84,7 +100,9 @@ def test_never_answering_is_a_collapse(task, encoder, oracle):
     assert task.evaluate(oracle(task, told(data, [{}])), data, unanswerable).collapsed is None
 
 
-def test_long_contexts_lose_their_ends_and_answers_there_are_missed(task, encoder, tokenizer, oracle):
+def test_long_contexts_lose_their_ends_and_answers_there_are_missed(
+    task, encoder, tokenizer, oracle
+):
     whole = task.encode(EXAMPLES, encoder)
     # Row 0 keeps the first half of its answer, and row 1 nothing of it.
     start, end = whole.columns["gold"][0]
@@ -112,4 +130,7 @@ def test_half_surrogates_shift_no_answer(task, encoder, oracle):
     context = "\ud83d\udc4d and \ud83d say Lyon."  # as JSON may spell it: one character in two halves, and a half
     examples = [question(0, "What?", "Lyon", context=context)]
     data = task.encode(examples, encoder)
-    assert task.evaluate(oracle(task, told(data)), data, examples).metrics == {"exact_match": 1.0, "f1": 1.0}
+    assert task.evaluate(oracle(task, told(data)), data, examples).metrics == {
+        "exact_match": 1.0,
+        "f1": 1.0,
+    }

@@ -16,11 +16,15 @@ from megaenc.finetune.tasks.base import mean_pool
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 
 PAIRS = [
-    Pair("0", "Query: a garden", "Document: The small garden behind the house was full of flowers."),
+    Pair(
+        "0", "Query: a garden", "Document: The small garden behind the house was full of flowers."
+    ),
     Pair("1", "Query: who came?", "Document: Nobody came."),
     Pair("2", "Query: where did the old man walk with his dog?", "Document: down to the river"),
     Pair("3", "Query: Lyon", "Document: Paris and Lyon"),
-    Pair("4", "Query: Paris", "Document: Paris and Lyon"),  # the same document: a negative all the same
+    Pair(
+        "4", "Query: Paris", "Document: Paris and Lyon"
+    ),  # the same document: a negative all the same
 ]
 
 
@@ -63,18 +67,30 @@ def test_parts_drop_the_same_both_times(dataset, encoder):
     torch.manual_seed(7)
     for part in task.split_into_forwards(np.array([len(text) for text in texts])):
         packed = pack_texts([texts[at] for at in part], "cpu")
-        for at, vector in zip(part, mean_pool(model.backbone.compute_states(packed), packed), strict=True):
+        for at, vector in zip(
+            part, mean_pool(model.backbone.compute_states(packed), packed), strict=True
+        ):
             vectors[at] = vector
     expected = plain_loss(torch.stack(vectors[:5]), torch.stack(vectors[5:]), 20.0)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found, model.backbone.table.weight.grad, rtol=1e-5, atol=1e-6)
-    assert torch.equal(after, torch.get_rng_state())  # what is drawn next does not depend on the second pass
+    assert torch.equal(
+        after, torch.get_rng_state()
+    )  # what is drawn next does not depend on the second pass
 
 
-DOCUMENTS = {name: f"Document: {text}" for name, text in [("a", "garden"), ("b", "river"), ("c", "dog"), ("d", "letters")]}
+DOCUMENTS = {
+    name: f"Document: {text}"
+    for name, text in [("a", "garden"), ("b", "river"), ("c", "dog"), ("d", "letters")]
+}
 SPLIT = RetrievalExamples(
-    queries={"q1": "Query: flowers", "q2": "Query: a walk", "q3": "Query: without an answer", "q4": "Query: walks"},
+    queries={
+        "q1": "Query: flowers",
+        "q2": "Query: a walk",
+        "q3": "Query: without an answer",
+        "q4": "Query: walks",
+    },
     documents=DOCUMENTS,
     relevant={"q1": {"a": 1}, "q2": {"b": 1, "c": 3}, "q4": {"a": 1, "d": 2}},
 )
@@ -99,14 +115,22 @@ def test_scores_by_hand(task, encoder, oracle):
     # q1: a first. q2: c (grade 3), d, b (grade 1), a. q4: d (grade 2), b, c, a (grade 1).
     third, fourth = 1 / np.log2(4), 1 / np.log2(5)
     second = 1 / np.log2(3)
-    assert scores.scores_i == pytest.approx([1, (1 + third) / (1 + second), (1 + fourth) / (1 + second)])
-    assert scores.metrics_i["ndcg@10"] == pytest.approx([1, (3 + third) / (3 + second), (2 + fourth) / (2 + second)])
+    assert scores.scores_i == pytest.approx(
+        [1, (1 + third) / (1 + second), (1 + fourth) / (1 + second)]
+    )
+    assert scores.metrics_i["ndcg@10"] == pytest.approx(
+        [1, (3 + third) / (3 + second), (2 + fourth) / (2 + second)]
+    )
     assert scores.score == pytest.approx(np.mean(scores.scores_i)) and scores.collapsed is None
-    assert scores.metrics == pytest.approx({name: np.mean(some) for name, some in scores.metrics_i.items()})
+    assert scores.metrics == pytest.approx(
+        {name: np.mean(some) for name, some in scores.metrics_i.items()}
+    )
     assert set(scores.baseline) == {"score", *scores.metrics} and scores.baseline["recall@100"] == 1
 
 
-def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_miss(task, encoder, oracle):
+def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_miss(
+    task, encoder, oracle
+):
     split = RetrievalExamples(
         queries={"a": "Query: garden", "c": "Query: dogs"},
         documents=DOCUMENTS,

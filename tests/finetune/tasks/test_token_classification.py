@@ -33,18 +33,27 @@ def test_a_beginning_has_no_tag(task, tokenizer):
 def told(data, tags_of):
     """States that say, for each row and word, the tag of `tags_of`; whatever at the end."""
     words = np.split(data.columns["words"], data.starts[1:-1])
-    tags = [[own[word] if word >= 0 else 1 for word in row] for row, own in zip(words, tags_of, strict=True)]
+    tags = [
+        [own[word] if word >= 0 else 1 for word in row]
+        for row, own in zip(words, tags_of, strict=True)
+    ]
     return data, [np.eye(len(TAGS))[some] for some in tags]
 
 
 def test_scores(task, encoder, oracle):
     data = task.encode(EXAMPLES, encoder)
     # Curie is lost, and a comma is a place.
-    scores = task.evaluate(oracle(task, told(data, [(1, 0, 0, 0, 3, 0), (0, 0), (3, 3, 3, 0, 3)])), data, EXAMPLES)
+    scores = task.evaluate(
+        oracle(task, told(data, [(1, 0, 0, 0, 3, 0), (0, 0), (3, 3, 3, 0, 3)])), data, EXAMPLES
+    )
     first = (6 / 7 + 1 + 0 + 1) / 4  # O: 3 found of 3, 1 too many; B-PER; I-PER; B-LOC
     assert scores.scores_i == pytest.approx([first, 1, (2 / 3 + 6 / 7) / 2])
     assert scores.score == pytest.approx(np.mean(scores.scores_i))
-    assert scores.metrics_i == {"spans_right": [1, 0, 3], "spans_predicted": [2, 0, 4], "spans_there": [2, 0, 3]}
+    assert scores.metrics_i == {
+        "spans_right": [1, 0, 3],
+        "spans_predicted": [2, 0, 4],
+        "spans_there": [2, 0, 3],
+    }
     expected = {"span_f1": 8 / 11, "span_precision": 4 / 6, "span_recall": 4 / 5}
     assert scores.metrics == pytest.approx(expected) and scores.collapsed is None
     assert scores.baseline == dict.fromkeys(("score", *expected), 1)  # it has seen them
@@ -68,8 +77,13 @@ def test_words_that_were_cut_off_are_outside(task, encoder, tokenizer, oracle):
     words = whole.columns["words"][: whole.lengths[0]]
     room = int(np.flatnonzero(words == 2)[0])  # Marie Curie, and nothing of what follows
     data = task.encode(EXAMPLES, text_encoder(tokenizer, room + 1))
-    assert data.lengths.max() == room + 1 and data.truncated_count == int((whole.lengths > room + 1).sum()) > 0
-    scores = task.evaluate(oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES)
+    assert (
+        data.lengths.max() == room + 1
+        and data.truncated_count == int((whole.lengths > room + 1).sum()) > 0
+    )
+    scores = task.evaluate(
+        oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES
+    )
     # Paris is lost.
     assert scores.metrics_i["spans_right"][0] == scores.metrics_i["spans_predicted"][0] == 1
     assert scores.metrics_i["spans_there"] == [2, 0, 3]
@@ -91,11 +105,17 @@ def test_sub_tokens_belong_to_their_words(task, kind, tmp_path):
     data = task.encode(EXAMPLES, text_encoder(tokenizer, 200))
     for row, example in enumerate(EXAMPLES):
         [tokens] = data.gather_rows([row])
-        words, tags = (data.columns[name][data.starts[row] : data.starts[row + 1]] for name in ("words", "tags"))
+        words, tags = (
+            data.columns[name][data.starts[row] : data.starts[row + 1]]
+            for name in ("words", "tags")
+        )
         assert words[-1] == -1 and tags[-1] == -100 and tokens[-1] in tokenizer.all_special_ids
         assert tags[:-1].tolist() == [example.tags[word] for word in words[:-1]]
         words, tokens = words[:-1], tokens[:-1]
-        assert np.array_equal(np.unique(words), np.arange(len(example.words))) and (np.diff(words) >= 0).all()
+        assert (
+            np.array_equal(np.unique(words), np.arange(len(example.words)))
+            and (np.diff(words) >= 0).all()
+        )
         for word, text in enumerate(example.words):
             if text.isascii():
                 assert tokenizer.decode(tokens[words == word]).strip().lower() == text.lower()

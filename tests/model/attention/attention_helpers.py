@@ -12,9 +12,13 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
     """Segment by segment; the last query stands beside the last key; `window`: keys before and after, -1 for all."""
     each, parts = q.size(1) // k.size(1), []
     assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
+    ):
         rows, columns = q1 - q0, k1 - k0
-        assert rows <= longest_q and 0 < columns <= longest_k, "no segment lacks keys or is longer than was said"
+        assert rows <= longest_q and 0 < columns <= longest_k, (
+            "no segment lacks keys or is longer than was said"
+        )
         distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
         before, after = (columns if side < 0 else side for side in window)
         hidden = (distance < -before) | (distance > (0 if causal else after))
@@ -24,9 +28,22 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
     return torch.cat(parts)
 
 
-def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+def varlen_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
     """torch 2.11's, which finds out about grouped heads by itself."""
-    return slow_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, causal=False, window=window_size)
+    return slow_kernel(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        causal=False,
+        window=window_size,
+    )
 
 
 def varlen_2_13(query, key, *others, enable_gqa=False, **named):
@@ -37,7 +54,17 @@ def varlen_2_13(query, key, *others, enable_gqa=False, **named):
 
 
 def flash_attn_2(
-    *, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=False, window_size=(-1, -1)
+    *,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal=False,
+    window_size=(-1, -1),
 ):
     """flash_attn.flash_attn_varlen_func, of whose arguments no others are needed; their order differs between versions."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -51,21 +78,34 @@ def flash_attn_3(**named):
 
 def flash_attn_4(*, cu_seqlens_q, cu_seqlens_k, window_size=(None, None), **named):
     """flash_attn.cute.flash_attn_varlen_func of flash-attn-4 4.0.0b36, which gives the sums of the scores as well."""
-    assert all(edges.dtype == torch.int32 and edges.is_contiguous() for edges in (cu_seqlens_q, cu_seqlens_k))
-    assert all(side is None or side >= 0 for side in window_size), "a side of which all is seen is None"
+    assert all(
+        edges.dtype == torch.int32 and edges.is_contiguous()
+        for edges in (cu_seqlens_q, cu_seqlens_k)
+    )
+    assert all(side is None or side >= 0 for side in window_size), (
+        "a side of which all is seen is None"
+    )
     window = [-1 if side is None else side for side in window_size]
-    return flash_attn_3(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window_size=window, **named)
+    return flash_attn_3(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window_size=window, **named
+    )
 
 
 def install_4(monkeypatch, function):
     """The package flash-attn-4, with its module."""
     version, module = importlib.metadata.version, "flash_attn.cute"
     install(monkeypatch, module, function)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36" if name == "flash-attn-4" else version(name))
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: "4.0.0b36" if name == "flash-attn-4" else version(name),
+    )
 
 
 def install(monkeypatch, name, function):
     """A module called `name` whose flash_attn_varlen_func is `function`."""
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None, origin="installed"))
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_loader(name, loader=None, origin="installed")
+    )
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, name, module)

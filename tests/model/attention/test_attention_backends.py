@@ -13,7 +13,16 @@ from megaenc.objectives import Attention
 
 HOST, ACCELERATOR = torch.device("cpu"), torch.device("cuda", 0)
 LENGTHS = [5, 1, 14, 150, 12]
-WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "flash-attn 4", "cudnn", "onednn")
+WAYS = (
+    "sdpa",
+    "varlen, torch 2.11",
+    "varlen, torch 2.13",
+    "flash-attn 2",
+    "flash-attn 3",
+    "flash-attn 4",
+    "cudnn",
+    "onednn",
+)
 
 
 def packing(attention, lengths=LENGTHS, prefixes=None):
@@ -41,7 +50,9 @@ def plug(monkeypatch):
         if name == "varlen":
             told = {"enable_gqa": True} if version == "2.13" else {}
             monkeypatch.setattr(backends, "_GQA_OPTION", told)
-            monkeypatch.setattr(backends, "varlen_attn", kernels.varlen_2_13 if told else kernels.varlen_2_11)
+            monkeypatch.setattr(
+                backends, "varlen_attn", kernels.varlen_2_13 if told else kernels.varlen_2_11
+            )
         elif name.startswith("flash"):
             kernels.install(monkeypatch, "flash_attn", kernels.flash_attn_2)
             if name.endswith("3"):
@@ -67,7 +78,13 @@ def check(monkeypatch):
     monkeypatch.setattr(selftest, "missing_requirement", lambda *_: "")
 
     def run(name, heads, groups, head_dim, dtype=torch.float32, **others):
-        shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "dtype": dtype, "device": HOST}
+        shape = {
+            "heads": heads,
+            "groups": groups,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "device": HOST,
+        }
         return selftest.check_backend(name, **shape, **others)
 
     return run
@@ -92,7 +109,9 @@ def test_each_way_is_the_formula_under_each_mask_and_window(way, shape, plug, ch
 def test_a_window_as_long_as_the_longest_document_is_none():
     """Bit by bit: the same operations. A shorter one is none of them."""
     inputs, packed = numbers(4, 2, 16), packing(Attention.CAUSAL)
-    everything, of_149, of_148 = (computed("sdpa", *inputs, packed, window)[0] for window in (None, 149, 148))
+    everything, of_149, of_148 = (
+        computed("sdpa", *inputs, packed, window)[0] for window in (None, 149, 148)
+    )
     assert torch.equal(of_149, everything)
     assert not torch.equal(of_148, everything)
 
@@ -103,7 +122,9 @@ def test_documents_without_prefixes_and_a_scale_of_its_own(way, plug):
 
     q, k, v, _ = numbers(4, 2, 10)
     name = plug(way)
-    found = compute_attention(name, q, k, v, packing(Attention.PREFIX, prefixes=np.zeros(len(LENGTHS), int)), 0.5)
+    found = compute_attention(
+        name, q, k, v, packing(Attention.PREFIX, prefixes=np.zeros(len(LENGTHS), int)), 0.5
+    )
     expected = compute_attention("sdpa", q * 0.5 * 10**0.5, k, v, packing(Attention.CAUSAL))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -118,7 +139,9 @@ def test_versions_of_flash_attn_are_tried_one_after_the_other(plug, monkeypatch)
     kernels.install_4(monkeypatch, lambda **_: called.append(4))
     monkeypatch.setattr(backends, "_excluded_versions", set())
     for version in (4, 3, 2):
-        backends.load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True, window=-1)
+        backends.load_flash_kernel(HOST)(
+            *"qkv", None, None, 1, 1, scale=1.0, causal=True, window=-1
+        )
         assert called[-1] == version
         backends.exclude_flash_attn(version)
     assert backends.flash_attn_versions(HOST) == []
@@ -142,7 +165,9 @@ NONE, HOPPER, BLACKWELL = (
         ([4, 3], (8, 0), None, [], [], f"flash-attn 2 is not installed; {BLACKWELL}; {HOPPER}"),
     ],
 )
-def test_each_device_has_its_versions_of_flash_attn(installed, capability, hip, usable, measured, lacking, monkeypatch):
+def test_each_device_has_its_versions_of_flash_attn(
+    installed, capability, hip, usable, measured, lacking, monkeypatch
+):
     """Those that have been measured are chosen without a name, the others on request; version numbers of AMD's mean others."""
     from megaenc.model.attention import backends
 
@@ -164,7 +189,11 @@ def test_versions_of_flash_attn_are_found_by_their_files(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for file, content, versions in (
         ("flash_attn/cute/__init__.py", "", []),
-        ("flash_attn_4-4.0.0b36.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n", [4]),
+        (
+            "flash_attn_4-4.0.0b36.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n",
+            [4],
+        ),
         ("flash_attn_interface.py", "", [4, 3]),
         ("flash_attn/__init__.py", "", [4, 3, 2]),
     ):
@@ -173,7 +202,9 @@ def test_versions_of_flash_attn_are_found_by_their_files(tmp_path, monkeypatch):
         assert backends.flash_attn_versions(HOST) == versions
     assert backends.describe_backend("flash", HOST) == "flash (flash-attn 4.0.0b36)"
     monkeypatch.setattr(backends, "_excluded_versions", {4})
-    assert backends.describe_backend("flash", HOST) == "flash (flash-attn 3)"  # built from sources, without metadata
+    assert (
+        backends.describe_backend("flash", HOST) == "flash (flash-attn 3)"
+    )  # built from sources, without metadata
 
 
 def test_padding_is_of_few_shapes_and_worked_out_once_for_all_layers(monkeypatch):
@@ -189,7 +220,11 @@ def test_padding_is_of_few_shapes_and_worked_out_once_for_all_layers(monkeypatch
 
     monkeypatch.setattr(padded, "cudnn_only", contextlib.nullcontext)
     monkeypatch.setattr(padded.F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(padded.PaddedBatches, "from_packed", lambda *arguments: times.append(1) or from_packed(*arguments))
+    monkeypatch.setattr(
+        padded.PaddedBatches,
+        "from_packed",
+        lambda *arguments: times.append(1) or from_packed(*arguments),
+    )
     lengths = [128, 1, 300, 17, 257, 90, 512, 64]
     inputs, packed = numbers(4, 2, 8, lengths), packing(Attention.CAUSAL, lengths)
     for _ in range(3):
@@ -203,7 +238,10 @@ def test_what_is_lacking(monkeypatch):
     assert missing_requirement("sdpa", HOST, torch.float32) == ""
     for name in ("flash", "varlen", "cudnn"):
         assert missing_requirement(name, HOST, torch.bfloat16) == "needs an accelerator"
-        assert missing_requirement(name, ACCELERATOR, torch.float32) == "computes in 16-bit numbers and not in float32"
+        assert (
+            missing_requirement(name, ACCELERATOR, torch.float32)
+            == "computes in 16-bit numbers and not in float32"
+        )
     assert missing_requirement("varlen", ACCELERATOR, torch.bfloat16) == ""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     assert missing_requirement("cudnn", ACCELERATOR, torch.bfloat16) == ""
@@ -274,7 +312,10 @@ def test_onednn_is_as_near_as_torch_in_bfloat16(kept, check, monkeypatch):
 
 def test_onednn_keeps_documents_apart_and_repeats_itself():
     """Bit by bit, also if a neighbour is NaN: padding holds no number of another document."""
-    inputs, packed = [x.bfloat16() for x in numbers(4, 2, 16, LONG)], packing(Attention.CAUSAL, LONG)
+    inputs, packed = (
+        [x.bfloat16() for x in numbers(4, 2, 16, LONG)],
+        packing(Attention.CAUSAL, LONG),
+    )
     start, _, stop = packed.spans()[2]
     broken = [x.index_fill(0, torch.arange(start, stop), float("nan")) for x in inputs]
     first, again = (computed("onednn", *inputs, packing(Attention.CAUSAL, LONG)) for _ in range(2))
@@ -293,7 +334,10 @@ def test_onednn_saves_a_bounded_number_of_bytes():
     q, k, v, _ = (x.bfloat16().requires_grad_() for x in numbers(4, 2, 8, lengths))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         compute_attention("onednn", q, k, v, packed)
-        assert sum(x.nbytes for x in saved) <= q.nbytes + k.nbytes + v.nbytes + 4 * rows + rows * onednn.KEPT_KEYS
+        assert (
+            sum(x.nbytes for x in saved)
+            <= q.nbytes + k.nbytes + v.nbytes + 4 * rows + rows * onednn.KEPT_KEYS
+        )
         saved.clear()
         with torch.no_grad():
             compute_attention("onednn", q, k, v, packed)
@@ -339,7 +383,9 @@ def test_real_kernels_take_what_the_stand_ins_take():
 
     from megaenc.model.attention import backends
 
-    inspect.signature(varlen_attn).bind(*range(7), scale=1.0, window_size=(-1, 0), **backends._GQA_OPTION)
+    inspect.signature(varlen_attn).bind(
+        *range(7), scale=1.0, window_size=(-1, 0), **backends._GQA_OPTION
+    )
 
 
 def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
@@ -349,7 +395,9 @@ def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
     from megaenc.model.attention import backends, blocks
 
     allowed = []
-    monkeypatch.setattr(blocks, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
+    monkeypatch.setattr(
+        blocks, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds)
+    )
     q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
     assert backends.compute_attention("sdpa", q, k, v, packing(Attention.CAUSAL)).shape == q.shape
     assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

@@ -32,8 +32,15 @@ def test_the_reference_is_the_formula_a_position_at_a_time(window):
     from megaenc.model.attention.selftest import reference_attention
 
     torch.manual_seed(0)
-    spans = [(0, 2, 5), (5, 5, 6), (6, 6, 9), (9, 13, 13)]  # a prefix, causal, causal, bidirectional
-    q, k, v, upstream = (torch.randn(13, heads, 6, requires_grad=heads < 5) for heads in (4, 2, 2, 4))
+    spans = [
+        (0, 2, 5),
+        (5, 5, 6),
+        (6, 6, 9),
+        (9, 13, 13),
+    ]  # a prefix, causal, causal, bidirectional
+    q, k, v, upstream = (
+        torch.randn(13, heads, 6, requires_grad=heads < 5) for heads in (4, 2, 2, 4)
+    )
     rows = []
     for start, prefix, stop in spans:
         for at in range(start, stop):
@@ -44,7 +51,11 @@ def test_the_reference_is_the_formula_a_position_at_a_time(window):
                 rows.append(scores.softmax(0) @ v[seen, head // 2])
     out = torch.stack(rows).view(13, 4, 6)
     expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
-    for here, there in zip(reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans, window), expected, strict=True):
+    for here, there in zip(
+        reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans, window),
+        expected,
+        strict=True,
+    ):
         torch.testing.assert_close(here, there.detach())
 
 
@@ -154,7 +165,9 @@ def planted(monkeypatch):
     def verdict(wrong, **how):
         monkeypatch.setattr(selftest, "missing_requirement", lambda *_: "")
         monkeypatch.setattr(
-            selftest, "compute_attention", lambda name, *others, window: wrong(*others, *([window] if window else []))
+            selftest,
+            "compute_attention",
+            lambda name, *others, window: wrong(*others, *([window] if window else [])),
         )
         return check("varlen", **how)
 
@@ -170,7 +183,8 @@ def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
     assert f"values off by {verdict.error:.2g}" in verdict.reason
     assert f"under {mask} attention, 10 tokens to each side, with heads" in verdict.reason
     assert (
-        planted(wrong, masks=[mask], dtype=dtype).passed and planted(right, masks=[mask], dtype=dtype, windows=(None, 64)).passed
+        planted(wrong, masks=[mask], dtype=dtype).passed
+        and planted(right, masks=[mask], dtype=dtype, windows=(None, 64)).passed
     )
 
 
@@ -194,7 +208,10 @@ def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
 def test_what_is_wrong_is_named(wrong, what, mask, dtype, planted):
     verdict = planted(wrong, dtype=dtype, head_dim=96)
     assert verdict.available and not verdict.passed
-    assert verdict.reason.startswith(what) and f"under {mask} attention with heads 96 wide" in verdict.reason
+    assert (
+        verdict.reason.startswith(what)
+        and f"under {mask} attention with heads 96 wide" in verdict.reason
+    )
     assert "\n" not in verdict.reason
     if "off by" in what:
         assert (
@@ -208,7 +225,9 @@ def test_a_leak_that_depends_on_the_neighbour_alone(planted):
 
     def wrong(q, k, v, packing):
         loud = v.abs().amax() > 20
-        return right(q, k, v, packing) + (loud * 0.3 * v.mean(0)).repeat_interleave(q.size(1) // v.size(1), 0)
+        return right(q, k, v, packing) + (loud * 0.3 * v.mean(0)).repeat_interleave(
+            q.size(1) // v.size(1), 0
+        )
 
     verdict = planted(wrong)
     assert verdict.reason.startswith("values, when other documents change, off by")
@@ -231,11 +250,15 @@ def as_on_an_accelerator(monkeypatch):
     from megaenc.model.attention import selftest
 
     rows = selftest._trial_packs
-    monkeypatch.setattr(selftest, "_trial_packs", lambda _, *others: rows(torch.device("cuda"), *others))
+    monkeypatch.setattr(
+        selftest, "_trial_packs", lambda _, *others: rows(torch.device("cuda"), *others)
+    )
 
 
 @pytest.mark.parametrize("seq_length", [0, 600, 4096])
-def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(seq_length, planted, as_on_an_accelerator):
+def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(
+    seq_length, planted, as_on_an_accelerator
+):
     """As where a kernel leaves out keys beyond the 500th."""
 
     def wrong(q, k, v, packing):
@@ -253,17 +276,27 @@ def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_the
     ("packs", "seq_length", "masks", "windows", "needed"),
     [
         (1, 33_000, BOTH, (None,), "take 8 GiB if documents fill 1 packs of 33,000 tokens"),
-        (600, 2048, [Attention.PREFIX], (None,), "8 GiB if documents fill 600 packs of 2,048 tokens"),
+        (
+            600,
+            2048,
+            [Attention.PREFIX],
+            (None,),
+            "8 GiB if documents fill 600 packs of 2,048 tokens",
+        ),
         (1, 33_000, [Attention.CAUSAL], (None, 64), "take 8 GiB"),
         (1, 33_000, [Attention.BIDIRECTIONAL], (None, 64), "take 16 GiB"),
         (512, 2048, BOTH, (None,), ""),
         (1, 33_000, [Attention.CAUSAL], (None,), ""),
     ],
 )
-def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, windows, needed, planted):
+def test_masks_that_would_fill_the_memory_are_refused(
+    packs, seq_length, masks, windows, needed, planted
+):
     """A causal document needs none; a window has one of its own."""
     planted(right)
-    how = dict(packs=packs, seq_length=seq_length, masks=masks, windows=windows, dtype=torch.bfloat16)
+    how = dict(
+        packs=packs, seq_length=seq_length, masks=masks, windows=windows, dtype=torch.bfloat16
+    )
     verdict = check("cudnn", **how)
     assert verdict.passed == (not needed) and needed in verdict.reason
 

@@ -32,7 +32,9 @@ def scaled(x, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("largest", [3e-6, 448.0, 448.0001, 7e30])
-def test_the_scale_is_the_largest_power_of_two_that_keeps_the_largest_number_in_range(largest, dtype):
+def test_the_scale_is_the_largest_power_of_two_that_keeps_the_largest_number_in_range(
+    largest, dtype
+):
     x = torch.rand(7, 16) * largest
     x[3, 4] = -largest
     numbers, inverse = scaled(x, dtype)
@@ -48,7 +50,10 @@ def test_each_number_is_the_nearest_one(dtype):
     x = torch.randn(64, 64).exp() * torch.randn(64, 64).sign()
     numbers, inverse = scaled(x, dtype)
     half = LAST_PLACE[dtype] / 2
-    assert ((numbers * inverse - x).abs() <= half * x.abs().clamp(min=torch.finfo(dtype).smallest_normal * inverse)).all()
+    assert (
+        (numbers * inverse - x).abs()
+        <= half * x.abs().clamp(min=torch.finfo(dtype).smallest_normal * inverse)
+    ).all()
 
 
 def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
@@ -56,12 +61,17 @@ def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
     x = torch.randn(64, 64)
     x += 0.1 * x.sign()
     x[:, 32:] *= 37
-    (numbers, inverse), (part, of_part) = scaled(x, OPEN[0]), scaled(x[:, :32].contiguous(), OPEN[0])
+    (numbers, inverse), (part, of_part) = (
+        scaled(x, OPEN[0]),
+        scaled(x[:, :32].contiguous(), OPEN[0]),
+    )
     assert of_part < inverse
     assert torch.equal(numbers[:, :32] * inverse, part * of_part)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(4, 16), torch.full((4, 16), 1e-38)], ids=["zero", "next to nothing"])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(4, 16), torch.full((4, 16), 1e-38)], ids=["zero", "next to nothing"]
+)
 def test_a_matrix_of_nothing_is_no_fault(x):
     numbers, inverse = scaled(x, OPEN[0])
     assert (numbers * inverse - x).abs().max() <= 1e-38
@@ -100,24 +110,38 @@ def layers(fp8_format, dtype):
     from megaenc.model.layer_spec import build_transformer_config
 
     config = build_transformer_config(ModelConfig(), ParallelConfig(), dtype)
-    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False}
+    options = {
+        "config": config,
+        "init_method": torch.nn.init.normal_,
+        "bias": True,
+        "skip_bias_add": False,
+    }
     recipe = select_float8_recipe(fp8_format, detect_backend())
     for own, theirs, more in (
         (Float8ColumnParallelLinear, ColumnParallelLinear, {}),
         (Float8RowParallelLinear, RowParallelLinear, {"input_is_parallel": True}),
     ):
         layer = own(WIDTH, OUT, **options, **more, float8=recipe)
-        assert layer.state_dict().keys() == theirs(WIDTH, OUT, **options, **more).state_dict().keys()
+        assert (
+            layer.state_dict().keys() == theirs(WIDTH, OUT, **options, **more).state_dict().keys()
+        )
         yield layer
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str
+)
 @pytest.mark.parametrize(("fp8_format", "of_gradient"), [("hybrid", OPEN[1]), ("e4m3", OPEN[0])])
-def test_layers_are_exactly_what_their_rounded_matrices_give(fp8_format, of_gradient, dtype, rounding):
+def test_layers_are_exactly_what_their_rounded_matrices_give(
+    fp8_format, of_gradient, dtype, rounding
+):
     """The three products against float32 products of the very numbers that float8 holds, in the numbers that came."""
     for layer in layers(fp8_format, dtype):
         torch.nn.init.normal_(layer.bias)
-        x, gradient = torch.randn(TOKENS, 1, WIDTH).to(dtype).requires_grad_(), torch.randn(TOKENS, 1, OUT).to(dtype)
+        x, gradient = (
+            torch.randn(TOKENS, 1, WIDTH).to(dtype).requires_grad_(),
+            torch.randn(TOKENS, 1, OUT).to(dtype),
+        )
         found, _ = layer(x)
         found.backward(gradient)
         (x8, i), (w8, j), (g8, k) = (
@@ -132,7 +156,12 @@ def test_layers_are_exactly_what_their_rounded_matrices_give(fp8_format, of_grad
             (layer.bias.grad, gradient.sum((0, 1)).float()),
         ):
             assert actual.dtype == dtype
-            torch.testing.assert_close(actual.detach().float().view_as(expected), expected, rtol=rounding, atol=10 * rounding)
+            torch.testing.assert_close(
+                actual.detach().float().view_as(expected),
+                expected,
+                rtol=rounding,
+                atol=10 * rounding,
+            )
 
 
 def test_the_start_finds_what_computes_something_else(monkeypatch):
@@ -144,11 +173,14 @@ def test_the_start_finds_what_computes_something_else(monkeypatch):
     module.check_float8_linear("hybrid", detect_backend(), widths, torch.float32)
     product = module.Float8Recipe.matmul
     halved = staticmethod(
-        lambda a, b, a_inverse, b_inverse, *how, **named: product(a, b, a_inverse, b_inverse / 2, *how, **named)
+        lambda a, b, a_inverse, b_inverse, *how, **named: product(
+            a, b, a_inverse, b_inverse / 2, *how, **named
+        )
     )
     monkeypatch.setattr(module.Float8Recipe, "matmul", halved)
     with pytest.raises(
-        InputError, match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out"
+        InputError,
+        match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out",
     ):
         module.check_float8_linear("hybrid", detect_backend(), widths, torch.float32)
 
@@ -160,7 +192,9 @@ def test_a_processor_computes_what_torch_s_kernel_does(a):
     left, right = torch.randn(16, 32).to(a), torch.randn(48, 32).to(torch.float8_e4m3fn)
     scales = torch.tensor(0.25), torch.tensor(8.0)
     found = Float8Recipe.matmul(left, right, *scales, torch.float32)
-    expected = torch._scaled_mm(left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+    expected = torch._scaled_mm(
+        left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -170,13 +204,19 @@ def test_what_the_products_raise_is_one_line(monkeypatch):
     from megaenc.model.fp8 import linear as module
 
     def no_kernel(*_, **__):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")
+        raise RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic"
+        )
 
     monkeypatch.setattr(module.Float8Recipe, "matmul", staticmethod(no_kernel))
     with pytest.raises(InputError) as refused:
         module.check_float8_linear("hybrid", detect_backend(), [(OUT, WIDTH)], torch.float32)
-    assert str(refused.value).startswith(f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on ")
-    assert str(refused.value).endswith("NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic; leave the flag out")
+    assert str(refused.value).startswith(
+        f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on "
+    )
+    assert str(refused.value).endswith(
+        "NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic; leave the flag out"
+    )
 
 
 def machine(monkeypatch, name, **has):
@@ -202,14 +242,18 @@ def machine(monkeypatch, name, **has):
     ],
     ids=lambda value: value.get("called") if isinstance(value, dict) else None,
 )
-def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(name, has, expected, monkeypatch):
+def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(
+    name, has, expected, monkeypatch
+):
     from megaenc.model.fp8.tensor import _select_types
 
     backend = machine(monkeypatch, name, **has)
     if expected:
         assert _select_types("hybrid", backend) == expected
     else:
-        with pytest.raises(InputError, match=rf"--fp8-format e4m3: {has['called']} has no float8 matrix products"):
+        with pytest.raises(
+            InputError, match=rf"--fp8-format e4m3: {has['called']} has no float8 matrix products"
+        ):
             _select_types("e4m3", backend)
 
 
@@ -218,7 +262,11 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
     from megaenc.model.fp8 import tensor as module
 
     backend = machine(monkeypatch, "cuda", capability=(9, 0), called="H100")
-    monkeypatch.setattr(module, "_find_difference", lambda own, plain, device: "it rounds otherwise" if own.triton else "")
+    monkeypatch.setattr(
+        module,
+        "_find_difference",
+        lambda own, plain, device: "it rounds otherwise" if own.triton else "",
+    )
     module.select_float8_recipe.cache_clear()
     assert not module.select_float8_recipe("hybrid", backend).triton
     said = "--fp8-format hybrid: Triton kernels are not used to quantize (it rounds otherwise); torch's slower ones are\n"

@@ -30,12 +30,21 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
         there = next(reasons)
         return ({0: own} if own else {1: there} if there else {}), bool(own) + bool(there)
 
-    reasons = iter(["the gradient of x is off by 0.5 (tolerance 0.0078)" if name == "rotary" else None for name in CHECKS])
+    reasons = iter(
+        [
+            "the gradient of x is off by 0.5 (tolerance 0.0078)" if name == "rotary" else None
+            for name in CHECKS
+        ]
+    )
     monkeypatch.setattr(selftest, "dist", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(selftest, "gather_lowest", gather)
     wrong = {"loss": "CompilationError: at 3:1"}
-    verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
-    assert selftest._agree_across_ranks(verdicts) == {name: name not in ("rotary", "loss") for name in CHECKS}
+    verdicts = [
+        SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS
+    ]
+    assert selftest._agree_across_ranks(verdicts) == {
+        name: name not in ("rotary", "loss") for name in CHECKS
+    }
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is off by 0.5 (tolerance 0.0078))",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
@@ -53,4 +62,6 @@ def test_without_triton_one_line_says_so(monkeypatch, capsys):
     assert found in (selftest.NO_FUSED_KERNELS, selftest.FusedKernels(sum=True))
     (line,) = capsys.readouterr().out.splitlines()
     names = "norm, layer_norm, rotary, swiglu, geglu, dropout, loss"
-    assert line.startswith(f"fused kernels: torch's own {names} instead (ModuleNotFoundError: import of triton")
+    assert line.startswith(
+        f"fused kernels: torch's own {names} instead (ModuleNotFoundError: import of triton"
+    )

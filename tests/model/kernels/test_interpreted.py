@@ -18,11 +18,17 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 @pytest.mark.slow
 def test_by_the_interpreter():
     assert len(FILES) == 4
-    runs.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], environment=INTERPRETER, timeout=480)
+    runs.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES],
+        environment=INTERPRETER,
+        timeout=480,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_that_share_layers_sequence_and_vocabulary():
     """Loss and gradients of the whole model are those of torch's own operations."""
-    runs.script(runs.WORKERS / "fused_over_ranks.py", [], processes=2, fresh=True, environment=INTERPRETER)
+    runs.script(
+        runs.WORKERS / "fused_over_ranks.py", [], processes=2, fresh=True, environment=INTERPRETER
+    )

@@ -29,7 +29,15 @@ def corpus(tmp_path_factory):
     lengths = [len(reference_ids(tokenizer, " " + text)) for text in DOCUMENTS]
     assert lengths == [3, 1, 6, 2]
     text = write_jsonl(folder / "text.jsonl", [" " + text for text in DOCUMENTS])
-    flags = ["--input", text, "--output-prefix", folder / "words", "--tokenizer", folder / "tokenizer", "--append-eod"]
+    flags = [
+        "--input",
+        text,
+        "--output-prefix",
+        folder / "words",
+        "--tokenizer",
+        folder / "tokenizer",
+        "--append-eod",
+    ]
     preprocess.main([str(flag) for flag in flags])
     return str(folder / "words_text_document"), str(folder / "tokenizer")
 
@@ -54,17 +62,20 @@ def test_figures_worked_out_by_hand(corpus, capsys):
     out = inspect_output(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
     fingerprint = read_vocabulary(small_tokenizer()).fingerprint[:12]
     assert out.splitlines()[0].endswith("words_text_document")
-    assert figures(out) == {
-        "documents": "4",
-        "tokens": "16",
-        "dtype": "uint16",
-        "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
-        "end of document": "id 0, appended to each",
-        "size on disk": "32 bytes .bin + 122 bytes .idx",  # 34 for the header, 4 + 8 + 8 a document, 8 for the end
-        "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
-        # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
-        "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
-    }
+    assert (
+        figures(out)
+        == {
+            "documents": "4",
+            "tokens": "16",
+            "dtype": "uint16",
+            "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
+            "end of document": "id 0, appended to each",
+            "size on disk": "32 bytes .bin + 122 bytes .idx",  # 34 for the header, 4 + 8 + 8 a document, 8 for the end
+            "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
+            # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
+            "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
+        }
+    )
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
     assert rows == [
         ["tokens", "documents", "of tokens"],
@@ -81,16 +92,39 @@ def test_split_and_packing_of_the_run_decide_what_is_packed(corpus, capsys):
     tokens = sum([4, 2, 7, 3][document] for document in training)
     out = inspect_output(capsys, corpus[0], "--seq-length", 2, "--split", "50,50,0")
     assert figures(out)["packs of 2"].startswith(f"{-(-tokens // 2)} an epoch")
-    flags = ["--tokenizer", corpus[1], "--seq-length", 24, "--packing", "random-length", "--split", "1,0,0"]
+    flags = [
+        "--tokenizer",
+        corpus[1],
+        "--seq-length",
+        24,
+        "--packing",
+        "random-length",
+        "--split",
+        "1,0,0",
+    ]
     out = inspect_output(capsys, corpus[0], *flags)
-    assert figures(out)["packs of 24"] == "1 an epoch (random-length, training documents of --split 1,0,0)"
+    assert (
+        figures(out)["packs of 24"]
+        == "1 an epoch (random-length, training documents of --split 1,0,0)"
+    )
     assert "24 tokens of 2 documents" in out  # two chunks
 
 
 @pytest.mark.parametrize(("pack", "seed"), [(3, 4), (7, 1)])
 def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
     """Word for word: hidden ones in brackets, a rule at each edge. Pack 7 belongs to the second epoch."""
-    flags = ["--tokenizer", corpus[1], "--seq-length", 5, "--split", "1,0,0", "--pack", pack, "--seed", seed]
+    flags = [
+        "--tokenizer",
+        corpus[1],
+        "--seq-length",
+        5,
+        "--split",
+        "1,0,0",
+        "--pack",
+        pack,
+        "--seed",
+        seed,
+    ]
     out = inspect_output(capsys, corpus[0], *flags, "--objective", " mlm ( mask = 0.5 ) ")
     read = ConcatPackedDataset(Corpus.open(corpus[0]), np.arange(4), 5, seed)[pack]
     objective = MaskedLanguageModeling(read_vocabulary(small_tokenizer()), mask=0.5)
@@ -120,6 +154,8 @@ def test_a_file_gets_no_colour_and_80_columns_and_a_terminal_colour(corpus, caps
     assert "\x1b[1;30;43m[dog]" in terminal.getvalue()
 
 
-@pytest.mark.parametrize(("share", "drawn"), [(0, ""), (1, "████"), (0.5, "██"), (0.53, "██▏"), (1e-9, "▏")])
+@pytest.mark.parametrize(
+    ("share", "drawn"), [(0, ""), (1, "████"), (0.5, "██"), (0.53, "██▏"), (1e-9, "▏")]
+)
 def test_bars(share, drawn):
     assert inspect.format_bar(share, 4) == drawn.ljust(4)

@@ -10,8 +10,21 @@ from text_helpers import TEXTS, reference_ids, small_tokenizer
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.tokenizer import read_vocabulary
-from megaenc.objectives import Attention, CausalLanguageModeling, MaskedLanguageModeling, Objective, Targets
-from megaenc.objectives.inspection.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, build_renderables, decode_pack
+from megaenc.objectives import (
+    Attention,
+    CausalLanguageModeling,
+    MaskedLanguageModeling,
+    Objective,
+    Targets,
+)
+from megaenc.objectives.inspection.pack_view import (
+    AS_IS,
+    HIDDEN,
+    KEPT,
+    REPLACED,
+    build_renderables,
+    decode_pack,
+)
 
 EOS, MASK = 0, 1
 
@@ -86,7 +99,9 @@ def test_marks_are_those_that_the_run_has(tokenizer, vocabulary):
 
 
 def test_pieces_are_the_documents_and_their_text_is_whole(tokenizer, vocabulary):
-    decoded = decode_pack(pack_of(tokenizer, *TEXTS), MaskedLanguageModeling(vocabulary), 0, tokenizer)
+    decoded = decode_pack(
+        pack_of(tokenizer, *TEXTS), MaskedLanguageModeling(vocabulary), 0, tokenizer
+    )
     stop = 0
     for text, piece in zip(TEXTS, decoded.pieces, strict=True):
         assert "".join(stretch.text for stretch in piece) == text + "<|eos|>"
@@ -111,7 +126,11 @@ def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
 
     output = render(decode_pack(pack, Swapped(vocabulary, [1, 3]), 0, tokenizer))
     assert "The [dog> fox] fox [dog=]<|eos|>" in output
-    assert "replaced: the model reads `dog`" in output and "unchanged: the model" in output and "hidden" not in output
+    assert (
+        "replaced: the model reads `dog`" in output
+        and "unchanged: the model" in output
+        and "hidden" not in output
+    )
 
 
 def test_classes_are_shown_next_to_their_tokens(tokenizer, vocabulary):
@@ -138,11 +157,16 @@ def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabul
 
 
 def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
-    decoded = decode_pack(pack_of(tokenizer, "The dog dog", "é"), CausalLanguageModeling(vocabulary), 0, tokenizer)
+    decoded = decode_pack(
+        pack_of(tokenizer, "The dog dog", "é"), CausalLanguageModeling(vocabulary), 0, tokenizer
+    )
     output = render(decoded)
     assert "The› dog› dog›<|eos|>\n" in output and "é››<|eos|>\n" in output
     assert "predicts the next token" in output and "hidden" not in output
-    assert "causal attention" in output and "5 tokens predicted (71.4 %), 0 changed in the model's input" in output
+    assert (
+        "causal attention" in output
+        and "5 tokens predicted (71.4 %), 0 changed in the model's input" in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,15 +174,28 @@ def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
     [
         ([1, 3], 0, "The [dog] fox [dog]<|eos|>"),
         ([1, 3], 1, "The› [dog] fox› [dog]<|eos|>"),
-        ([3], 2, "The dog›“ dog” fox [dog]<|eos|>"),  # a label that is neither here nor next is spelled out
+        (
+            [3],
+            2,
+            "The dog›“ dog” fox [dog]<|eos|>",
+        ),  # a label that is neither here nor next is spelled out
     ],
 )
-def test_a_hidden_word_is_in_brackets_and_where_it_is_predicted_is_marked(tokenizer, vocabulary, hidden, shift, line):
-    output = render(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, hidden, shift), 0, tokenizer))
+def test_a_hidden_word_is_in_brackets_and_where_it_is_predicted_is_marked(
+    tokenizer, vocabulary, hidden, shift, line
+):
+    output = render(
+        decode_pack(
+            pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, hidden, shift), 0, tokenizer
+        )
+    )
     assert line in output.splitlines()
     assert "hidden: the model reads the mask token" in output
     count = len(hidden)
-    assert f"{count} tokens predicted ({20 * count}.0 %), {count} changed in the model's input" in " ".join(output.split())
+    assert (
+        f"{count} tokens predicted ({20 * count}.0 %), {count} changed in the model's input"
+        in " ".join(output.split())
+    )
 
 
 def test_no_control_character_reaches_the_terminal(tokenizer, vocabulary):

@@ -11,7 +11,13 @@ from corpus_helpers import VOCABULARY, write_corpus
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.objectives.units import collocations
-from megaenc.objectives.units.collocations import compute_pmi, count_ngrams, main, read_tokens, select_collocations
+from megaenc.objectives.units.collocations import (
+    compute_pmi,
+    count_ngrams,
+    main,
+    read_tokens,
+    select_collocations,
+)
 from megaenc.objectives.units.matching import load_collocations
 
 
@@ -19,8 +25,12 @@ def plain_counts(runs, min_count):
     """Counter of the n-grams of each length that occur often enough, and the number of all n-grams of each length."""
     counts, totals = [], []
     for length in range(1, 6):
-        ngrams = [tuple(run[at : at + length]) for run in runs for at in range(len(run) - length + 1)]
-        counts.append({ngram: count for ngram, count in Counter(ngrams).items() if count >= min_count})
+        ngrams = [
+            tuple(run[at : at + length]) for run in runs for at in range(len(run) - length + 1)
+        ]
+        counts.append(
+            {ngram: count for ngram, count in Counter(ngrams).items() if count >= min_count}
+        )
         totals.append(len(ngrams))
     return counts, totals
 
@@ -35,7 +45,10 @@ def plain_pmi(ngram, counts, totals):
     for number in range(1, len(ngram)):
         for cuts in itertools.combinations(range(1, len(ngram)), number):
             edges = [0, *cuts, len(ngram)]
-            values.append(log_p(ngram) - sum(log_p(ngram[start:stop]) for start, stop in itertools.pairwise(edges)))
+            values.append(
+                log_p(ngram)
+                - sum(log_p(ngram[start:stop]) for start, stop in itertools.pairwise(edges))
+            )
     return min(values)
 
 
@@ -70,7 +83,9 @@ def test_counts_and_pmi_against_plain_loops(min_count, most_sorted, monkeypatch)
     tables = count_ngrams(ids_of(runs), min_count, most_sorted=most_sorted)
     assert [table.total for table in tables] == totals
     for level, table in enumerate(tables):
-        assert dict(zip(ngrams_of(tables, level), table.counts.tolist(), strict=True)) == counts[level]
+        assert (
+            dict(zip(ngrams_of(tables, level), table.counts.tolist(), strict=True)) == counts[level]
+        )
     assert len(counts[4]) > 3
     for level, pmi in enumerate(compute_pmi(tables), 1):
         expected = [plain_pmi(ngram, counts, totals) for ngram in ngrams_of(tables, level)]
@@ -82,7 +97,9 @@ def test_pmi_worked_out_by_hand():
     a, b, c, d = range(4)
     tables = count_ngrams(ids_of(2 * [[a, b, c], [a, b, d]]), 1)
     bigrams, trigrams, *_ = compute_pmi(tables)
-    pmi = dict(zip(ngrams_of(tables, 1), bigrams, strict=True)) | dict(zip(ngrams_of(tables, 2), trigrams, strict=True))
+    pmi = dict(zip(ngrams_of(tables, 1), bigrams, strict=True)) | dict(
+        zip(ngrams_of(tables, 2), trigrams, strict=True)
+    )
     assert pmi[a, b] == pytest.approx(math.log((4 / 8) / (4 / 12 * 4 / 12)))  # log 4.5
     assert pmi[b, c] == pytest.approx(math.log((2 / 8) / (4 / 12 * 2 / 12)))  # log 4.5
     # (a b) (c): 1/2 * 1/6 = 1/12; (a) (b c): 1/3 * 1/4 = 1/12; (a) (b) (c): 1/54. The largest counts.
@@ -116,7 +133,14 @@ def test_tokens_are_read_with_breaks_at_documents_and_special_tokens(tmp_path, m
 
 
 def test_the_command_counts_a_corpus(small_corpus, tmp_path, capsys):
-    flags = ["--data-path", str(small_corpus.prefix), "--tokenizer", str(small_corpus.tokenizer), "--min-count", "5"]
+    flags = [
+        "--data-path",
+        str(small_corpus.prefix),
+        "--tokenizer",
+        str(small_corpus.tokenizer),
+        "--min-count",
+        "5",
+    ]
     for name in ("new/pmi.npz", "again.npz"):
         main([*flags, "--output", str(tmp_path / name), "--count", "400"])
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "new/pmi.npz").read_bytes()
@@ -129,5 +153,7 @@ def test_the_command_counts_a_corpus(small_corpus, tmp_path, capsys):
     assert made.facts["tokenizer"] == vocabulary.fingerprint
     assert made.facts["tokens"] == total
     assert f"collocations of {total:,} tokens" in capsys.readouterr().out
-    assert np.array_equal(made.tokens, expected.tokens) and np.array_equal(made.counts, expected.counts)
+    assert np.array_equal(made.tokens, expected.tokens) and np.array_equal(
+        made.counts, expected.counts
+    )
     assert np.bincount(made.lengths, minlength=6)[2] == 200

@@ -31,7 +31,10 @@ def test_the_unit_is_a_part_of_the_identity():
 
 def test_the_contents_of_the_file_are_a_part_of_the_identity(file, tmp_path):
     other = write_phrases(tmp_path / "phrases.npz", PHRASES[1:])
-    needs = [Schedule.build(f"mlm(mask=0.4->0.2,unit={path})", 10, VOCABULARY).packages()["mlm"] for path in (file, other)]
+    needs = [
+        Schedule.build(f"mlm(mask=0.4->0.2,unit={path})", 10, VOCABULARY).packages()["mlm"]
+        for path in (file, other)
+    ]
     assert all(text.startswith("phrases.npz (") for text in needs) and needs[0] != needs[1]
 
 
@@ -44,7 +47,9 @@ def test_units_that_cannot_be(file, tmp_path):
     refusals = {
         "word": "found word, but the tokens of this tokenizer do not show where words begin",
         "wrod": "found wrod, expected token, word or a file; did you mean `word`?",
-        str(tmp_path / "none.npz"): "none.npz: no such file; expected a file of `megaenc objective collocations`",
+        str(
+            tmp_path / "none.npz"
+        ): "none.npz: no such file; expected a file of `megaenc objective collocations`",
         foreign: "collocations of another tokenizer (aaaaaaaaaaaa), expected the one of the run (ffffffffffff)",
         str(tmp_path / "other.npz"): "other.npz: no collocations, or damaged",
         str(tmp_path / "cut.npz"): "cut.npz: no collocations, or damaged",
@@ -54,9 +59,13 @@ def test_units_that_cannot_be(file, tmp_path):
     for unit, complaint in refusals.items():
         with pytest.raises(InputError) as caught:
             MaskedLanguageModeling(VOCABULARY, unit=unit)
-        assert str(caught.value).startswith("mlm: option `unit`: ") and complaint in str(caught.value)
+        assert str(caught.value).startswith("mlm: option `unit`: ") and complaint in str(
+            caught.value
+        )
         assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"mlm: option `unit`: .* with span=3, expected token, or no span"):
+    with pytest.raises(
+        InputError, match=r"mlm: option `unit`: .* with span=3, expected token, or no span"
+    ):
         MaskedLanguageModeling(VOCABULARY, unit=file, span=3)
 
 
@@ -64,7 +73,10 @@ def test_arrays_larger_than_their_file_are_refused_before_they_are_read(tmp_path
     path = tmp_path / "packed.npz"
     np.savez_compressed(path, tokens=np.zeros((10**6, 5), np.int32), pmi=0, counts=0, facts="")
     monkeypatch.setattr(np, "load", None)
-    with pytest.raises(InputError, match=r"array `tokens` of shape \[1000000, 5\] takes 20,000,000 bytes, .* of the"):
+    with pytest.raises(
+        InputError,
+        match=r"array `tokens` of shape \[1000000, 5\] takes 20,000,000 bytes, .* of the",
+    ):
         MaskedLanguageModeling(VOCABULARY, unit=str(path))
 
 
@@ -73,7 +85,9 @@ def test_units_of_a_made_up_vocabulary_are_accepted():
     made_up = dataclasses.replace(VOCABULARY, fingerprint="")
     pack = random_pack(0)
     rows = [
-        MaskedLanguageModeling(made_up, unit=unit).targets(pack, SampleRandomness(0, 0, 0)).predict_at.tolist()
+        MaskedLanguageModeling(made_up, unit=unit)
+        .targets(pack, SampleRandomness(0, 0, 0))
+        .predict_at.tolist()
         for unit in ("word", "token")
     ]
     assert rows[0] == rows[1]
@@ -87,7 +101,9 @@ def test_words_and_collocations_of_real_text_are_hidden_whole(small_corpus, tmp_
     capsys.readouterr()
     inspect.main([*flags, "--objective", f"mlm(unit={file})"])
     output = capsys.readouterr().out
-    assert "hidden: the model reads the mask token" in output and f"unit={file})" in "".join(output.split())
+    assert "hidden: the model reads the mask token" in output and f"unit={file})" in "".join(
+        output.split()
+    )
     objective = MaskedLanguageModeling(read_vocabulary(tokenizer), mask=0.4, unit="word")
     text = "Tokenization of extraordinarily uncommon words, transcendentally speaking: hippopotamuses don't."
     encoding = tokenizer(text, add_special_tokens=False)

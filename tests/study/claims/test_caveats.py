@@ -27,15 +27,22 @@ def test_a_verdict_says_what_it_is_about():
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)
     quiet, loud = (parse_run_noise([f"SC={points}", f"IR={points}"]) for points in (0.01, 9))
     given = by_claim(mini(5), noise=quiet)["4a"]
-    assert given.label == "holds" and "noise between runs: 0.01 points on SC, 0.01 on IR, given" in given.reason
+    assert (
+        given.label == "holds"
+        and "noise between runs: 0.01 points on SC, 0.01 on IR, given" in given.reason
+    )
     assert by_claim(mini(5), noise=loud)["4a"].label == "holds for these runs"
     several = judge(mini(5, pretraining_seeds=(1, 2)))
-    assert all("nother pretraining run" not in one.reason and one.label == one.verdict for one in several)
+    assert all(
+        "nother pretraining run" not in one.reason and one.label == one.verdict for one in several
+    )
 
 
 @pytest.mark.parametrize("text", ["SC", "XX=1", "SC=-1", "SC=nan"])
 def test_odd_noise_is_one_line(text):
-    with pytest.raises(InputError, match=r"^--run-noise .*: expected FAMILY=POINTS, such as SC=0.5"):
+    with pytest.raises(
+        InputError, match=r"^--run-noise .*: expected FAMILY=POINTS, such as SC=0.5"
+    ):
         parse_run_noise([text])
 
 
@@ -44,14 +51,20 @@ def test_the_published_noise_is_that_of_the_curves():
     noise = estimate_run_noise(ModelSelector(published()))
     sizes, ratios = ("210m", "610m", "1b"), (20, 30, 40, 50)
     rows = [
-        [*(of == size for of in sizes), *((of == size) * ratio for of in sizes), ratio**2] for size in sizes for ratio in ratios
+        [*(of == size for of in sizes), *((of == size) * ratio for of in sizes), ratio**2]
+        for size in sizes
+        for ratio in ratios
     ]
     found = []
     for family, names in STUDY_DATASETS.items():
         keys = [parse_model_name(f"{size}-mlm{ratio}-42k") for size in sizes for ratio in ratios]
-        means = [np.mean([published().find(key, name, family).mean for name in names]) for key in keys]
+        means = [
+            np.mean([published().find(key, name, family).mean for name in names]) for key in keys
+        ]
         variance, finetuning = noise.variance({(str(family), name): 1 / 3 for name in names})
-        assert variance == pytest.approx(np.linalg.lstsq(np.array(rows, float), np.array(means))[1][0] / 5)
+        assert variance == pytest.approx(
+            np.linalg.lstsq(np.array(rows, float), np.array(means))[1][0] / 5
+        )
         assert 0 < finetuning < variance
         found.append(100 * math.sqrt(variance - finetuning))
     assert noise.df == 5 and found == pytest.approx([0.44, 0.18, 2.50, 0.50], abs=0.005)
@@ -59,31 +72,51 @@ def test_the_published_noise_is_that_of_the_curves():
 
 def collapsed(evidence, where, runs=5):
     """The same with worthless predictions in so many runs at the chosen rate."""
-    return Evidence([dataclasses.replace(one, collapsed_at_rate=runs * where(one)) for one in evidence.scores])
+    return Evidence(
+        [dataclasses.replace(one, collapsed_at_rate=runs * where(one)) for one in evidence.scores]
+    )
 
 
 def test_collapsed_models_count_once_as_such_and_once_left_out():
     evidence = mini(5, families=(("SC", "toy_sc"), ("TC", "toy_tc"), ("IR", "toy_ir")))
     every = by_claim(collapsed(evidence, lambda one: one.family == "TC"))["1c"]
-    assert every.overall is not None and "nothing is left without the collapsed models" in every.reason
+    assert (
+        every.overall is not None and "nothing is left without the collapsed models" in every.reason
+    )
     assert "A side has collapsed: TC at tiny (MLM 15 % and CLM collapsed)." in every.reason
-    some = by_claim(collapsed(evidence, lambda one: one.family == "SC" and one.model_key.clm_steps == 10))["4a"]
+    some = by_claim(
+        collapsed(evidence, lambda one: one.family == "SC" and one.model_key.clm_steps == 10)
+    )["4a"]
     assert [one.verdict for one in some.comparisons] == ["holds", "holds", "holds"]
     assert some.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)"
     assert some.verdict == "holds" and "without the collapsed models holds (p " in some.reason
-    few = by_claim(collapsed(evidence, lambda one: True, runs=1))["4a"]  # one seed of five: its score says so
+    few = by_claim(collapsed(evidence, lambda one: True, runs=1))[
+        "4a"
+    ]  # one seed of five: its score says so
     assert not any(one.collapsed for one in few.comparisons)
 
 
 def test_a_model_that_always_collapses_is_evidence():
     """Its five seeds all score 50 %: the other model is better, and it is left out beside the other sizes."""
     first = sized("10M", [1], gap=0.05, runs=0)
-    first[1] = dataclasses.replace(first[1], mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
+    first[1] = dataclasses.replace(
+        first[1], mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5
+    )
     found = verdict_on("1a", [*first, *sized("20M", [1], gap=0.05, runs=0)])
-    assert found.verdict == "holds" and found.comparisons[0].difference == pytest.approx(35, abs=0.2)
-    assert found.overall.difference == pytest.approx(20, abs=0.2) and "without the collapsed models holds (p " in found.reason
-    undecided = verdict_on("1a", [*first, *sized("20M", [1], gap=-0.05, runs=0)])  # without the collapse MLM is below
-    assert undecided.verdict != "holds" and "without the collapsed models reversed (p " in undecided.reason
+    assert found.verdict == "holds" and found.comparisons[0].difference == pytest.approx(
+        35, abs=0.2
+    )
+    assert (
+        found.overall.difference == pytest.approx(20, abs=0.2)
+        and "without the collapsed models holds (p " in found.reason
+    )
+    undecided = verdict_on(
+        "1a", [*first, *sized("20M", [1], gap=-0.05, runs=0)]
+    )  # without the collapse MLM is below
+    assert (
+        undecided.verdict != "holds"
+        and "without the collapsed models reversed (p " in undecided.reason
+    )
 
 
 def test_a_family_counts_as_without_the_collapsed_models_too():
@@ -94,10 +127,18 @@ def test_a_family_counts_as_without_the_collapsed_models_too():
             quarter, mlm = sized(size, [1], gap=-0.02, runs=0)
             key = ModelKey(size, clm_steps=150, mlm_steps=450, mask_ratio=0.4)
             quarter = dataclasses.replace(quarter, model_key=key, model=format_model_name(key))
-            mlm = dataclasses.replace(mlm, model_key=dataclasses.replace(key, clm_steps=0, mlm_steps=600), model=f"mlm {size}")
+            mlm = dataclasses.replace(
+                mlm,
+                model_key=dataclasses.replace(key, clm_steps=0, mlm_steps=600),
+                model=f"mlm {size}",
+            )
             if (family, size) == ("SC", "10M"):
-                mlm = dataclasses.replace(mlm, mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5)
-            scores += [dataclasses.replace(one, family=family, dataset=dataset) for one in (quarter, mlm)]
+                mlm = dataclasses.replace(
+                    mlm, mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5
+                )
+            scores += [
+                dataclasses.replace(one, family=family, dataset=dataset) for one in (quarter, mlm)
+            ]
     found = verdict_on("4a", scores)
     verdicts = {one.family: (one.verdict, one.p_adjusted) for one in found.families}
     assert verdicts["SC"] == ("not resolved", 1.0) and verdicts["TC"][0] == "reversed"
@@ -113,10 +154,16 @@ def test_what_is_not_complete_is_said():
         half.append(score)
     found = by_claim(Evidence(half))
     assert "Not complete: " not in found["4a"].reason
-    assert "Not complete: 1 of 1 pairs of models lack fine-tuning seeds (2 of 5)." in found["1a"].reason
+    assert (
+        "Not complete: 1 of 1 pairs of models lack fine-tuning seeds (2 of 5)."
+        in found["1a"].reason
+    )
     found = verdict_on("1a", sized("10M", (1, 2, 3))[:-1])  # no CLM of the third seed
     assert found.comparisons[0].pretraining_runs == 2
-    assert "1 model is left out because the other side lacks the same pretraining seed." in found.reason
+    assert (
+        "1 model is left out because the other side lacks the same pretraining seed."
+        in found.reason
+    )
 
 
 def ratios(family, means, collapsed_at=None, clm_steps=0):
@@ -125,9 +172,22 @@ def ratios(family, means, collapsed_at=None, clm_steps=0):
     for ratio, mean in means.items():
         key = ModelKey("10M", clm_steps=clm_steps, mlm_steps=600 - clm_steps, mask_ratio=ratio)
         bad = ratio == collapsed_at
-        by_seed = {seed: (0.1 if bad else mean) + 0.001 * random.standard_normal() for seed in range(5)}
+        by_seed = {
+            seed: (0.1 if bad else mean) + 0.001 * random.standard_normal() for seed in range(5)
+        }
         mean = float(np.mean(list(by_seed.values())))
-        scores.append(Score(format_model_name(key), key, family, "toy", mean, 0.001, by_seed, collapsed_at_rate=5 * bad))
+        scores.append(
+            Score(
+                format_model_name(key),
+                key,
+                family,
+                "toy",
+                mean,
+                0.001,
+                by_seed,
+                collapsed_at_rate=5 * bad,
+            )
+        )
     return scores
 
 
@@ -137,9 +197,14 @@ def test_a_collapsed_ratio_decides_no_claim_on_ratios():
     assert verdict_on("6b", ratios("IR", falling)).verdict == "reversed"
     found = verdict_on("6b", ratios("IR", falling, 0.1))
     assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
-    best = verdict_on("6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)])  # beaten by its collapse only
+    best = verdict_on(
+        "6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)]
+    )  # beaten by its collapse only
     assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
-    apart, near = ({ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))} for step in (0.01, 0.002))
+    apart, near = (
+        {ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
+        for step in (0.01, 0.002)
+    )
     after_clm = ratios("SC", apart, clm_steps=300)
     assert verdict_on("6c", [*ratios("SC", near), *after_clm]).verdict == "reversed"
     assert verdict_on("6c", [*ratios("SC", near, 0.2), *after_clm]).verdict == "not resolved"

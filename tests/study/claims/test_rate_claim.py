@@ -14,7 +14,17 @@ def rated(grids, of_sides=({}, {})):
     """The verdict on an MLM and a CLM model with these scores by rate and seed."""
     sides = (parse_model_name("tiny-mlm15-40"), ModelKey("tiny", clm_steps=40))
     scores = [
-        Score(format_model_name(setting), setting, "SC", "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)
+        Score(
+            format_model_name(setting),
+            setting,
+            "SC",
+            "toy",
+            0.9,
+            0.01,
+            by_rate[1e-4],
+            by_rate,
+            **of_side,
+        )
         for setting, by_rate, of_side in zip(sides, grids, of_sides, strict=True)
     ]
     return verdict_on("3", scores)
@@ -23,7 +33,10 @@ def rated(grids, of_sides=({}, {})):
 def grid(losses, seeds=5, noise=0.001):
     """Scores by rate and seed, of what each rate loses."""
     random = np.random.default_rng([seeds, *(int(1e4 * lost) for lost in losses.values())])
-    return {rate: {seed: 0.9 - lost + noise * random.standard_normal() for seed in range(seeds)} for rate, lost in losses.items()}
+    return {
+        rate: {seed: 0.9 - lost + noise * random.standard_normal() for seed in range(seeds)}
+        for rate, lost in losses.items()
+    }
 
 
 def test_a_rate_that_fails_is_no_steadiness():
@@ -36,8 +49,13 @@ def test_a_rate_that_fails_is_no_steadiness():
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
     reversed_sides = rated((clm, mlm), of_sides=({"baseline": 0.5}, {"baseline": 0.5, **failed}))
     assert reversed_sides.verdict == "reversed"
-    unknown = rated((mlm, clm), of_sides=(failed, {}))  # results that do not say what the baseline gets
-    assert "failed runs count as the worst run of that data set" in unknown.reason and unknown.overall.difference < 0.9
+    unknown = rated(
+        (mlm, clm), of_sides=(failed, {})
+    )  # results that do not say what the baseline gets
+    assert (
+        "failed runs count as the worst run of that data set" in unknown.reason
+        and unknown.overall.difference < 0.9
+    )
 
 
 def test_a_rate_counts_with_the_seeds_that_both_have():
@@ -46,27 +64,55 @@ def test_a_rate_counts_with_the_seeds_that_both_have():
     for missing in (3, 4):
         del mlm[5e-4][missing]
     found = rated((mlm, clm))
-    assert found.verdict == "holds" and found.overall.test.seed_count == 3 and found.overall.difference > 0.9
+    assert (
+        found.verdict == "holds"
+        and found.overall.test.seed_count == 3
+        and found.overall.difference > 0.9
+    )
     assert "fine-tuning seeds left out because a side lacks one of their rates: 2" in found.reason
     del clm[5e-4][0]  # two are left, which is no test: the other rates are
     found = rated((mlm, clm))
-    assert found.verdict == "not resolved" and found.overall.test.seed_count == 5 and abs(found.overall.difference) < 0.5
+    assert (
+        found.verdict == "not resolved"
+        and found.overall.test.seed_count == 5
+        and abs(found.overall.difference) < 0.5
+    )
     assert "rates left out because the sides share fewer than 3 seeds there: 1" in found.reason
     two = rated((grid({1e-4: 0.0, 2e-4: 0.03}, seeds=2), grid({1e-4: 0.0, 2e-4: 0.01}, seeds=2)))
-    assert two.verdict == "not resolved" and math.isnan(two.overall.p)  # one pair of seeds: no spread
+    assert two.verdict == "not resolved" and math.isnan(
+        two.overall.p
+    )  # one pair of seeds: no spread
 
 
 def test_another_run_is_tested_over_the_sizes_and_noisier_seeds_are_no_sensitivity():
     """Sizes are runs of their own: three that agree speak of another run, one does not."""
     scores = []
     for size, more in (("10M", 0.030), ("20M", 0.033), ("40M", 0.036)):
-        for setting, lost in ((ModelKey(size, mlm_steps=40, mask_ratio=0.15), 0.01 + more), (ModelKey(size, clm_steps=40), 0.01)):
+        for setting, lost in (
+            (ModelKey(size, mlm_steps=40, mask_ratio=0.15), 0.01 + more),
+            (ModelKey(size, clm_steps=40), 0.01),
+        ):
             by_rate = grid({1e-4: 0.0, 2e-4: lost})
-            scores.append(Score(format_model_name(setting), setting, "SC", "toy", 0.9, 0.01, by_rate[1e-4], by_rate))
+            scores.append(
+                Score(
+                    format_model_name(setting),
+                    setting,
+                    "SC",
+                    "toy",
+                    0.9,
+                    0.01,
+                    by_rate[1e-4],
+                    by_rate,
+                )
+            )
     assert verdict_on("3", scores).label == "holds"
     one = verdict_on("3", scores[:2])
     assert one.label == "holds for these runs" and "pretrain with several seeds." in one.reason
-    losses = {1e-4: 0.0, 2e-4: 0.004, 5e-4: 0.008}  # the same of both: best less worst mean would be against MLM
+    losses = {
+        1e-4: 0.0,
+        2e-4: 0.004,
+        5e-4: 0.008,
+    }  # the same of both: best less worst mean would be against MLM
     noisy = rated((grid(losses, noise=0.006), grid(losses, noise=0.001)))
     assert noisy.verdict == "not resolved"
 
@@ -76,11 +122,19 @@ def test_spreads_over_mask_ratios():
     random, scores = np.random.default_rng(0), []
     for clm_steps, apart in ((0, 0.05), (30, 0.01)):
         for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5)):
-            setting = ModelKey("tiny", clm_steps=clm_steps, mlm_steps=40 - clm_steps, mask_ratio=ratio)
-            by_seed = {seed: 0.8 - apart * at + 0.001 * random.standard_normal() for seed in range(5)}
-            scores.append(Score(format_model_name(setting), setting, "SC", "toy", 0.8, 0.01, by_seed))
+            setting = ModelKey(
+                "tiny", clm_steps=clm_steps, mlm_steps=40 - clm_steps, mask_ratio=ratio
+            )
+            by_seed = {
+                seed: 0.8 - apart * at + 0.001 * random.standard_normal() for seed in range(5)
+            }
+            scores.append(
+                Score(format_model_name(setting), setting, "SC", "toy", 0.8, 0.01, by_seed)
+            )
     found = verdict_on("6c", scores)
-    assert found.label == "holds for these runs" and found.overall.difference == pytest.approx(24 / 26, abs=0.01)
+    assert found.label == "holds for these runs" and found.overall.difference == pytest.approx(
+        24 / 26, abs=0.01
+    )
     assert found.comparisons[0].where == "tiny, 30 of 40 steps of CLM"
     assert verdict_on("6c", scores[1:]).verdict == "holds"  # three ratios on both sides
     assert verdict_on("6c", scores[2:]).verdict == "no data"

@@ -17,14 +17,19 @@ def gap_by_words(scope: StudyScope, gaps=(0.01, 0.03, 0.05)):
     """Claim 1d of a study whose gap narrows, read in the order of the names of its models, sizes called by words."""
     scores = []
     for number, (size, gap) in enumerate(zip(("large", "medium", "small"), gaps, strict=True)):
-        scores += [replace(one, family="IR", dataset="nq") for one in sized(size, [1], gap, runs=0, random=number)]
+        scores += [
+            replace(one, family="IR", dataset="nq")
+            for one in sized(size, [1], gap, runs=0, random=number)
+        ]
     return by_claim(Evidence(scores, scope=scope))["1d"]
 
 
 def test_sizes_come_in_the_manifests_order_or_there_are_no_data():
     found = gap_by_words(StudyScope(sizes=("small", "medium", "large")))
     assert found.verdict == "holds" and found.overall.where == "small to large"
-    no_gap = gap_by_words(StudyScope(sizes=("small", "medium", "large")), gaps=(-0.03, 0.0, 0.03))  # on average
+    no_gap = gap_by_words(
+        StudyScope(sizes=("small", "medium", "large")), gaps=(-0.03, 0.0, 0.03)
+    )  # on average
     assert no_gap.verdict == "not resolved" and no_gap.overall.p > 0.05
     found = gap_by_words(StudyScope())
     assert found.verdict == "no data" and found.reason.startswith("Needs sizes in a known order")
@@ -35,26 +40,43 @@ def only(keep, scope: StudyScope = StudyScope()) -> Evidence:  # noqa: B008
 
 
 def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
-    plan = StudyScope({score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B"))
+    plan = StudyScope(
+        {score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B")
+    )
 
     def half(one):  # CLM is done, MLM has its shorter budget alone
-        return one.size == "610M" and one.decayed and not one.cpt_mlm_steps and (one.steps == 22_000 or one.clm_steps == 42_000)
+        return (
+            one.size == "610M"
+            and one.decayed
+            and not one.cpt_mlm_steps
+            and (one.steps == 22_000 or one.clm_steps == 42_000)
+        )
 
-    assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {22_000}  # all that there is
+    assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {
+        22_000
+    }  # all that there is
     assert ModelSelector(only(half, plan)).final_pairs() == {}
     assert judge(only(half, plan))[0].verdict == "no data"
 
     def without(one):
         return one.size == "210M" and one.mask_ratio != 0.4
 
-    assert ModelSelector(only(without)).mlm != "MLM 40 %" and ModelSelector(only(without, plan)).mlm == "MLM 40 %"
+    assert (
+        ModelSelector(only(without)).mlm != "MLM 40 %"
+        and ModelSelector(only(without, plan)).mlm == "MLM 40 %"
+    )
 
 
 @pytest.mark.parametrize("budget", [100, 0])
 def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     scores = []
     for at in (10, 20, 40):
-        for one in (ModelKey("tiny", at, decayed=False, budget=budget), ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False)):
+        for one in (
+            ModelKey("tiny", at, decayed=False, budget=budget),
+            ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False),
+        ):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
     found = verdict_on("2", scores)
-    assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)
+    assert ("early is step 10, 20;" in found.reason) == (budget == 100) and (
+        "early is step 10;" in found.reason
+    ) == (budget == 0)

@@ -39,8 +39,14 @@ def test_false_alarms_in_studies_without_differences():
         found = simulated.verdicts(number, examples=200, **world)
         alarms += any(simulated.false_alarm(one, another_run="runs" in world) for one in found)
         names = simulated.OF_EQUALITY
-        directional = [one for one in found if one.overall is not None and f"{one.claim}{one.part}" not in names]
-        if world == NULLS[-1]:  # where runs differ and only one is known, tests of these models are not at their level
+        directional = [
+            one
+            for one in found
+            if one.overall is not None and f"{one.claim}{one.part}" not in names
+        ]
+        if (
+            world == NULLS[-1]
+        ):  # where runs differ and only one is known, tests of these models are not at their level
             continue
         whole += [one.overall.p < 0.05 for one in directional]
         single += [comparison.p < 0.05 for one in directional for comparison in one.comparisons]
@@ -56,12 +62,18 @@ def only_mlm(one):
 PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the other way round
     "1a": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.SC),
     "1d": lambda one, family, way: (
-        only_mlm(one) * (family == TaskFamily.IR) * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
+        only_mlm(one)
+        * (family == TaskFamily.IR)
+        * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
     ),
-    "2": lambda one, family, way: way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000),
+    "2": lambda one, family, way: (
+        way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000)
+    ),
     "4a": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
     "5a": lambda one, family, way: way * 0.3 * (one.clm_steps > 0 and one.cpt_mlm_steps == 22_000),
-    "6b": lambda one, family, way: way * 2.0 * (only_mlm(one) and family == TaskFamily.IR) * ((one.mask_ratio or 0) - 0.35),
+    "6b": lambda one, family, way: (
+        way * 2.0 * (only_mlm(one) and family == TaskFamily.IR) * ((one.mask_ratio or 0) - 0.35)
+    ),
 }
 
 
@@ -69,10 +81,19 @@ PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
 def test_planted_effects_are_found_with_their_sign(claim, way, expected):
     plant = PLANTED[claim]
-    found = by_claim(simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000))
+    found = by_claim(
+        simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000)
+    )
     assert found[claim].verdict == expected
-    if claim in ("2", "4a"):  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
-        others = [one.verdict for name, one in found.items() if name not in (claim, *simulated.OF_EQUALITY)]
+    if claim in (
+        "2",
+        "4a",
+    ):  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
+        others = [
+            one.verdict
+            for name, one in found.items()
+            if name not in (claim, *simulated.OF_EQUALITY)
+        ]
         assert set(others) <= {"not resolved", "no data"}
 
 
@@ -80,15 +101,26 @@ def test_planted_effects_are_found_with_their_sign(claim, way, expected):
 def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
     """Of recipes: each run of the pretraining is a point better or worse, and the largest size has one."""
     runs = {"pretrained": {"210M": 5, "610M": 3}, "runs": 0.01}
-    found = by_claim(simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs))["1a"]
-    assert found.verdict == expected and [one.pretraining_runs for one in found.comparisons] == [5, 3, 1]
+    found = by_claim(
+        simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs)
+    )["1a"]
+    assert found.verdict == expected and [one.pretraining_runs for one in found.comparisons] == [
+        5,
+        3,
+        1,
+    ]
     assert "1 of 3 comparisons have one pretraining run" in found.reason and found.label == expected
 
 
-@pytest.mark.parametrize(("gap", "expected"), [(0.0, "holds"), (0.003, "not resolved"), (0.01, "reversed"), (-0.01, "reversed")])
+@pytest.mark.parametrize(
+    ("gap", "expected"),
+    [(0.0, "holds"), (0.003, "not resolved"), (0.01, "reversed"), (-0.01, "reversed")],
+)
 def test_about_equal_is_within_the_margin_of_the_family(gap, expected):
     """Of 0.3 points on TC; 1.8 points would make a point equal on SC."""
-    scores = [replace(one, family="TC", dataset="uner_en") for one in sized("10M", [1], gap, runs=0)]
+    scores = [
+        replace(one, family="TC", dataset="uner_en") for one in sized("10M", [1], gap, runs=0)
+    ]
     assert verdict_on("1c", scores).verdict == expected
 
 
@@ -102,21 +134,41 @@ def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
     for family, dataset, gap in (("TC", "uner_en", on_tc), ("SC", "sst2", on_sc)):
         for score in sized("10M", [1], gap, runs=0):
             key = parse_model_name("10m-mlm40-600")
-            key = replace(key, clm_steps=450, mlm_steps=150) if not score.model_key.clm_steps else key
-            scores.append(replace(score, family=family, dataset=dataset, model_key=key, model=format_model_name(key)))
+            key = (
+                replace(key, clm_steps=450, mlm_steps=150) if not score.model_key.clm_steps else key
+            )
+            scores.append(
+                replace(
+                    score,
+                    family=family,
+                    dataset=dataset,
+                    model_key=key,
+                    model=format_model_name(key),
+                )
+            )
     assert verdict_on("4b", scores).verdict == expected
 
 
 def test_no_single_best_ratio_and_one():
     def some_here_some_there(one, family):
-        return 0.5 * only_mlm(one) * (((one.mask_ratio or 0) > 0.35) == (family in (TaskFamily.SC, TaskFamily.TC)))
+        return (
+            0.5
+            * only_mlm(one)
+            * (((one.mask_ratio or 0) > 0.35) == (family in (TaskFamily.SC, TaskFamily.TC)))
+        )
 
     def one_everywhere(one, family):
         return 0.5 * (only_mlm(one) and one.mask_ratio == 0.3)
 
     found = by_claim(simulated.study(0, some_here_some_there, quiet=True, examples=500))["6a"]
-    assert found.verdict == "holds" and "20 % is beaten by" in found.reason and len(found.comparisons) == 6 * 3 * 4
-    assert all(comparison.difference >= 0 for comparison in found.comparisons)  # the better one stands first
+    assert (
+        found.verdict == "holds"
+        and "20 % is beaten by" in found.reason
+        and len(found.comparisons) == 6 * 3 * 4
+    )
+    assert all(
+        comparison.difference >= 0 for comparison in found.comparisons
+    )  # the better one stands first
     found = by_claim(simulated.study(0, one_everywhere, quiet=True, examples=500))["6a"]
     assert found.verdict == "reversed" and "30 % is not shown to be beaten anywhere" in found.reason
 
@@ -141,9 +193,14 @@ def test_the_published_tables():
         "6c": "no data",
     }
     assert "two or more learning rates" in found["3"].reason
-    gap = {comparison.where: round(comparison.difference, 2) for comparison in found["1a"].comparisons}
+    gap = {
+        comparison.where: round(comparison.difference, 2) for comparison in found["1a"].comparisons
+    }
     assert gap == {"210M": 2.09, "610M": 3.42, "1B": 5.55}  # of the printed averages
-    assert "early is step 1,000, 2,000, 5,000, 10,000; 610M on SC: MLM is ahead from step 10,000 on" in found["2"].reason
+    assert (
+        "early is step 1,000, 2,000, 5,000, 10,000; 610M on SC: MLM is ahead from step 10,000 on"
+        in found["2"].reason
+    )
     assert "QA -15.71 points after 2,000 steps" in found["5a"].reason
     families = {one.family: (round(one.difference, 2), one.verdict) for one in found["5a"].families}
     assert families == {
@@ -153,7 +210,12 @@ def test_the_published_tables():
 
 def test_the_margins_are_the_spread_of_the_published_models():
     evidence = published()
-    keys = {key for setup, of_setup in evidence.group_by_setup().items() if setup in ("base", "cpt") for key in of_setup}
+    keys = {
+        key
+        for setup, of_setup in evidence.group_by_setup().items()
+        if setup in ("base", "cpt")
+        for key in of_setup
+    }
     for family, margin in EQUALITY_MARGINS.items():
         means = [evidence.find(key, "average", family).mean for key in keys]
         assert len(means) == 21 and np.std(means, ddof=1) == pytest.approx(margin, abs=0.0005)
@@ -162,13 +224,21 @@ def test_the_margins_are_the_spread_of_the_published_models():
 def test_any_manifest_can_be_judged():
     found = by_claim(mini(5))
     quarter = found["4a"]
-    assert quarter.verdict == "holds" and [one.dataset for one in quarter.comparisons] == ["toy_sc", "toy_ir"]
-    assert quarter.comparisons[0].left == "25 % CLM, then MLM" and quarter.comparisons[0].where == "tiny, 40 steps, 15 %"
+    assert quarter.verdict == "holds" and [one.dataset for one in quarter.comparisons] == [
+        "toy_sc",
+        "toy_ir",
+    ]
+    assert (
+        quarter.comparisons[0].left == "25 % CLM, then MLM"
+        and quarter.comparisons[0].where == "tiny, 40 steps, 15 %"
+    )
     assert [claim for claim in CLAIMS if found[claim].verdict != "no data"] == ["1a", "4a"]
     assert "MLM 15 %" in found["1a"].question
     assert quarter.overall.seeds_needed == 3 and quarter.overall.effect > 3
     nothing = judge(Evidence([]))
-    assert {one.verdict for one in nothing} == {"no data"} and all(one.reason.startswith("Needs ") for one in nothing)
+    assert {one.verdict for one in nothing} == {"no data"} and all(
+        one.reason.startswith("Needs ") for one in nothing
+    )
 
 
 def test_one_seed_is_never_a_verdict():
@@ -177,5 +247,7 @@ def test_one_seed_is_never_a_verdict():
     assert {one.verdict for one in every.values()} == {"not resolved", "no data"}
     assert abs(every["1c"].overall.difference) < 0.5 and math.isnan(every["1c"].overall.p)
     found = every["4a"]
-    assert found.verdict == "not resolved" and "the variation between seeds is unknown" in found.reason
+    assert (
+        found.verdict == "not resolved" and "the variation between seeds is unknown" in found.reason
+    )
     assert all(math.isnan(one.p) and one.low > 0 for one in found.comparisons)

@@ -7,18 +7,27 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.command import GridConfig
-from megaenc.study.manifest.training_sets import dataset_result_name, plan_training_sets, resolve_dataset_path
+from megaenc.study.manifest.training_sets import (
+    dataset_result_name,
+    plan_training_sets,
+    resolve_dataset_path,
+)
 
 
 @pytest.fixture
 def data(tmp_path):
     """A folder with one file of labelled text, two small retrieval sets, and a link to one."""
     sets = tmp_path / "sets"
-    small_data.write_file(sets / "mine.jsonl.gz", 20 * [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    small_data.write_file(
+        sets / "mine.jsonl.gz", 20 * [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    )
     judged = [(f"{at}", f"{at}", 1) for at in range(30)]
     texts = [f"{at}" for at in range(30)]
     files = small_data.beir_files(
-        zip(texts, texts, texts, strict=True), zip(texts, texts, strict=True), train=judged, test=judged
+        zip(texts, texts, texts, strict=True),
+        zip(texts, texts, strict=True),
+        train=judged,
+        test=judged,
     )
     for name in ("one", "two"):
         small_data.write_files(sets / name, files)
@@ -39,7 +48,8 @@ def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     flags = DatasetConfig(train_on=train_on)
     (planned,) = plan_training_sets(GridConfig(datasets=(dataset,), data=flags), data)
     training_sets = registry.find_dataset(
-        resolve_dataset_path(dataset, data), train_on=resolve_dataset_path(train_on, data) if train_on else ""
+        resolve_dataset_path(dataset, data),
+        train_on=resolve_dataset_path(train_on, data) if train_on else "",
     )
     assert (planned.datasets, planned.train_on) == ((training_sets.name,), training_sets.train_on)
     assert (
@@ -57,12 +67,26 @@ def test_a_training_set_has_one_family(data):
 @pytest.mark.parametrize(
     ("datasets", "train_on", "planned"),
     [
-        (("sst2@main",), "", [("sst2", "SC", "sst2")]),  # a revision of the Hub is no part of the name
-        (("demo_sc", "demo_ir"), "sets/two", [("demo_sc", "SC", "demo_sc"), ("demo_ir", "IR", "two")]),
-        (("later=sets/x", "sets/y"), "", [("later", "", "later"), ("y", "", "y")]),  # a path may not be there yet
+        (
+            ("sst2@main",),
+            "",
+            [("sst2", "SC", "sst2")],
+        ),  # a revision of the Hub is no part of the name
+        (
+            ("demo_sc", "demo_ir"),
+            "sets/two",
+            [("demo_sc", "SC", "demo_sc"), ("demo_ir", "IR", "two")],
+        ),
+        (
+            ("later=sets/x", "sets/y"),
+            "",
+            [("later", "", "later"), ("y", "", "y")],
+        ),  # a path may not be there yet
     ],
 )
 def test_sets_are_planned_with_family_and_pairs(datasets, train_on, planned, data):
-    sets = plan_training_sets(GridConfig(datasets=datasets, data=DatasetConfig(train_on=train_on)), data)
+    sets = plan_training_sets(
+        GridConfig(datasets=datasets, data=DatasetConfig(train_on=train_on)), data
+    )
     assert [(*one.datasets, one.family, one.train_on) for one in sets] == planned
     assert resolve_dataset_path("sst2@main", data) == "sst2@main"

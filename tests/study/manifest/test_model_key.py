@@ -15,7 +15,9 @@ NAMES = {
     "tiny-clm-100-mlm40-400-250": ModelKey("tiny", 100, 150, mask_ratio=0.4, decayed=False),
     "tiny-clm-dec100-mlm40-150-20": ModelKey("tiny", 100, 0, 20, 0.4, decayed=False),
     "two-layers-clm-100-mlm40-dec200-mlm40-250": ModelKey("two-layers", 100, 100, 50, 0.4),
-    "610m-mlm40-42k-1000-seed3": ModelKey("610M", mlm_steps=1_000, mask_ratio=0.4, decayed=False, seed=3),
+    "610m-mlm40-42k-1000-seed3": ModelKey(
+        "610M", mlm_steps=1_000, mask_ratio=0.4, decayed=False, seed=3
+    ),
 }
 
 
@@ -52,7 +54,9 @@ def test_other_names_stand_for_nothing(name):
 
 
 def test_an_objective_that_the_columns_cannot_say_is_spelled_as_its_schedule():
-    alternating = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm:1000)")
+    alternating = ModelKey(
+        "610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm:1000)"
+    )
     assert format_model_name(alternating) == "610m-21x-clm-1000-mlm-1000-42k"
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:10000,mlm:12000")
     assert format_model_name(detour) == "610m-mlm40-dec42k-clm-10000-mlm-12000-64k"
@@ -69,4 +73,7 @@ def test_steps_and_share():
     model = parse_model_name("610m-clm-10k-mlm40-dec40k-mlm40-64k")
     assert (model.steps, model.clm_share) == (64_000, 0.25)
     assert parse_model_name("610m-clm-42k").clm_share == 1
-    assert sorted([parse_model_name("610m-mlm40-42k"), parse_model_name("210m-clm-42k")])[0].size == "210M"
+    assert (
+        sorted([parse_model_name("610m-mlm40-42k"), parse_model_name("210m-clm-42k")])[0].size
+        == "210M"
+    )

@@ -16,7 +16,9 @@ from megaenc.training.config import PretrainConfig, parse_config
 
 
 def starts(plan):
-    return {name: (run.start, run.parent, run.branch_step, run.steps) for name, run in plan.runs.items()}
+    return {
+        name: (run.start, run.parent, run.branch_step, run.steps) for name, run in plan.runs.items()
+    }
 
 
 def test_every_shared_beginning_is_trained_once(tmp_path):
@@ -36,7 +38,9 @@ def test_every_shared_beginning_is_trained_once(tmp_path):
 
 
 def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
-    plan = graph(tmp_path, *manifests.BASE["models"], TOY | {"steps": 300, "checkpoints": [50, 200]})
+    plan = graph(
+        tmp_path, *manifests.BASE["models"], TOY | {"steps": 300, "checkpoints": [50, 200]}
+    )
     done = set()
     for stage in plan.stages.values():
         assert set(stage.needs) <= done, stage.id
@@ -44,20 +48,35 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
     for run in plan.runs.values():
         if run.branch_step:
             parent = plan.runs[run.parent]
-            assert run.branch_step in parent.checkpoint_steps and run.branch_step > parent.branch_step
+            assert (
+                run.branch_step in parent.checkpoint_steps and run.branch_step > parent.branch_step
+            )
     for export in plan.exports.values():
         run = plan.runs[export.run]
-        assert export.step in (*run.checkpoint_steps, run.model.steps) and export.step > run.branch_step
-    assert plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
+        assert (
+            export.step in (*run.checkpoint_steps, run.model.steps)
+            and export.step > run.branch_step
+        )
+    assert (
+        plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"
+    )  # whose first 280 steps it shares
     assert plan.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
 
 
 @pytest.mark.parametrize(
     ("change", "start"),
     [
-        *(({"seed": 2}, "new"), ({"pretrain": {"lr_warmup_iters": 11}}, "new"), ({"mask": 0.3}, "new")),
+        *(
+            ({"seed": 2}, "new"),
+            ({"pretrain": {"lr_warmup_iters": 11}}, "new"),
+            ({"mask": 0.3}, "new"),
+        ),
         # YAML reads 2e-3 as text; 1.0 is what clip_grad is anyway.
-        *(({"pretrain": {"lr": 0.002}}, "branch"), ({"peak_rate": 2e-3}, "branch"), ({"pretrain": {"clip_grad": 1.0}}, "branch")),
+        *(
+            ({"pretrain": {"lr": 0.002}}, "branch"),
+            ({"peak_rate": 2e-3}, "branch"),
+            ({"pretrain": {"clip_grad": 1.0}}, "branch"),
+        ),
     ],
 )
 def test_only_what_differs_from_the_first_step_shares_nothing(tmp_path, change, start):
@@ -80,7 +99,10 @@ def test_only_what_differs_from_the_first_step_shares_nothing(tmp_path, change, 
     ],
 )
 def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
-    entries = [{"size": "toy", "steps": 400, "name": name, "schedule": text} for name, text in (("one", one), ("other", other))]
+    entries = [
+        {"size": "toy", "steps": 400, "name": name, "schedule": text}
+        for name, text in (("one", one), ("other", other))
+    ]
     first, second = manifests.read(tmp_path, *entries).models
     assert count_shared_steps(first, second) == count_shared_steps(second, first) == shared
 
@@ -98,10 +120,18 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
     assert len(branches) > 4
     for run in branches:
         child, parent = run.model, runs[run.parent].model
-        schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (child, parent)]
+        schedules = [
+            Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (child, parent)
+        ]
         assert first_differing_step(*schedules, run.branch_step) is None
-        assert first_differing_step(*schedules, run.branch_step + 1) or run.branch_step == child.last_undecayed_step
-        rates = [LearningRateSchedule(1.0, model.warmup, model.decay, model.steps) for model in (child, parent)]
+        assert (
+            first_differing_step(*schedules, run.branch_step + 1)
+            or run.branch_step == child.last_undecayed_step
+        )
+        rates = [
+            LearningRateSchedule(1.0, model.warmup, model.decay, model.steps)
+            for model in (child, parent)
+        ]
         for step in (1, run.branch_step // 2 + 1, run.branch_step):
             assert rates[0](step) == rates[1](step)
 
@@ -115,9 +145,15 @@ def test_the_real_settings_take_every_run(file):
         shape = get_preset(flag_values.get("model", "tiny"))
         settings = flags.replace_fields(PretrainConfig(shape=shape), flag_values, source="plan")
         settings.check(manifest.hardware.devices)
-        assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
+        assert (
+            settings.total_iters == run.model.steps
+            and settings.objective_schedule == run.model.schedule
+        )
         assert settings.learning_rate.lr_warmup_iters == run.model.warmup
-        assert settings.output.save_steps == run.checkpoint_steps and settings.output.save == f"out/runs/{run.name}"
+        assert (
+            settings.output.save_steps == run.checkpoint_steps
+            and settings.output.save == f"out/runs/{run.name}"
+        )
         assert bool(settings.start.branch_from) == (run.start == "branch")
         assert (settings.start.skip_samples == "parent") == (run.start == "weights")
     assert settings == flags.replace_fields(
@@ -133,15 +169,25 @@ def test_paths_are_found_from_the_folder_of_data(tmp_path):
     for name in ("a", "b"):
         (folder / f"{name}.idx").touch()
     settings = {"datasets": ["squad=qa", "qa"], "learning_rates": [1e-4], "seeds": 1}
-    for tokenizer, expected in (("tok", str(folder / "tok")), ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m")):
-        pretrain = manifests.BASE["pretrain"] | {"data_path": ["1/3", "?", "0.5", "/b"], "tokenizer": tokenizer}
+    for tokenizer, expected in (
+        ("tok", str(folder / "tok")),
+        ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m"),
+    ):
+        pretrain = manifests.BASE["pretrain"] | {
+            "data_path": ["1/3", "?", "0.5", "/b"],
+            "tokenizer": tokenizer,
+        }
         pretrain["valid_data_path"] = ["web=w", "law=/l"]
-        path = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}, finetune=settings)
+        path = manifests.write(
+            tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}, finetune=settings
+        )
         plan = build_graph(read_manifest(path, folder))
         [run, *_] = plan.runs.values()
         words = run.flags["data_path"]
         assert run.flags["valid_data_path"] == [f"web={folder / 'w'}", "law=/l"]
-        assert words[::2] == ["1/3", "0.5"] and words[3] == "/b" and run.flags["tokenizer"] == expected
+        assert (
+            words[::2] == ["1/3", "0.5"] and words[3] == "/b" and run.flags["tokenizer"] == expected
+        )
         assert list_prefixes([words[1]]) == [str(folder / "a"), str(folder / "b")]
     datasets = [grid.flags["datasets"] for grid in plan.grids.values()]
     assert datasets[:2] == [(f"squad={folder / 'qa'}",), (str(folder / "qa"),)]

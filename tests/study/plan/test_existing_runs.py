@@ -16,10 +16,17 @@ def starts(stages):
 
 
 def test_a_longer_model_does_not_turn_a_run_that_has_begun_into_its_branch(tmp_path):
-    assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-400"] == ("branch", "toy-mlm40-600", 380)
+    assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-400"] == (
+        "branch",
+        "toy-mlm40-600",
+        380,
+    )
     make_run(build_stages(tmp_path, **SHORT)["pretrain/toy-mlm40-400"], 100)
     stages = build_stages(tmp_path, **BOTH)
-    assert starts(stages) == {"toy-mlm40-400": ("new", "", 0), "toy-mlm40-600": ("branch", "toy-mlm40-400", 380)}
+    assert starts(stages) == {
+        "toy-mlm40-400": ("new", "", 0),
+        "toy-mlm40-600": ("branch", "toy-mlm40-400", 380),
+    }
     for node in stages.values():
         node.check()
     [command] = stages["pretrain/toy-mlm40-400"].remaining_commands()
@@ -31,8 +38,14 @@ def test_a_run_that_has_not_kept_the_step_is_branched_where_it_can_be_or_not_at_
     assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-600"] == ("new", "", 0)
     shutil.rmtree(tmp_path / "study")
     with_one_on_the_way = [TOY | {"checkpoints": [250]}]
-    make(build_stages(tmp_path, models=with_one_on_the_way, finetune=None)["pretrain/toy-mlm40-400"])
-    assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-600"] == ("branch", "toy-mlm40-400", 250)
+    make(
+        build_stages(tmp_path, models=with_one_on_the_way, finetune=None)["pretrain/toy-mlm40-400"]
+    )
+    assert starts(build_stages(tmp_path, **BOTH))["toy-mlm40-600"] == (
+        "branch",
+        "toy-mlm40-400",
+        250,
+    )
 
 
 def test_a_branch_is_left_by_others_at_steps_that_it_makes_itself(tmp_path):

@@ -61,6 +61,10 @@ def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
 
 
 def test_thousands_of_phases_are_not_drawn(tmp_path):
-    plan = graph(tmp_path, {"size": "toy", "steps": 6000, "schedule": "3000x(clm:1,mlm:1)", "name": "turns"})
-    with pytest.raises(InputError, match=r"--picture: .*study.yaml has 6,000 phases, expected at most 5,000"):
+    plan = graph(
+        tmp_path, {"size": "toy", "steps": 6000, "schedule": "3000x(clm:1,mlm:1)", "name": "turns"}
+    )
+    with pytest.raises(
+        InputError, match=r"--picture: .*study.yaml has 6,000 phases, expected at most 5,000"
+    ):
         draw_graph(plan, "many")

@@ -8,8 +8,18 @@ from study_folders import DATASETS, RATES, settings
 
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.figures import objectives
-from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
-from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
+from megaenc.study.report.figures.base import (
+    BACKGROUND_COLOUR,
+    FigureSpec,
+    embed_svg,
+    figure_to_svg,
+)
+from megaenc.study.report.figures.registry import (
+    build_figures,
+    build_loss_figure,
+    build_rate_figure,
+    published_flops_by_model,
+)
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.pretrain_runs import flops_by_model
 from megaenc.study.results.published import published
@@ -32,13 +42,18 @@ def made_of(*keys, family="SC", dataset="sst2", **more) -> Evidence:
     """Evidence of models that score the higher the more CLM they had."""
     scores = []
     for key in keys:
-        scores.append(Score(f"{key}", key, family, dataset, 0.5 + key.clm_steps / 1e6, 0.01, **more))
+        scores.append(
+            Score(f"{key}", key, family, dataset, 0.5 + key.clm_steps / 1e6, 0.01, **more)
+        )
     return Evidence(scores)
 
 
 def test_objectives_by_size_and_of_one_size_by_data_set(ours):
     picture = objectives.build_objectives_figure(published())
-    assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
+    assert [panel.title for panel in picture.panels][::3] == [
+        "Sequence classification",
+        "Retrieval",
+    ]
     assert list(points(picture, "CLM").values()) == [82.80, 83.58, 82.68]
     assert list(points(picture, "MLM", 3).values()) == [75.78, 79.55, 79.95]
     assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
@@ -48,7 +63,9 @@ def test_objectives_by_size_and_of_one_size_by_data_set(ours):
     [point] = lines(picture)["MLM"].points
     assert (point.mean, point.half_width) == pytest.approx((100 * mlm.mean, 100 * mlm.half_width))
     axis = picture.figure.axes[0]
-    assert [line.get_ydata()[0] for line in axis.get_lines() if line.get_marker() == "s"] == [point.mean]
+    assert [line.get_ydata()[0] for line in axis.get_lines() if line.get_marker() == "s"] == [
+        point.mean
+    ]
 
 
 def test_mask_ratios_with_and_without_clm(ours):
@@ -64,10 +81,20 @@ def test_mask_ratios_with_and_without_clm(ours):
 
 def test_efficiency_by_step_and_by_operations(ours, runs):
     picture = objectives.build_step_efficiency_figure(published())
-    assert points(picture, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
+    assert points(picture, "CLM") == {
+        1000: 68.32,
+        2000: 73.61,
+        5000: 78.56,
+        10000: 80.58,
+        20000: 82.7,
+        40000: 83.48,
+    }
     by_flops = objectives.build_flop_efficiency_figure(ours, flops_by_model(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e15, 150e15]
-    assert "directory of the pretraining runs with --runs" in objectives.build_flop_efficiency_figure(ours, {}).caption
+    assert (
+        "directory of the pretraining runs with --runs"
+        in objectives.build_flop_efficiency_figure(ours, {}).caption
+    )
 
 
 def test_shares_of_each_budget_and_continued_pretraining():
@@ -79,14 +106,22 @@ def test_shares_of_each_budget_and_continued_pretraining():
     picture = objectives.build_continued_pretraining_figure(published())
     assert list(points(picture, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
     assert list(points(picture, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
-    assert list(picture.panels[0].ticks.values()) == ["0", "2k", "12k", "22k"]  # it begins with the finished model
+    assert list(picture.panels[0].ticks.values()) == [
+        "0",
+        "2k",
+        "12k",
+        "22k",
+    ]  # it begins with the finished model
 
 
 def test_rates_are_drawn_below_each_models_best(ours):
     picture = build_rate_figure(ours)
     assert len(picture.panels) == len(DATASETS)
     for line in picture.panels[0].lines:
-        assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
+        assert (
+            max(point.mean for point in line.points) == 0
+            and tuple(point.x for point in line.points) == RATES
+        )
     strong = {name: line.points[1].mean for name, line in lines(picture).items()}
     assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
     assert not build_rate_figure(published()).panels
@@ -96,10 +131,19 @@ def test_losses_of_the_runs(runs):
     picture = build_loss_figure(runs)
     assert [panel.title for panel in picture.panels] == ["under clm", "under mlm(mask=0.3)"]
     names = [line.name for line in picture.panels[0].lines]
-    assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
-    [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]
+    assert list(dict.fromkeys(names)) == [
+        "MLM",
+        "CLM",
+        "CLM, then MLM",
+        "on a finished model",
+    ] and len(names) == len(runs)
+    [curve] = [
+        line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300
+    ]
     rows = runs["mini-clm-300"].validations
-    assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
+    assert [(point.x, point.mean) for point in curve.points] == [
+        (row["step"], row["objectives"]["clm"]["loss"]) for row in rows
+    ]
     few = dict(list(runs.items())[:2])
     assert [line.name for line in build_loss_figure(few).panels[0].lines] == list(few)
     assert build_loss_figure({}).caption == "No runs were given; pass their directory with --runs."
@@ -113,11 +157,21 @@ def test_published_values_lie_behind_the_same_models_with_thin_bars_and_beside_o
     widths = [float(bars.get_linewidth()[0]) for bars in first.figure.figure.axes[0].collections]
     assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
     caption = first.figure.caption
-    assert "95 % by Student's t" in caption and "published ones are 1.96 standard errors over 5" in caption
+    assert (
+        "95 % by Student's t" in caption
+        and "published ones are 1.96 standard errors over 5" in caption
+    )
     others = build_figures(ours, runs, flops_by_model(runs, settings()), published())
     assert [one.figure.key for one in others if not one.figure.panels] == []
     beside = [one.figure.key for one in others if one.published is not None]
-    assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
+    assert beside == [
+        "objectives",
+        "mask-ratios",
+        "efficiency-steps",
+        "efficiency-flops",
+        "clm-shares",
+        "continued-pretraining",
+    ]
     for one in others:
         if one.published is not None:
             said = "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100"
@@ -132,18 +186,38 @@ def test_all_that_tables_alone_allow():
 
 
 def test_another_seed_of_the_pretraining_is_points_without_a_line():
-    keys = [ModelKey("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed) for at in (10, 20) for seed in (1, 2)]
+    keys = [
+        ModelKey("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed)
+        for at in (10, 20)
+        for seed in (1, 2)
+    ]
     [first, second] = objectives.build_step_efficiency_figure(made_of(*keys)).panels[0].lines
-    assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
+    assert (first.joined, first.labelled, second.joined, second.labelled) == (
+        True,
+        True,
+        False,
+        False,
+    )
     assert [point.x for point in second.points] == [10, 20]
 
 
 def test_points_of_collapsed_models_are_hollow(ours):
-    scores = [dataclasses.replace(one, collapsed_at_rate=one.model_key.clm_steps // 300) for one in ours.scores]
+    scores = [
+        dataclasses.replace(one, collapsed_at_rate=one.model_key.clm_steps // 300)
+        for one in ours.scores
+    ]
     picture = objectives.build_objectives_figure(Evidence(scores))
-    assert {name: line.points[0].collapsed for name, line in lines(picture).items()} == {"MLM": False, "CLM": True}
-    [inside] = [line for line in picture.figure.axes[0].get_lines() if line.get_color() == BACKGROUND_COLOUR]
-    assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
+    assert {name: line.points[0].collapsed for name, line in lines(picture).items()} == {
+        "MLM": False,
+        "CLM": True,
+    }
+    [inside] = [
+        line for line in picture.figure.axes[0].get_lines() if line.get_color() == BACKGROUND_COLOUR
+    ]
+    assert (
+        inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean
+        and "Hollow points" in picture.caption
+    )
 
 
 def test_names_with_dollar_signs_are_no_formulas():
@@ -155,12 +229,19 @@ def test_names_with_dollar_signs_are_no_formulas():
 
 def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     plain = [MLM, CLM, parse_model_name("610m-mlm40-12k")]
-    plain += [parse_model_name("610m-clm-dec42k-mlm40-64k"), parse_model_name("610m-mlm40-dec42k-mlm40-64k")]
-    turns = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
+    plain += [
+        parse_model_name("610m-clm-dec42k-mlm40-64k"),
+        parse_model_name("610m-mlm40-dec42k-mlm40-64k"),
+    ]
+    turns = ModelKey(
+        "610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)"
+    )
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     evidence = made_of(*plain, turns, detour)
     picture = objectives.build_schedule_figure(evidence)
-    found = {name: [round(point.x) for point in line.points] for name, line in lines(picture).items()}
+    found = {
+        name: [round(point.x) for point in line.points] for name, line in lines(picture).items()
+    }
     beside = {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1]}
     assert found == {**beside, turns.schedule: [0], f"{detour.schedule} on MLM": [1]}
     looks = {name: (line.colour, line.marker) for name, line in lines(picture).items()}
@@ -168,16 +249,24 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     assert picture.panels[0].ticks == {0: "42k", 1: "64k"}
     assert list(points(picture, turns.schedule).values()) == [52.1]
     assert objectives.build_schedule_figure(made_of(*plain)) is None
-    seeds = [dataclasses.replace(one, model_key=dataclasses.replace(one.model_key, seed=2)) for one in evidence.scores]
+    seeds = [
+        dataclasses.replace(one, model_key=dataclasses.replace(one.model_key, seed=2))
+        for one in evidence.scores
+    ]
     several = objectives.build_schedule_figure(Evidence([*evidence.scores, *seeds]))
     assert {name: (line.colour, line.marker) for name, line in lines(several).items()} == looks
-    assert [one.figure.key for one in build_figures(evidence, {}, {})][-2:] == ["other-schedules", "losses"]
+    assert [one.figure.key for one in build_figures(evidence, {}, {})][-2:] == [
+        "other-schedules",
+        "losses",
+    ]
 
 
 def test_a_schedule_without_mlm_of_as_many_steps_is_drawn_next_to_every_budget():
     plain = [MLM, ModelKey("610M", 40_000), parse_model_name("610m-clm-10k-mlm40-40k")]
     other = ModelKey("610M", 0, 50_000, mask_ratio=0.5, schedule="diffusion")
-    picture = objectives.build_schedule_figure(made_of(*plain, other, dataclasses.replace(MLM, size="1B")))
+    picture = objectives.build_schedule_figure(
+        made_of(*plain, other, dataclasses.replace(MLM, size="1B"))
+    )
     assert set(lines(picture)) == {"MLM", "CLM", "25 % CLM, then MLM", "diffusion"}
     assert picture.panels[0].ticks == {0: "40k", 1: "42k", 2: "50k"}
 
@@ -185,7 +274,14 @@ def test_a_schedule_without_mlm_of_as_many_steps_is_drawn_next_to_every_budget()
 def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
     picture = objectives.build_objectives_figure(ours)
     again = dataclasses.replace(picture)
-    assert figure_to_svg(picture.figure, "a") == figure_to_svg(again.figure, "a") and "demo_sc" in picture.svg
+    assert (
+        figure_to_svg(picture.figure, "a") == figure_to_svg(again.figure, "a")
+        and "demo_sc" in picture.svg
+    )
     drawn = embed_svg(picture.svg, "objectives", 'CLM "and" <MLM>')
-    assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn
+    assert (
+        'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn
+        and "var(--ink)" in drawn
+        and "#ffffff" not in drawn
+    )
     assert 'id="objectives-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]

@@ -18,7 +18,9 @@ from megaenc.study.stats.comparisons import Comparison
 
 EVIL = '<b onclick="x">&'
 _WITHOUT_END = {"meta", "link", "br", "img"}
-TEST = inference.TestResult(0.02, [(0.01 / stats.t.ppf(0.975, 4), 4)], inference.VarianceComponents(1e-5, math.nan), 5)
+TEST = inference.TestResult(
+    0.02, [(0.01 / stats.t.ppf(0.975, 4), 4)], inference.VarianceComponents(1e-5, math.nan), 5
+)
 ONE = Comparison(
     left="MLM",
     right=EVIL,
@@ -31,7 +33,9 @@ ONE = Comparison(
     effect=-1.5,
     verdict="holds",
 )
-NEVER = dataclasses.replace(TEST, components=inference.VarianceComponents(1e-6, 4e-5), difference=0.01)
+NEVER = dataclasses.replace(
+    TEST, components=inference.VarianceComponents(1e-6, 4e-5), difference=0.01
+)
 UNKNOWN = dataclasses.replace(
     ONE,
     test=inference.TestResult(0.02, [], inference.VarianceComponents(math.nan, math.nan), 1),
@@ -70,12 +74,24 @@ def text() -> str:
         Verdict(1, f"title {EVIL}", "question?", [ONE, UNKNOWN], "holds", reason, "a", ONE),
         Verdict(2, "second", "question?", [], "no data", "Needs more."),
         Verdict(3, "third", "question?", [ONE], "reversed", "the other way."),
-        Verdict(4, "fourth", "question?", [dataclasses.replace(ONE, test=NEVER)], "not resolved", "who knows."),
+        Verdict(
+            4,
+            "fourth",
+            "question?",
+            [dataclasses.replace(ONE, test=NEVER)],
+            "not resolved",
+            "who knows.",
+        ),
     ]
     published = [Verdict(3, "third", "question?", [ONE], "holds", "as printed.")]
     line = FigureLine("CLM", "#0072B2", "o", (FigurePoint(1, 50.0, 1.0), FigurePoint(2, 60.0)))
-    picture = FigureSpec("objectives", "CLM and MLM", f"caption {EVIL}", (FigurePanel("SC", (line,), "step"),))
-    figures = [ReportFigure(picture, picture), ReportFigure(FigureSpec("losses", "Losses", "No runs were given."))]
+    picture = FigureSpec(
+        "objectives", "CLM and MLM", f"caption {EVIL}", (FigurePanel("SC", (line,), "step"),)
+    )
+    figures = [
+        ReportFigure(picture, picture),
+        ReportFigure(FigureSpec("losses", "Losses", "No runs were given.")),
+    ]
     columns = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"))
     first = TableRow(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k")
     rows = (first, TableRow((EVIL, 1, None), light=True, rule=True, name=EVIL))
@@ -85,7 +101,17 @@ def text() -> str:
     ]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
     missing = f"No run yet: {EVIL}."
-    page = ReportPage(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, missing)
+    page = ReportPage(
+        f"A study {EVIL}",
+        "lead",
+        verdicts,
+        published,
+        figures,
+        tables,
+        "a,b\n1,2\n",
+        facts,
+        missing,
+    )
     return render_page(page)
 
 
@@ -93,7 +119,11 @@ def test_it_is_well_formed_with_ids_of_their_own_and_fetches_and_runs_nothing(te
     tags = Checked(text).tags
     ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    links = [attributes["href"][1:] for tag, attributes in tags if tag == "a" and attributes["href"].startswith("#")]
+    links = [
+        attributes["href"][1:]
+        for tag, attributes in tags
+        if tag == "a" and attributes["href"].startswith("#")
+    ]
     assert links == ["verdicts", "figures", "tables", "made", "made"] and set(links) <= set(ids)
     assert not {tag for tag, _ in tags} & {"script", "iframe", "object", "embed", "img"}
     for _, attributes in tags:
@@ -105,7 +135,10 @@ def test_it_is_well_formed_with_ids_of_their_own_and_fetches_and_runs_nothing(te
 
 def test_everything_is_escaped_in_a_page_that_says_that_it_is_a_report(text):
     head, body = text.split("<body>")
-    assert '<meta name="generator" content="megaenc study report">' in head and "No run yet: &lt;b" in body
+    assert (
+        '<meta name="generator" content="megaenc study report">' in head
+        and "No run yet: &lt;b" in body
+    )
     assert EVIL not in text and text.count("&lt;b onclick=&#34;x&#34;&gt;&amp;") >= 9
 
 
@@ -124,14 +157,20 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
 
 
 def test_figures_are_drawn_once_with_an_alternative_text(text):
-    drawn = [attributes for tag, attributes in Checked(text).tags if tag == "svg" and attributes.get("role") == "img"]
+    drawn = [
+        attributes
+        for tag, attributes in Checked(text).tags
+        if tag == "svg" and attributes.get("role") == "img"
+    ]
     assert len(drawn) == 2  # ours and published
     assert drawn[0]["aria-label"] == f"CLM and MLM. caption {EVIL}"
     assert "<li>Losses: No runs were given.</li>" in text
 
 
 def test_tables_align_numbers_and_move_by_themselves(text):
-    assert text.count('<div class="scroll" tabindex="0" role="region"') == 5  # two tables and three with comparisons
+    assert (
+        text.count('<div class="scroll" tabindex="0" role="region"') == 5
+    )  # two tables and three with comparisons
     for part in (
         '<td class="number first">91.65 (0.45)</td>',
         '<th scope="row"><span class="wide">1B</span><span class="narrow">1b-clm-42k</span></th>',

@@ -41,18 +41,37 @@ def test_a_whole_tree_lacks_nothing_and_has_the_sets_of_the_tables(tree):
     shutil.copytree(tree / MODEL / "QA/squad", tree / MODEL / "QA/qed")
     report, tables = report_of(tree)
     assert not report.notices and "missing-results" not in tables
-    [position] = [number for number, row in enumerate(tables["base"].rows) if row.name == "published"]
+    [position] = [
+        number for number, row in enumerate(tables["base"].rows) if row.name == "published"
+    ]
     scores, printed = (row.cells[-4:] for row in tables["base"].rows[position - 1 : position + 1])
-    assert scores[:3] == printed[:3] and scores[3].split()[0] == printed[3].split()[0] and None not in printed
-    assert dict(report.facts)["Left out"] == "15 results on data sets that the study's tables do not have"
-    shutil.copytree(tree / MODEL / "QA/qed", tree / "mine/QA/qed")  # a model of one's own may have any set
+    assert (
+        scores[:3] == printed[:3]
+        and scores[3].split()[0] == printed[3].split()[0]
+        and None not in printed
+    )
+    assert (
+        dict(report.facts)["Left out"]
+        == "15 results on data sets that the study's tables do not have"
+    )
+    shutil.copytree(
+        tree / MODEL / "QA/qed", tree / "mine/QA/qed"
+    )  # a model of one's own may have any set
     assert "qed" in [column.name for column in report_of(tree)[1]["other"].columns]
 
 
 def test_missing_runs_are_named(tree, capsys):
     """A rate that lacks a seed is not chosen, even if it is the best one."""
-    shutil.copytree(tree / MODEL / "IR/nq", tree / "mine/IR/nq")  # rates that any model has on a set are expected of all
-    remove(tree, "SC/mnli_m/lr5e-05_sd1", "SC/mnli_m/lr5e-05_sd2", "QA/squad/lr5e-05_sd4", "TC/uner_en/lr5e-05_sd0")
+    shutil.copytree(
+        tree / MODEL / "IR/nq", tree / "mine/IR/nq"
+    )  # rates that any model has on a set are expected of all
+    remove(
+        tree,
+        "SC/mnli_m/lr5e-05_sd1",
+        "SC/mnli_m/lr5e-05_sd2",
+        "QA/squad/lr5e-05_sd4",
+        "TC/uner_en/lr5e-05_sd0",
+    )
     remove(tree, *(f"IR/nq/msmarco_pairs_lr1e-04_sd{seed}" for seed in range(5)))
     output = tree.parent / "report"
     report_command.main(["--results", str(tree), "--output", str(output)])
@@ -70,6 +89,9 @@ def test_missing_runs_are_named(tree, capsys):
         f"{MODEL},TC,UNER,5e-05,0,-10.00",
     ]
     page = (output / "index.html").read_text()
-    assert '<details class="card" id="table-missing-results">' in page and "Missing: 9 of 195 results" in page  # folded
+    assert (
+        '<details class="card" id="table-missing-results">' in page
+        and "Missing: 9 of 195 results" in page
+    )  # folded
     for suffix in ("md", "tex"):
         assert (output / "tables" / f"missing-results.{suffix}").read_text().count("MNLI") == 1

@@ -29,7 +29,11 @@ LIST = "# written by megaenc study report\n"
 def study(tmp_path_factory):
     """Results and runs of the models of the manifest, and what was noted beside them."""
     root = tmp_path_factory.mktemp("study")
-    models = {name: one for name, one in settings().items() if one.decayed and one.steps == 300 and one.mask_ratio != 0.2}
+    models = {
+        name: one
+        for name, one in settings().items()
+        if one.decayed and one.steps == 300 and one.mask_ratio != 0.2
+    }
     write_results(root / "results", models)
     write_runs(root / "runs", models)
     (root / "study.yaml").write_text(MANIFEST)
@@ -38,12 +42,21 @@ def study(tmp_path_factory):
 
 
 def content(folder) -> dict:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_the_printed_tables_alone():
     report = build_report(ReportConfig(published=True))
-    assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
+    assert [table.key for table in report.tables] == [
+        "base",
+        "efficiency",
+        "pfs",
+        "cpt",
+    ] and not report.published
     assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
 
 
@@ -55,30 +68,74 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
         for file in ("of-before.csv", "own.csv", "notes.txt"):
             (output / name / file).touch()
         kept |= {f"{name}/own.csv", f"{name}/notes.txt"}  # what somebody else put there
-    (output / "files.txt").write_text(f"{LIST}tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n")
+    (output / "files.txt").write_text(
+        f"{LIST}tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n"
+    )
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.build_figures
-    monkeypatch.setattr(report_command, "build_figures", lambda *given: [every(*given)[0], every(*given)[-1]])
-    flags = [f"{study}/study.yaml", "--results", f"{study}/results", "--runs", f"{study}/runs", "--output", str(output)]
+    monkeypatch.setattr(
+        report_command, "build_figures", lambda *given: [every(*given)[0], every(*given)[-1]]
+    )
+    flags = [
+        f"{study}/study.yaml",
+        "--results",
+        f"{study}/results",
+        "--runs",
+        f"{study}/runs",
+        "--output",
+        str(output),
+    ]
     report_command.main([*flags, "--about", "date=2026-11-22"])
     said = capsys.readouterr().out.splitlines()
     assert said[-1].endswith(f"2 figures in {output}/figures, page: {output}/index.html")
     assert said[-15].startswith("1a MLM is above CLM on SC: ")
     before = content(output)
     files = set(before)
-    assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
-    assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
-    assert kept <= files and (tmp_path / "outside.csv").exists() and not [name for name in files if "of-before" in name]
-    assert set((output / "files.txt").read_text().splitlines()[1:]) == files - kept - {"index.html", "files.txt"}
+    assert {
+        "tables/base.csv",
+        "tables/pfs.tex",
+        "tables/pfs-standard.md",
+        "tables/variance.csv",
+        "tables/scores.csv",
+    } <= files
+    assert {
+        "figures/objectives.png",
+        "figures/objectives.svg",
+        "figures/losses.png",
+        "index.html",
+    } <= files
+    assert (
+        kept <= files
+        and (tmp_path / "outside.csv").exists()
+        and not [name for name in files if "of-before" in name]
+    )
+    assert set((output / "files.txt").read_text().splitlines()[1:]) == files - kept - {
+        "index.html",
+        "files.txt",
+    }
     text = (output / "index.html").read_text()
-    assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
+    assert (
+        "<h1>A study of &lt;five&gt; shares</h1>" in text
+        and str(study) not in text
+        and "/made/elsewhere" not in text
+    )
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
-    assert facts["Hardware"] == "two cores" and facts["Date"] == "2026-11-22" and facts["Commit"] == "1a2b3c"
-    assert facts["Models"] == "5 evaluated of 5 planned" and facts["Fine-tuning"] == "60 results, 0 failed runs"
+    assert (
+        facts["Hardware"] == "two cores"
+        and facts["Date"] == "2026-11-22"
+        and facts["Commit"] == "1a2b3c"
+    )
+    assert (
+        facts["Models"] == "5 evaluated of 5 planned"
+        and facts["Fine-tuning"] == "60 results, 0 failed runs"
+    )
     assert facts["Learning rates"] == "2e-04, 1e-03" and facts["Fine-tuning seeds"] == "0, 1, 2"
     assert facts["Time in pretraining"] == f"{1050 * 2 / 3600:.2f} hours in training steps"
-    assert facts["Pretraining"].startswith("5 runs, 1,050 steps, 1.05M tokens") and facts["Software"] == "megaenc 0.1.0"
+    assert (
+        facts["Pretraining"].startswith("5 runs, 1,050 steps, 1.05M tokens")
+        and facts["Software"] == "megaenc 0.1.0"
+    )
     assert facts["Time in fine-tuning"] == "0.1 hours, evaluation included"
     report_command.main([*flags, "--about", "date=2026-11-22"])
     assert content(output) == before
@@ -90,25 +147,37 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
     for path in (tmp_path / "results/mini-clm-300/SC/demo_sc").glob("*_sd2"):
         shutil.rmtree(path)
     shutil.rmtree(tmp_path / "results/mini-clm-150-mlm40-300")
-    report = build_report(ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
+    report = build_report(
+        ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results")
+    )
     assert report.missing_scores == (
         "No score yet, which needs a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
         "No run yet: mini-clm-150-mlm40-300."
     )
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
-    assert report.verdicts[0].verdict == "no data"  # CLM has no score there, and nothing else stands for it
+    assert (
+        report.verdicts[0].verdict == "no data"
+    )  # CLM has no score there, and nothing else stands for it
 
 
-def test_results_outside_of_the_manifests_grid_are_left_out_and_students_intervals_are_wider(study, tmp_path):
+def test_results_outside_of_the_manifests_grid_are_left_out_and_students_intervals_are_wider(
+    study, tmp_path
+):
     (tmp_path / "fewer.yaml").write_text(MANIFEST.replace("seeds: 3", "seeds: 2"))
     halves = []
     for kind in ("normal", "t"):
-        report = build_report(ReportConfig(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results", interval=kind))
+        report = build_report(
+            ReportConfig(
+                manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results", interval=kind
+            )
+        )
         rows = list(csv.DictReader(io.StringIO(report.scores)))
         assert {row["finetuning_seeds"] for row in rows} == {"2"}
         halves.append(float(rows[0]["ci95"]))
     assert halves[1] == pytest.approx(halves[0] * 12.71 / 1.96, rel=0.02)
-    assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not plan are left out")
+    assert dict(report.facts)["Fine-tuning"].endswith(
+        "20 with rates or seeds that the manifest does not plan are left out"
+    )
     assert dict(report.facts)["Fine-tuning seeds"] == "0, 1"
 
 
@@ -150,9 +219,17 @@ def test_a_list_that_names_other_files_removes_none_of_them(tmp_path):
     names = ["outside/base.csv", "report/notes.csv", "report/tables/stale.csv"]
     for name in names:
         (tmp_path / name).touch()
-    listed = ["../outside/base.csv", "tables/../notes.csv", f"{tmp_path}/outside/base.csv", "tables/stale.csv", "tables"]
+    listed = [
+        "../outside/base.csv",
+        "tables/../notes.csv",
+        f"{tmp_path}/outside/base.csv",
+        "tables/stale.csv",
+        "tables",
+    ]
     (tmp_path / "report/files.txt").write_text(LIST + "\n".join(listed))
-    output_dir.remove_stale_files(tmp_path / "report", output_dir.check_report_dir(tmp_path / "report"), [])
+    output_dir.remove_stale_files(
+        tmp_path / "report", output_dir.check_report_dir(tmp_path / "report"), []
+    )
     assert [(tmp_path / name).exists() for name in names] == [True, True, False]
 
 
@@ -160,8 +237,15 @@ def test_results_of_other_models_or_rates_than_the_manifests_are_one_line(study,
     flags = [tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r"]
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
     line = refusal(report_command.main, flags)
-    assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
+    assert (
+        "found models mini-clm-150-mlm40-300" in line
+        and "expected those of" in line
+        and "tiny-mlm40-300" in line
+    )
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
     line = refusal(report_command.main, flags)
-    assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of the grid of" in line and ": rates 3e-04 with" in line
+    assert (
+        "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of the grid of" in line
+        and ": rates 3e-04 with" in line
+    )
     assert not (tmp_path / "r").exists()

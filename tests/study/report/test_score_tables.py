@@ -10,8 +10,20 @@ from study_folders import settings, write_results
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.methods import normal_interval_coverage
-from megaenc.study.report.score_tables import build_score_tables, build_standard_metric_tables, format_scores_csv
-from megaenc.study.report.table import Column, Table, TableRow, format_score, table_to_csv, table_to_latex, table_to_markdown
+from megaenc.study.report.score_tables import (
+    build_score_tables,
+    build_standard_metric_tables,
+    format_scores_csv,
+)
+from megaenc.study.report.table import (
+    Column,
+    Table,
+    TableRow,
+    format_score,
+    table_to_csv,
+    table_to_latex,
+    table_to_markdown,
+)
 from megaenc.study.results.evidence import Evidence, Score, build_evidence
 from megaenc.study.results.groups import SETUP_TITLES
 from megaenc.study.results.published import parse_model_key, published, read_published_rows
@@ -25,7 +37,12 @@ def cells_of(table, first=0) -> list[tuple]:
 
 def test_every_published_cell_comes_back_in_its_table_in_every_form():
     tables = {table.key: table for table in build_score_tables(published())}
-    assert {key: len(table.rows) for key, table in tables.items()} == {"base": 15, "efficiency": 12, "pfs": 15, "cpt": 8}
+    assert {key: len(table.rows) for key, table in tables.items()} == {
+        "base": 15,
+        "efficiency": 12,
+        "pfs": 15,
+        "cpt": 8,
+    }
     expected = {}
     for row in read_published_rows():
         expected.setdefault((row["setup"], parse_model_key(row)), []).append(row)
@@ -39,7 +56,10 @@ def test_every_published_cell_comes_back_in_its_table_in_every_form():
     for (key, line), ((setup, _), rows) in zip(lines, expected.items(), strict=True):
         assert (key, line["Size"], len(rows)) == (setup, rows[0]["size"], 16)
         for name in ("clm", "mlm"):
-            assert line.get(f"{name.upper()} steps", rows[0][f"{name}_steps"]) == rows[0][f"{name}_steps"]
+            assert (
+                line.get(f"{name.upper()} steps", rows[0][f"{name}_steps"])
+                == rows[0][f"{name}_steps"]
+            )
         for row in rows:
             assert line[f"{row['task']} {row['dataset']}"] == f"{row['mean']} ({row['ci95']})"
 
@@ -53,16 +73,35 @@ def test_all_scores_in_one_file_are_the_published_file():
 def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
     runs = {"collapsed_at_rate": 3, "ended_runs": 6, "planned_runs": 6}
-    collapsed = Score("a", ModelKey("mini", 100), "TC", "ner", 0.55, 0.0, dict.fromkeys(range(3), 0.55), **runs)
+    collapsed = Score(
+        "a", ModelKey("mini", 100), "TC", "ner", 0.55, 0.0, dict.fromkeys(range(3), 0.55), **runs
+    )
     key = parse_model_name("mini-mlm40-100")
-    begun = replace(collapsed, model="b", model_key=key, mean=0.6, half_width=0.01, collapsed_at_rate=1, ended_runs=4)
+    begun = replace(
+        collapsed,
+        model="b",
+        model_key=key,
+        mean=0.6,
+        half_width=0.01,
+        collapsed_at_rate=1,
+        ended_runs=4,
+    )
     average = replace(begun, dataset="average", members=(begun, begun))
     [table] = build_score_tables(Evidence([collapsed, begun, average]))
-    assert cells_of(table, 3) == [("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"), ("55.00 (0.00) †3/3", None)]
-    assert "runs of a cell have collapsed to worthless predictions" in table.note and "only k of n fine-tuning runs" in table.note
+    assert cells_of(table, 3) == [
+        ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),
+        ("55.00 (0.00) †3/3", None),
+    ]
+    assert (
+        "runs of a cell have collapsed to worthless predictions" in table.note
+        and "only k of n fine-tuning runs" in table.note
+    )
     assert r"55.00 (0.00) $\dagger$3/3" in table_to_latex(table)
     lines = list(csv.DictReader(io.StringIO(format_scores_csv([Evidence([collapsed, begun])]))))
-    counts = [(line["collapsed_runs"], line["ended_trainings"], line["planned_trainings"]) for line in lines]
+    counts = [
+        (line["collapsed_runs"], line["ended_trainings"], line["planned_trainings"])
+        for line in lines
+    ]
     assert counts == [("1", "4", "6"), ("3", "6", "6")]
     [clean] = build_score_tables(Evidence([replace(collapsed, collapsed_at_rate=0)]))
     assert "†" not in clean.note and "[k/n]" not in clean.note
@@ -70,11 +109,16 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
 
 def test_notes_say_what_an_interval_is_worth():
     [table] = build_score_tables(Evidence([OURS]))
-    assert "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100" in table.note
+    assert (
+        "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100"
+        in table.note
+    )
     [table] = build_score_tables(Evidence([OURS], kind="t"), published())
     expected = "95 % by Student's t over 2 fine-tuning seeds, given the chosen learning rate; published ones are 1.96"
     assert f"{expected} standard errors over 5" in table.note and "88 times in 100" in table.note
-    assert [normal_interval_coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx([0.70, 0.81, 0.88, 0.95], abs=0.01)
+    assert [normal_interval_coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx(
+        [0.70, 0.81, 0.88, 0.95], abs=0.01
+    )
 
 
 def test_published_values_stand_below_those_of_the_same_setting():
@@ -90,23 +134,43 @@ def test_published_values_stand_below_those_of_the_same_setting():
 
 def test_models_without_a_setting_and_several_seeds():
     own = replace(OURS, model="own-model", model_key=None, family="SC", dataset="own_set")
-    seeds = [replace(own, model=f"s{seed}", model_key=ModelKey("1B", 9, seed=seed)) for seed in (1, 2)]
+    seeds = [
+        replace(own, model=f"s{seed}", model_key=ModelKey("1B", 9, seed=seed)) for seed in (1, 2)
+    ]
     base, other = build_score_tables(Evidence([own, *seeds]), published())
-    assert cells_of(base) == [("1B", "CLM", "", 1, "50.00 (1.00)"), ("1B", "CLM", "", 2, "50.00 (1.00)")]
+    assert cells_of(base) == [
+        ("1B", "CLM", "", 1, "50.00 (1.00)"),
+        ("1B", "CLM", "", 2, "50.00 (1.00)"),
+    ]
     [row] = other.rows
-    assert other.title == SETUP_TITLES["other"] and (row.cells[0], row.cells[-1]) == ("own-model", "50.00 (1.00)")
+    assert other.title == SETUP_TITLES["other"] and (row.cells[0], row.cells[-1]) == (
+        "own-model",
+        "50.00 (1.00)",
+    )
 
 
 def test_standard_metrics_have_tables_of_their_own(tmp_path):
-    models = {name: one for name, one in settings().items() if one.steps == 300 and not one.mlm_steps}
+    models = {
+        name: one for name, one in settings().items() if one.steps == 300 and not one.mlm_steps
+    }
     results = read_result_tree(write_results(tmp_path, models))
-    evidence, *standard = (build_evidence(results, models.get, metric) for metric in ("score", "accuracy", "exact_match", "f1"))
+    evidence, *standard = (
+        build_evidence(results, models.get, metric)
+        for metric in ("score", "accuracy", "exact_match", "f1")
+    )
     [table] = build_standard_metric_tables(evidence, standard)
     assert table.key == "base-standard"
     groups = [(column.group, column.name) for column in table.columns if column.group]
-    assert groups == [("SC, accuracy", "demo_sc"), ("QA, token F1", "demo_qa"), ("QA, exact match", "demo_qa")]
+    assert groups == [
+        ("SC, accuracy", "demo_sc"),
+        ("QA, token F1", "demo_qa"),
+        ("QA, exact match", "demo_qa"),
+    ]
     [ours] = build_score_tables(evidence)
-    assert table.rows[0].cells[3] == ours.rows[0].cells[3] and build_standard_metric_tables(evidence, []) == []
+    assert (
+        table.rows[0].cells[3] == ours.rows[0].cells[3]
+        and build_standard_metric_tables(evidence, []) == []
+    )
 
 
 COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
@@ -114,7 +178,10 @@ COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"),
 
 @pytest.fixture
 def table():
-    rows = (TableRow(("1B", 42_000, "91.65 (0.45)", None)), TableRow(("a_b|c <1 %", 10, None, "1.00"), rule=True, light=True))
+    rows = (
+        TableRow(("1B", 42_000, "91.65 (0.45)", None)),
+        TableRow(("a_b|c <1 %", 10, None, "1.00"), rule=True, light=True),
+    )
     return Table("base", "Models & sizes", "Percent.", COLUMNS, rows)
 
 
@@ -148,7 +215,12 @@ def test_latex_has_booktabs_rules_and_escapes(table):
 
 
 def test_a_wide_table_has_its_groups_below_each_other():
-    columns = (Column("Size", number=False), *(Column(f"set {at}", group) for group in "ABC" for at in range(4)))
-    text = table_to_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
+    columns = (
+        Column("Size", number=False),
+        *(Column(f"set {at}", group) for group in "ABC" for at in range(4)),
+    )
+    text = table_to_latex(
+        Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),))
+    )
     assert text.count(r"\begin{tabular}{lrrrr}") == 3 and text.count(r"\begin{table}") == 1
     assert "1B & 4 & 5 & 6 & 7" in text

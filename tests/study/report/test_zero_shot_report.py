@@ -37,7 +37,9 @@ def study(tmp_path_factory):
 
 def build(root, manifest="study.yaml", results="results"):
     """Return the ReportPage of the study in `root`."""
-    return build_report(ReportConfig(manifest=f"{root}/{manifest}" if manifest else "", results=f"{root}/{results}"))
+    return build_report(
+        ReportConfig(manifest=f"{root}/{manifest}" if manifest else "", results=f"{root}/{results}")
+    )
 
 
 def test_the_table_has_each_model_before_and_after_training(study):
@@ -46,13 +48,24 @@ def test_the_table_has_each_model_before_and_after_training(study):
     states = ("as pretrained", "after contrastive training")
     columns = [(dataset, state) for dataset in ("sci", "demo_ir") for state in states]
     assert [(column.group, column.name) for column in table.columns[5:]] == columns
-    names = ["mini-clm-150", "mini-clm-300", "mini-mlm40-150", "mini-mlm40-300", "BM25", "random ranking"]
+    names = [
+        "mini-clm-150",
+        "mini-clm-300",
+        "mini-mlm40-150",
+        "mini-mlm40-300",
+        "BM25",
+        "random ranking",
+    ]
     assert [row.name for row in table.rows] == names
     *head, before, after, _, _ = table.rows[3].cells
     assert head == ["mini-mlm40-300", "mini", "MLM", "40 %", 300]
     one = scores.pretrained["mini-mlm40-300", "sci", METRIC]
-    assert before == f"{100 * one.mean:.2f} [{100 * one.interval[0]:.1f}, {100 * one.interval[1]:.1f}]"
-    means = [100 * of_seed.mean for of_seed in scores.trained["mini-mlm40-300", "sci", METRIC].values()]
+    assert (
+        before == f"{100 * one.mean:.2f} [{100 * one.interval[0]:.1f}, {100 * one.interval[1]:.1f}]"
+    )
+    means = [
+        100 * of_seed.mean for of_seed in scores.trained["mini-mlm40-300", "sci", METRIC].values()
+    ]
     assert re.fullmatch(rf"{sum(means) / 3:.2f} \(\d\.\d\d\)", after)
     assert table.rows[4].cells[5].startswith("55.00") and table.rows[4].cells[6] is None
     assert table.rows[5].cells[5].startswith("2.00")
@@ -62,7 +75,10 @@ def test_the_table_has_each_model_before_and_after_training(study):
 
 def test_the_figure_has_a_line_for_each_objective_and_bm25(study):
     figure = build_zero_shot_figure(read_zero_shot(study / "embed"), "normal")
-    assert [panel.title for panel in figure.panels] == ["As pretrained", "After contrastive training"]
+    assert [panel.title for panel in figure.panels] == [
+        "As pretrained",
+        "After contrastive training",
+    ]
     for panel, base in zip(figure.panels, (0, 10), strict=True):
         assert [line.name for line in panel.lines] == ["CLM", "MLM", "BM25"]
         clm, mlm, bm25 = panel.lines
@@ -73,12 +89,22 @@ def test_the_figure_has_a_line_for_each_objective_and_bm25(study):
 
 
 def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
-    names = ["tiny-clm-75-mlm40-300", "tiny-clm-dec150-mlm40-300", "tiny-mlm20-300", "tiny-mlm40-300", "tiny-mlm40-300-100"]
+    names = [
+        "tiny-clm-75-mlm40-300",
+        "tiny-clm-dec150-mlm40-300",
+        "tiny-mlm20-300",
+        "tiny-mlm40-300",
+        "tiny-mlm40-300-100",
+    ]
     write_study(tmp_path, dict.fromkeys([*names, "small-mlm40-300", "unknown"], 0.3), seeds=1)
     results = read_zero_shot(tmp_path / "embed")
     before, after = build_zero_shot_figure(results, "normal").panels
     expected = ["MLM, small", "MLM, tiny", "MLM on CLM, tiny", "25 % CLM, then MLM, tiny", "BM25"]
-    assert sorted(line.name for line in before.lines) == sorted(line.name for line in after.lines) == sorted(expected)
+    assert (
+        sorted(line.name for line in before.lines)
+        == sorted(line.name for line in after.lines)
+        == sorted(expected)
+    )
     assert len({(line.colour, line.marker) for line in before.lines}) == len(expected)
 
 
@@ -86,7 +112,9 @@ def test_fine_tuning_is_reported_as_without_it(study):
     both, alone = build(study), build(study, "without.yaml")
     assert not [table.key for table in alone.tables if "zero-shot" in table.key]
     assert not [one.figure.key for one in alone.figures if one.figure.key == "zero-shot"]
-    assert "Zero-shot retrieval" not in dict(alone.facts) and "Zero-shot retrieval" in dict(both.facts)
+    assert "Zero-shot retrieval" not in dict(alone.facts) and "Zero-shot retrieval" in dict(
+        both.facts
+    )
     mine = [table for table in both.tables if "zero-shot" not in table.key]
     assert mine == list(alone.tables) and both.scores == alone.scores
     comparisons = {f"{one.claim}{one.part}": one.comparisons for one in both.verdicts}
@@ -96,13 +124,18 @@ def test_fine_tuning_is_reported_as_without_it(study):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    write_study(tmp_path, {name: mean for name, mean in ABILITY.items() if name != "mini-clm-150"}, seeds=2)
+    write_study(
+        tmp_path, {name: mean for name, mean in ABILITY.items() if name != "mini-clm-150"}, seeds=2
+    )
     (tmp_path / "study.yaml").write_text(MANIFEST + EMBED)
     write_evaluation(tmp_path / "embed" / "mini-clm-150" / "pretrained.json", {"pretrained": {}})
     page = build(tmp_path)
     [missing] = [text for text in page.notices if "Zero-shot" in text]
     assert "mini-clm-150 (0 of 8)" in missing and "mini-mlm40-300 (6 of 8)" in missing
-    assert [table.key for table in page.tables] == ["zero-shot", "zero-shot-recall"] and page.missing_scores == ""
+    assert [table.key for table in page.tables] == [
+        "zero-shot",
+        "zero-shot-recall",
+    ] and page.missing_scores == ""
     assert [one.figure.key for one in page.figures if one.figure.panels] == ["zero-shot"]
     first = page.tables[0].rows[0]
     assert first.name == "mini-clm-300" and first.cells[6].endswith(" [2/3]")

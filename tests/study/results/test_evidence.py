@@ -14,8 +14,20 @@ from megaenc.finetune.results.aggregate import STUDY_DATASETS, GridSpec
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.scope import StudyScope
-from megaenc.study.results.evidence import AVERAGE, build_evidence, describe_missing_scores, read_evidence
-from megaenc.study.results.published import DATASET_NAMES, TABLES, parse_model_key, published, raw, read_published_rows
+from megaenc.study.results.evidence import (
+    AVERAGE,
+    build_evidence,
+    describe_missing_scores,
+    read_evidence,
+)
+from megaenc.study.results.published import (
+    DATASET_NAMES,
+    TABLES,
+    parse_model_key,
+    published,
+    raw,
+    read_published_rows,
+)
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
 
@@ -29,7 +41,9 @@ def test_every_published_cell_to_the_printed_digit(tmp_path):
         score = evidence.find(key, dataset, row["task"])
         printed = (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}")
         if dataset == AVERAGE:  # whose interval depends on the seeds of its sets
-            by_seed = np.mean([list(member.seed_scores.values()) for member in score.members], axis=0)
+            by_seed = np.mean(
+                [list(member.seed_scores.values()) for member in score.members], axis=0
+            )
             assert score.half_width == pytest.approx(1.96 * np.std(by_seed, ddof=1) / np.sqrt(5))
             assert printed[0] == row["mean"], row
         else:
@@ -46,9 +60,15 @@ def test_rates_are_chosen_on_validation_and_averages_formed_by_seed(tmp_path):
             assert score.seed_scores == score.rate_scores[score.learning_rate]
             assert score.ended_runs == 15
     average = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
-    assert [member.dataset for member in average.members] == ["sst2", "qqp", "mnli_m"] and average.load_examples() == {}
+    assert [member.dataset for member in average.members] == [
+        "sst2",
+        "qqp",
+        "mnli_m",
+    ] and average.load_examples() == {}
     for seed, value in average.seed_scores.items():
-        assert value == pytest.approx(np.mean([member.seed_scores[seed] for member in average.members]))
+        assert value == pytest.approx(
+            np.mean([member.seed_scores[seed] for member in average.members])
+        )
     assert average.ended_runs == 45 and average.learning_rate is None
 
 
@@ -58,7 +78,9 @@ def test_examples_are_those_of_the_chosen_rate_read_when_they_are_asked_for(tmp_
     found = first.load_examples()
     assert sorted(found) == [0, 1, 2, 3, 4] and found is first.load_examples()  # read once
     for seed, of_each in found.items():
-        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(first.seed_scores[seed], abs=1e-7)
+        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(
+            first.seed_scores[seed], abs=1e-7
+        )
     for path in tmp_path.rglob("results.json"):
         path.unlink()
     with pytest.raises(InputError, match=r"results\.json.*expected what a run wrote"):
@@ -70,13 +92,20 @@ def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
     for model, more in ((MLM, {}), ("mine", {"metrics": {"ndcg@10": 0.5}})):
         for dataset in ("nq", "msmarco"):
             for seed in range(2):
-                write_result(tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}", 0.5, **more)
+                write_result(
+                    tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}",
+                    0.5,
+                    **more,
+                )
     found = read_evidence(tmp_path, {})
     for model in (MLM, "mine"):
         for dataset in ("nq", "msmarco"):
             alone = found.find(model, dataset).stack_examples([0, 1]) is None
             assert alone == ((model, dataset) == (MLM, "nq"))
-    assert found.find(MLM, "nq").load_examples() == {} and found.find(MLM, "nq").seed_scores == {0: 0.5, 1: 0.5}
+    assert found.find(MLM, "nq").load_examples() == {} and found.find(MLM, "nq").seed_scores == {
+        0: 0.5,
+        1: 0.5,
+    }
 
 
 def test_only_the_sets_of_the_tables_are_read_of_the_study(tmp_path):
@@ -91,21 +120,31 @@ def test_models_of_a_manifest_and_others(tmp_path):
         write_result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
     key = parse_model_name("tiny-mlm40-40")
     found = read_evidence(tmp_path, {"mine": key})
-    assert [(score.model, score.model_key) for score in found.scores] == [("another", None), ("mine", key)]
+    assert [(score.model, score.model_key) for score in found.scores] == [
+        ("another", None),
+        ("mine", key),
+    ]
     assert found.model_keys() == [key]
     assert found.scores[0].half_width is None  # a single seed
 
 
 def test_other_metrics_and_their_examples(tmp_path):
     for seed in range(2):
-        made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
+        made = {
+            "metrics": {"exact": 0.5, "f1": 0.9},
+            "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]},
+        }
         write_result(tmp_path / "a" / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
     exact, f1 = (read_evidence(tmp_path / "a", {}, metric).scores[0] for metric in ("exact", "f1"))
     assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
     assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
     write_result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
-    assert read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}  # not what the score is of
-    with pytest.raises(InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"):
+    assert (
+        read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}
+    )  # not what the score is of
+    with pytest.raises(
+        InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"
+    ):
         read_evidence(tmp_path / "a", {}, "accuracy")
 
 
@@ -121,7 +160,9 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0").mkdir()
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
-    assert {name: (score.collapsed_at_rate, score.collapsed_runs) for name, score in found.items()} == {
+    assert {
+        name: (score.collapsed_at_rate, score.collapsed_runs) for name, score in found.items()
+    } == {
         "sst2": (0, 2),
         "qqp": (1, 4),
         AVERAGE: (1, 6),
@@ -137,11 +178,22 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
     """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
     for run in ("lr2e-05_sd0", "lr2e-05_sd1", "lr5e-05_sd0", "lr9e-05_sd0", "lr2e-05_sd7"):
         write_result(tmp_path / "mine" / "SC/sst2" / run, 0.5)
-    plan = {"mine": ModelKey("tiny", 40), "other": ModelKey("tiny", 80), "third": parse_model_name("tiny-mlm20-80")}
-    scope = StudyScope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"), ("", "own")))
+    plan = {
+        "mine": ModelKey("tiny", 40),
+        "other": ModelKey("tiny", 80),
+        "third": parse_model_name("tiny-mlm20-80"),
+    }
+    scope = StudyScope(
+        plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"), ("", "own"))
+    )
     found = build_evidence(read_result_tree(tmp_path), plan.get, scope=scope)
     [score] = found.scores
-    assert (score.learning_rate, score.ended_runs, score.planned_runs, sorted(score.seed_scores)) == (2e-5, 3, 4, [0, 1])
+    assert (
+        score.learning_rate,
+        score.ended_runs,
+        score.planned_runs,
+        sorted(score.seed_scores),
+    ) == (2e-5, 3, 4, [0, 1])
     assert found.group_by_setup() == {"pfs": [plan["mine"]]} and found.reference_mask_ratio == 0.2
     assert list(read_evidence(tmp_path, plan).group_by_setup()) == ["base"]
     said = describe_missing_scores(found)
@@ -163,17 +215,33 @@ def test_sets_after_several_trainings_are_told_apart(tmp_path):
         for dataset in ("nq", "msmarco"):
             write_result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
     names = [dataset for _, dataset in read_evidence(tmp_path, {}).datasets()]
-    assert names == ["msmarco after a", "msmarco after b", "nq after a", "nq after b", "average after a", "average after b"]
+    assert names == [
+        "msmarco after a",
+        "msmarco after b",
+        "nq after a",
+        "nq after b",
+        "average after a",
+        "average after b",
+    ]
 
 
 def test_all_cells_are_there_and_the_package_says_so():
     rows = read_published_rows()
-    assert len(rows) == 800 and {row["setup"] for row in rows} == {"base", "efficiency", "pfs", "cpt"}
+    assert len(rows) == 800 and {row["setup"] for row in rows} == {
+        "base",
+        "efficiency",
+        "pfs",
+        "cpt",
+    }
     found = published()
     assert len(found.model_keys()) == 46 and len(found.scores) == 46 * 16
     assert all(parse_model_name(one.model) == one.model_key for one in found.scores)
-    in_order = [(str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)]
+    in_order = [
+        (str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)
+    ]
     assert found.datasets() == in_order
-    packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"][
+        "setuptools"
+    ]["package-data"]
     assert packaged["megaenc.study.results"] == [TABLES]
     assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}

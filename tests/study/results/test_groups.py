@@ -21,15 +21,28 @@ def test_the_base_is_what_both_objectives_have_or_the_plan_says():
     assert group_by_setup([clm, mlm], plan) == {"pfs": [mlm, clm]}
     alternating = ModelKey("1B", 10, 10, mask_ratio=0.4, schedule="alternating")
     second = parse_model_name("1b-clm-20-seed2")
-    assert group_by_setup([alternating, second, clm]) == {"base": [clm, second], "other": [alternating]}
+    assert group_by_setup([alternating, second, clm]) == {
+        "base": [clm, second],
+        "other": [alternating],
+    }
 
 
 def test_order_of_sizes_data_sets_and_masks():
-    assert sort_sizes([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
+    assert sort_sizes([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == [
+        "40k",
+        "210M",
+        "610M",
+        "1B",
+        "mini",
+    ]
     words = [ModelKey(size) for size in ("large", "medium", "small")]
     assert sort_sizes(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
-    assert is_size_order_known(words, ["small", "medium", "large"]) and not is_size_order_known(words)
-    assert is_size_order_known(words[:1]) and is_size_order_known([ModelKey("1B"), ModelKey("210M")])
+    assert is_size_order_known(words, ["small", "medium", "large"]) and not is_size_order_known(
+        words
+    )
+    assert is_size_order_known(words[:1]) and is_size_order_known(
+        [ModelKey("1B"), ModelKey("210M")]
+    )
     pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
     assert datasets_by_family(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
     assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"

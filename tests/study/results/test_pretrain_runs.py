@@ -6,12 +6,20 @@ from study_folders import settings
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
-from megaenc.study.results.pretrain_runs import flops_by_model, published_model_flops, read_runs, resolve_model_keys
+from megaenc.study.results.pretrain_runs import (
+    flops_by_model,
+    published_model_flops,
+    read_runs,
+    resolve_model_keys,
+)
 from megaenc.study.results.published import published
 
 
 def test_kinds_parents_and_what_each_run_made_itself(runs):
-    assert {name: runs[name].kind for name in ("mini-clm-300", "mini-mlm20-300", "mini-clm-75-mlm40-300")} == {
+    assert {
+        name: runs[name].kind
+        for name in ("mini-clm-300", "mini-mlm20-300", "mini-clm-75-mlm40-300")
+    } == {
         "mini-clm-300": "CLM",
         "mini-mlm20-300": "MLM",
         "mini-clm-75-mlm40-300": "CLM + MLM",
@@ -23,23 +31,33 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
 
 def test_operations_include_what_came_before(runs):
     found = flops_by_model(runs, settings())
-    spent = {one.steps: found[one] for one in (parse_model_name("mini-clm-75-mlm40-300"), parse_model_name("mini-clm-300-50"))}
+    spent = {
+        one.steps: found[one]
+        for one in (parse_model_name("mini-clm-75-mlm40-300"), parse_model_name("mini-clm-300-50"))
+    }
     assert spent == {300: 300e15, 50: 50e15}
     assert found[parse_model_name("mini-clm-dec300-mlm40-450")] == (300 + 150) * 1e15
     assert len(found) == len(settings())
     early = parse_model_name("mini-clm-300-50")  # before the branch it is its parent's
     assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e15}
-    assert flops_by_model(runs, {"mini-clm-300-7": parse_model_name("mini-clm-300-7")}) == {}  # no row says
+    assert (
+        flops_by_model(runs, {"mini-clm-300-7": parse_model_name("mini-clm-300-7")}) == {}
+    )  # no row says
 
 
 def test_operations_of_the_study_by_shape():
-    clm, mlm = (published_model_flops(one) for one in (ModelKey("610M", 1000), parse_model_name("610m-mlm40-1k")))
+    clm, mlm = (
+        published_model_flops(one)
+        for one in (ModelKey("610M", 1000), parse_model_name("610m-mlm40-1k"))
+    )
     tokens, head = 1000 * 1152 * 2048, 128_256 * 1152
     body = 607.9e6 - head  # looking an embedding up is no matrix product
     for spent, share in ((clm, 1.0), (mlm, 0.4)):
         assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention
     assert mlm < clm
-    assert published_model_flops(parse_model_name("610m-clm-500-mlm40-1k")) == pytest.approx((clm + mlm) / 2)
+    assert published_model_flops(parse_model_name("610m-clm-500-mlm40-1k")) == pytest.approx(
+        (clm + mlm) / 2
+    )
     assert published_model_flops(ModelKey("mini", 10)) is None
     assert all(published_model_flops(one) for one in published().model_keys())
 
@@ -53,7 +71,9 @@ def test_names_are_the_manifests_first():
 def test_a_folder_without_runs_is_one_line(tmp_path):
     write_run(tmp_path / "good", made=0)
     (tmp_path / "good/run.json").write_text("{")
-    with pytest.raises(InputError, match="holds no run with a step"):  # one that has done nothing spoils nothing
+    with pytest.raises(
+        InputError, match="holds no run with a step"
+    ):  # one that has done nothing spoils nothing
         read_runs(tmp_path)
     facts = write_run(tmp_path / "run") / "run.json"
     for text, said in (

@@ -19,7 +19,9 @@ ONE = {"models": TWO[:1], "finetune": None}
 def data(tmp_path):
     """The retrieval set and the pairs of EMBED, and a built demo set."""
     for folder in (tmp_path / "ir" / "sci", tmp_path / STUDY / "demo" / "demo_ir"):
-        small_data.write_files(folder, dict.fromkeys(("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"), folder.name))
+        small_data.write_files(
+            folder, dict.fromkeys(("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"), folder.name)
+        )
     small_data.write_file(tmp_path / "qa" / "pairs.jsonl", [{"query": "a", "document": "b"}])
     return tmp_path
 
@@ -63,7 +65,9 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     for name in ("seed-0", "seed-1"):
         training = f"embed train --model {study}/hf/base --data {data}/qa/pairs.jsonl --output {root}/{name}"
         expected.append(f"{training} --seed {name[-1]} --batch-size 64 --query-prefix=- ")
-        expected.append(f"embed eval --model {name}={root}/{name} {sets} --output {root}/{name}.json --overwrite --no-bm25")
+        expected.append(
+            f"embed eval --model {name}={root}/{name} {sets} --output {root}/{name}.json --overwrite --no-bm25"
+        )
     assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
     assert [" ".join(words(command)) for command in stage.remaining_commands()] == expected
     made = [stage.remaining_commands()[0]]
@@ -80,10 +84,14 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
 
 
 def test_the_demo_set_is_built_first_and_without_pairs_nothing_is_trained(tmp_path):
-    stage = stage_artifacts.build_stages(tmp_path, embed={"datasets": ["demo_ir"], "bm25": False}, **ONE)["embed/base"]
+    stage = stage_artifacts.build_stages(
+        tmp_path, embed={"datasets": ["demo_ir"], "bm25": False}, **ONE
+    )["embed/base"]
     demo, evaluation = map(words, stage.remaining_commands())
     assert demo == ["finetune", "demo", "--output", f"{tmp_path}/{STUDY}/demo"]
-    assert evaluation[-1] == "--no-bm25" and stage.progress() == (0, 1) and stage.planned_seconds == 30
+    assert (
+        evaluation[-1] == "--no-bm25" and stage.progress() == (0, 1) and stage.planned_seconds == 30
+    )
 
 
 STALE = [
@@ -91,12 +99,18 @@ STALE = [
     ({"batch_size": 32}, "embed: batch_size is 64 there, 32 here (seed-0)"),
     ({"query_prefix": ""}, "query_prefix is -  there,  here"),
     ({"pooling": "cls"}, "embed: pooling is mean there, cls here (seed-0)"),
-    ({"train": "qa/others.jsonl"}, "embed: train is pairs.jsonl there, others.jsonl here (pairs.json)"),
+    (
+        {"train": "qa/others.jsonl"},
+        "embed: train is pairs.jsonl there, others.jsonl here (pairs.json)",
+    ),
 ]
 FILES = [
     ("ir/sci/corpus.jsonl", "embed: sci is "),
     ("qa/pairs.jsonl", "bytes of train is 32 there, 7 here (pairs.json)"),
-    (f"{STUDY}/hf/base/model.safetensors", "here (seed-0)"),  # the training, not only the evaluation
+    (
+        f"{STUDY}/hf/base/model.safetensors",
+        "here (seed-0)",
+    ),  # the training, not only the evaluation
     (f"{STUDY}/embed/base/seed-1/model.safetensors", "(seed-1)"),
     (f"{STUDY}/embed/base/seed-1/tokenizer.json", "embed: tokenizer is "),
 ]
@@ -107,7 +121,9 @@ def test_a_changed_manifest_other_data_or_weights_make_it_stale(study):
         stages = build(study, **changes)
         with pytest.raises(StaleArtifactError) as error:
             check_stages(stages.values(), stages, study / STUDY)
-        assert expected in str(error.value) and "remove all that depends on it (embed/base)" in str(error.value)
+        assert expected in str(error.value) and "remove all that depends on it (embed/base)" in str(
+            error.value
+        )
     for name, expected in FILES:
         before = (study / name).read_text()
         (study / name).write_text("changed")
@@ -119,9 +135,16 @@ def test_a_changed_manifest_other_data_or_weights_make_it_stale(study):
 
 def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
     three, stage = build(study, seeds=3)["embed/base"], build(study)["embed/base"]
-    assert [words(command)[:2] for command in three.remaining_commands()] == [["embed", "train"], ["embed", "eval"]]
+    assert [words(command)[:2] for command in three.remaining_commands()] == [
+        ["embed", "train"],
+        ["embed", "eval"],
+    ]
     more = build(study, datasets=["sci=ir/sci", "demo_ir", "new=ir/sci"])["embed/base"]
-    assert [words(command)[3].partition("=")[0] for command in more.remaining_commands()] == ["pretrained", "seed-0", "seed-1"]
+    assert [words(command)[3].partition("=")[0] for command in more.remaining_commands()] == [
+        "pretrained",
+        "seed-0",
+        "seed-1",
+    ]
     more.check()
     (stage.folder / "seed-1.json").write_text("[" * 100_000)
     assert stage.progress() == (2, 3)
@@ -133,8 +156,19 @@ def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
     graph = manifests.graph(tmp_path, embed=EMBED, hardware=hardware)
     cost, checkpoints = compute_study_cost(graph), len(graph.exports)
     assert list(graph.stages)[-checkpoints:] == [f"embed/{name}" for name in graph.exports]
-    assert (cost.embed_runs, cost.embed_hours) == (2 * checkpoints, pytest.approx(2 * checkpoints * 90 / 3600))
+    assert (cost.embed_runs, cost.embed_hours) == (
+        2 * checkpoints,
+        pytest.approx(2 * checkpoints * 90 / 3600),
+    )
     lines = list(format_plan(graph, cost))
-    assert f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} checkpoints as pretrained" in lines
-    assert f"  and after {2 * checkpoints} contrastive trainings: 2 seeds of each checkpoint" in lines
-    assert f"  {cost.embed_hours:.1f} hours of one device at 90 seconds a training with its evaluation" in lines
+    assert (
+        f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} checkpoints as pretrained"
+        in lines
+    )
+    assert (
+        f"  and after {2 * checkpoints} contrastive trainings: 2 seeds of each checkpoint" in lines
+    )
+    assert (
+        f"  {cost.embed_hours:.1f} hours of one device at 90 seconds a training with its evaluation"
+        in lines
+    )

@@ -7,7 +7,12 @@ import pytest
 from megaenc.errors import InputError
 from megaenc.study.run import provenance
 
-HERE = {"hardware": "2 cores of one", "date": "2026-11-22", "commit": "1a2b3c", "libraries": "torch 2.13.0"}
+HERE = {
+    "hardware": "2 cores of one",
+    "date": "2026-11-22",
+    "commit": "1a2b3c",
+    "libraries": "torch 2.13.0",
+}
 
 
 @pytest.fixture
@@ -26,11 +31,16 @@ def test_what_is_new_comes_behind_what_was_true_before(at, tmp_path):
     written = (tmp_path / "study.json").read_bytes()
     assert provenance.read_provenance(tmp_path / "study.json") == HERE
     provenance.record_environment(tmp_path)
-    assert (tmp_path / "study.json").read_bytes() == written, "the same machine on the same day adds nothing"
+    assert (tmp_path / "study.json").read_bytes() == written, (
+        "the same machine on the same day adds nothing"
+    )
     at(date="2026-11-23", hardware="4 x H100")
     provenance.record_environment(tmp_path)
     entries = provenance.read_provenance(tmp_path / "study.json")
-    assert (entries["date"], entries["hardware"]) == ("2026-11-22, then 2026-11-23", "2 cores of one, then 4 x H100")
+    assert (entries["date"], entries["hardware"]) == (
+        "2026-11-22, then 2026-11-23",
+        "2 cores of one, then 4 x H100",
+    )
     assert entries["commit"] == "1a2b3c"
     (tmp_path / "study.json").write_text('{"electricity": "hydro", "hardware": "the big one"}')
     provenance.record_environment(tmp_path)
@@ -54,7 +64,9 @@ def test_this_machine_and_the_commit_of_the_checkout_that_the_code_is_in(monkeyp
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     code = tmp_path / "megaenc" / "__init__.py"
     code.parent.mkdir()

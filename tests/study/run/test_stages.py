@@ -42,7 +42,9 @@ def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
     with pytest.raises(StaleArtifactError) as refused:
         check_stages(stages.values(), stages, study / STUDY)
     directories = "runs/base runs/more hf/base hf/more results/base results/more"
-    assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
+    assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(
+        refused.value
+    )
     assert f"remove all that depends on it ({directories}), or choose" in str(refused.value)
 
 
@@ -54,7 +56,10 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     assert finished_stages(stages.values()) == {"corpus"}
     make(stages["pretrain/base"])
     assert finished_stages(stages.values()) == set(stages)
-    for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made from another base than")):
+    for id, expected in (
+        ("pretrain/more", "began with another base than"),
+        ("export/base", "made from another base than"),
+    ):
         assert_stale(stages[id], expected)
     make(stages["export/base"])
     stages["export/base"].check()
@@ -64,7 +69,8 @@ def test_results_of_another_export_are_not_this_models(study):
     stages = nodes(study)
     stage_artifacts.make_export(stages["export/more"], weights="others")
     assert_stale(
-        stages["finetune/more@demo_sc"], r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
+        stages["finetune/more@demo_sc"],
+        r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here",
     )
 
 
@@ -93,7 +99,9 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     """Local data are looked at; what is no longer there cannot be compared."""
     data = tmp_path / "sc"
     data.mkdir()
-    (data / "train.jsonl").write_text('{"text": "one", "label": 0}\n{"text": "two", "label": 1}\n' * 20)
+    (data / "train.jsonl").write_text(
+        '{"text": "one", "label": 0}\n{"text": "two", "label": 1}\n' * 20
+    )
     local = {**GRID, "datasets": ["mine=sc"], "task": "SC"}
     stages = nodes(tmp_path, finetune=local)
     make(*stages.values())
@@ -110,10 +118,17 @@ def test_a_run_on_a_blend_that_has_changed(tmp_path):
     (tmp_path / "data").mkdir()
 
     def write_corpus(name, size):
-        write_whole_corpus(tmp_path / "data" / f"{name}_text_document", [[2] * size + [0]] * 100, vocab_size=32)
+        write_whole_corpus(
+            tmp_path / "data" / f"{name}_text_document", [[2] * size + [0]] * 100, vocab_size=32
+        )
 
     def stage(**flags):
-        pretrain = manifests.BASE["pretrain"] | {"data_path": ["data/*_text_document"], "tokenizer": "tokenizer"} | blend | flags
+        pretrain = (
+            manifests.BASE["pretrain"]
+            | {"data_path": ["data/*_text_document"], "tokenizer": "tokenizer"}
+            | blend
+            | flags
+        )
         return nodes(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})["pretrain/base"]
 
     def refused(**flags):
@@ -123,11 +138,20 @@ def test_a_run_on_a_blend_that_has_changed(tmp_path):
     write_corpus("a", 10)
     write_corpus("b", 20)
     run = stage()
-    config = {"split": "99,1,0", "packing": "concat", "seq_length": 64, "seed": 1, "temperature": 0.5, "max_epochs": 2}
+    config = {
+        "split": "99,1,0",
+        "packing": "concat",
+        "seq_length": 64,
+        "seed": 1,
+        "temperature": 0.5,
+        "max_epochs": 2,
+    }
     data = RunData.open(run.flags["data_path"], VOCABULARY, **config)
     make(run, identity={"data": data.fingerprint})
     file = run.folder / "run.json"
-    metadata = json.loads(file.read_text()) | {"reading": [{"tokens": row.tokens} for row in data.corpus_usage(10)]}
+    metadata = json.loads(file.read_text()) | {
+        "reading": [{"tokens": row.tokens} for row in data.corpus_usage(10)]
+    }
     for name in blend:
         metadata["identity"].pop(name, None)  # runs do not record them
     file.write_text(json.dumps(metadata))
@@ -156,7 +180,9 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
     assert_stale(corpus(tmp_path, 310), "corpus: vocab_size is 300 there, 310 here")
     make(node)
     # A small text gives fewer ids than were asked for.
-    (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
+    (node.folder / "corpus_text_document.json").write_text(
+        '{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}'
+    )
     corpus(tmp_path).check()
     text.write_text('{"text": "the cat sat on the mat, and on others"}\n')
     assert_stale(corpus(tmp_path), r"corpus: text\.jsonl had 35 bytes, has 50 now")
@@ -165,7 +191,11 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
 
 
 def test_a_run_on_another_corpus_is_told(study):
-    write_whole_corpus(study / STUDY / "corpus" / "corpus_text_document", [[2, 0]], sha256={"bin": "d1", "idx": "i"})
+    write_whole_corpus(
+        study / STUDY / "corpus" / "corpus_text_document",
+        [[2, 0]],
+        sha256={"bin": "d1", "idx": "i"},
+    )
     run = nodes(study)["pretrain/base"]
     right = {"data": "d1", "tokenizer": VOCABULARY.fingerprint}
     for name in right:

@@ -19,7 +19,10 @@ def test_a_table_of_every_state(tmp_path):
     states = {
         # stage: state and reason
         "pretrain/done": ("done", ""),
-        "pretrain/failed": ("failed", f"exit code 1: ValueError: too small ({tmp_path / 'logs' / 'pretrain' / 'failed.log'})"),
+        "pretrain/failed": (
+            "failed",
+            f"exit code 1: ValueError: too small ({tmp_path / 'logs' / 'pretrain' / 'failed.log'})",
+        ),
         "pretrain/stale": ("failed", "runs/stale: made from another manifest"),
         "pretrain/killed": ("waiting", ""),
         "pretrain/stopped": ("waiting", ""),
@@ -36,8 +39,12 @@ def test_a_table_of_every_state(tmp_path):
     }
     stages = {id: FakeStage(id, tmp_path, needs.get(id, ())) for id in states}
     stages["pretrain/done"] = replace(stages["pretrain/done"], script="sleep 1.2; " + SUCCEED)
-    stages["pretrain/failed"] = replace(stages["pretrain/failed"], script="echo loading; echo 'ValueError: too small'; exit 1")
-    stages["pretrain/stale"] = replace(stages["pretrain/stale"], wrong="runs/stale: made from another manifest")
+    stages["pretrain/failed"] = replace(
+        stages["pretrain/failed"], script="echo loading; echo 'ValueError: too small'; exit 1"
+    )
+    stages["pretrain/stale"] = replace(
+        stages["pretrain/stale"], wrong="runs/stale: made from another manifest"
+    )
     execute_stages([stages["pretrain/done"], stages["pretrain/failed"]], tmp_path, ["", ""])
     for id in ("pretrain/killed", "pretrain/stopped", "export/locked"):
         stage_log.log_start(stage_log.log_path(tmp_path, id), ["command"])
@@ -48,7 +55,10 @@ def test_a_table_of_every_state(tmp_path):
         rows = build_table(stages.values(), tmp_path, find_mismatches(stages.values()))
     assert {row.stage: (row.state, row.reason) for row in rows} == states
     assert rows[0].seconds >= 1 and rows[0].progress == "1 of 1 parts"
-    assert format_headline(rows, 75.0) == "9 stages: 1 done, 1 running, 5 waiting, 2 failed; 33 %, about 1:15 left"
+    assert (
+        format_headline(rows, 75.0)
+        == "9 stages: 1 done, 1 running, 5 waiting, 2 failed; 33 %, about 1:15 left"
+    )
 
 
 def test_to_look_at_a_lock_changes_nothing(tmp_path):
@@ -62,9 +72,21 @@ def test_to_look_at_a_lock_changes_nothing(tmp_path):
 
 
 def test_the_line_that_says_why():
-    ours = ["step 1", "error: --lr: found 0, expected a number above 0", "E1122 torch: exitcode: 1", "=====", "Root Cause"]
+    ours = [
+        "step 1",
+        "error: --lr: found 0, expected a number above 0",
+        "E1122 torch: exitcode: 1",
+        "=====",
+        "Root Cause",
+    ]
     assert stage_log.find_error_line(ours) == "error: --lr: found 0, expected a number above 0"
-    trace = ["Traceback (most recent call last):", '  File "x.py", line 3', "    f()", "torch.OutOfMemoryError: no room", ""]
+    trace = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 3',
+        "    f()",
+        "torch.OutOfMemoryError: no room",
+        "",
+    ]
     assert stage_log.find_error_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
     grid = [
         "without result: toy sst2 1e-03 sd0: killed by SIGKILL",
@@ -72,7 +94,10 @@ def test_the_line_that_says_why():
         "without result: 1 training; the same command",
     ]
     assert stage_log.find_error_line(grid) == grid[0]
-    assert stage_log.find_error_line(["one", "two", ""]) == "two" and stage_log.find_error_line([]) == ""
+    assert (
+        stage_log.find_error_line(["one", "two", ""]) == "two"
+        and stage_log.find_error_line([]) == ""
+    )
 
 
 def test_tries_of_a_log_cut_in_a_line(tmp_path):
@@ -83,16 +108,31 @@ def test_tries_of_a_log_cut_in_a_line(tmp_path):
     stage_log.log_start(log, ["a"])
     stage_log.log_end(log, "exit code 3")
     first, second = stage_log.read_attempts(log)
-    assert (first.end_time, first.outcome, first.message) == (None, "", "half a li") and second.outcome == "exit code 3"
+    assert (first.end_time, first.outcome, first.message) == (
+        None,
+        "",
+        "half a li",
+    ) and second.outcome == "exit code 3"
 
 
 def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
-    main([str(manifests.write(tmp_path)), "--output", str(tmp_path / "study"), "--only", "toy-mlm40-400"])
+    main(
+        [
+            str(manifests.write(tmp_path)),
+            "--output",
+            str(tmp_path / "study"),
+            "--only",
+            "toy-mlm40-400",
+        ]
+    )
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "5 stages: 5 waiting; 0 %"
     kinds = [line.split()[0].partition("/")[0] for line in lines]
     assert kinds == ["corpus", "pretrain", "export", "finetune", "finetune"]
-    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 6 results" in lines[3]
+    assert (
+        lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"]
+        and "0 of 6 results" in lines[3]
+    )
     assert not (tmp_path / "study").exists()
 
 
@@ -120,7 +160,11 @@ DAMAGED = [
     # file of the study, its content, words of the row that shows it
     ("runs/base/run.json", "[" * 100_000, "run.json: not JSON (nested too deeply)"),
     ("runs/base/run.json", '{"format": 1, "identity": 3}', "field `identity`"),
-    ("runs/base/run.json", '{"format": 1, "identity": {"seed": 1}, "start": {"at": "x"}}', "start: field `at`"),
+    (
+        "runs/base/run.json",
+        '{"format": 1, "identity": {"seed": 1}, "start": {"at": "x"}}',
+        "start: field `at`",
+    ),
     ("runs/base/run.json", None, "run.json: not a regular file"),
     ("runs/base/metrics.jsonl", "[" * 5000 + "\n", "done"),
     ("corpus/asked.json", '{"text": [["a", "b"]]}', "asked.json: field `text.0.1`"),
@@ -153,7 +197,10 @@ def test_damaged_files_are_told_in_the_row_of_their_stage(file, content, words, 
 
 
 def test_time_left_follows_what_was_measured(tmp_path):
-    nodes = [FakeStage(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number) for number in (1, 2, 4)]
+    nodes = [
+        FakeStage(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number)
+        for number in (1, 2, 4)
+    ]
     remaining = EtaEstimator(nodes, tmp_path)
     assert remaining.remaining_seconds(1) == 7 and remaining.remaining_seconds(7) == 4
     remaining.record_duration(nodes[0], 10.0)
@@ -169,7 +216,10 @@ def test_time_left_follows_what_was_measured(tmp_path):
 
 def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     """Ten hours and a kill, of which no end is known; the six minutes that were left are not what such a run takes."""
-    nodes = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path, planned_seconds=36_000.0)]
+    nodes = [
+        FakeStage("pretrain/a", tmp_path),
+        FakeStage("pretrain/b", tmp_path, planned_seconds=36_000.0),
+    ]
     log = stage_log.log_path(tmp_path, "pretrain/a")
     log.parent.mkdir(parents=True)
     begin, end = "==> 2026-01-01T10:00:00Z $ x\n", "<== 2026-01-01T10:06:00Z finished\n"
@@ -178,11 +228,17 @@ def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n<== 2026-01-01T09:54:00Z stopped\n" + begin + end)
     assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
-    assert EtaEstimator([nodes[0], replace(nodes[1], work=0.5)], tmp_path).remaining_seconds(1) == 18_000
+    assert (
+        EtaEstimator([nodes[0], replace(nodes[1], work=0.5)], tmp_path).remaining_seconds(1)
+        == 18_000
+    )
 
 
 def test_the_plans_time_is_that_of_the_processes_that_train(tmp_path):
     hardware = {"devices": 4, "tokens_per_second": 1000}
     manifest = manifests.read(tmp_path, hardware=hardware)
-    planned = [build_graph(manifest, processes=count).runs["toy-clm-400"].planned_seconds for count in (0, 4, 1)]
+    planned = [
+        build_graph(manifest, processes=count).runs["toy-clm-400"].planned_seconds
+        for count in (0, 4, 1)
+    ]
     assert planned[0] == planned[1] == planned[2] / 4 > 0

@@ -34,7 +34,11 @@ def test_each_begins_when_what_it_needs_is_done(tmp_path):
     assert execute_stages(nodes, tmp_path, ["", ""]) == {}
     output = calls(tmp_path)
     assert output[:2] == ["begin corpus", "end corpus"]
-    assert output.index("begin pretrain/b") > output.index("end pretrain/a") > output.index("end pretrain/c")
+    assert (
+        output.index("begin pretrain/b")
+        > output.index("end pretrain/a")
+        > output.index("end pretrain/c")
+    )
     assert len(output) == 8
     assert execute_stages(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == output
 
@@ -79,7 +83,9 @@ def test_a_failure_is_tried_once_more_and_stops_what_needs_it_and_nothing_else(t
         FakeStage("export/b", tmp_path, ("pretrain/b",)),
     ]
     failed = execute_stages(nodes, tmp_path, ["", ""])
-    assert failed == {"pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"}
+    assert failed == {
+        "pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"
+    }
     assert [line for line in calls(tmp_path) if "/a" in line] == ["begin pretrain/a"] * 2
     assert nodes[-1].is_done()
     output = capsys.readouterr().out
@@ -100,7 +106,10 @@ def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     two_a_device = replace(wide, study=tmp_path / "shared")
     assert execute_stages([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
     assert two_a_device.made.read_text() == "0,1\n"
-    with pytest.raises(InputError, match="found 1 devices and 2, expected at least 2, one per process of a pretraining run"):
+    with pytest.raises(
+        InputError,
+        match="found 1 devices and 2, expected at least 2, one per process of a pretraining run",
+    ):
         execute_stages([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
 
 
@@ -140,13 +149,21 @@ def test_told_to_stop_it_lets_them_save(tmp_path, number):
         assert "stopping: pretrain/b" in process.stdout.read()
     assert process.wait(60) != 0
     assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
-    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == stage_log.STOPPED
+    assert (
+        stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome
+        == stage_log.STOPPED
+    )
 
 
 def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, capsys):
     stale = FakeStage("export/a", tmp_path, ("pretrain/a",), wrong="hf/a: made of another a")
     right = FakeStage("export/b", tmp_path, ("pretrain/a",))
-    nodes = [FakeStage("pretrain/a", tmp_path), stale, right, FakeStage("finetune/a", tmp_path, ("export/a",))]
+    nodes = [
+        FakeStage("pretrain/a", tmp_path),
+        stale,
+        right,
+        FakeStage("finetune/a", tmp_path, ("export/a",)),
+    ]
     for output in (stale.made, right.made, nodes[-1].made):
         output.touch()
     assert finished_stages(nodes) == set()
@@ -159,13 +176,22 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
 @pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     """torchrun exits with 1 whatever its workers do; they record their own exit code."""
-    script = f"echo 75 > ${EXIT_CODE_FILE}; echo 'SignalException: Process 7 got signal: 15'; exit 1"
+    script = (
+        f"echo 75 > ${EXIT_CODE_FILE}; echo 'SignalException: Process 7 got signal: 15'; exit 1"
+    )
     stage = FakeStage("pretrain/a", tmp_path, script=script, processes=2)
     [reason] = execute_stages([stage], tmp_path, ["", ""]).values()
-    assert reason.startswith("stopped by a signal, after saving (") and calls(tmp_path) == ["begin pretrain/a"]
+    assert reason.startswith("stopped by a signal, after saving (") and calls(tmp_path) == [
+        "begin pretrain/a"
+    ]
     assert [file.name for file in (tmp_path / "logs" / "pretrain").iterdir()] == ["a.log"]
-    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
-    assert float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
+    assert (
+        stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome
+        == stage_log.STOPPED
+    )
+    assert (
+        float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
+    )  # seconds, where its own are 30
 
 
 @pytest.mark.multiprocess
@@ -173,7 +199,9 @@ def test_what_ends_for_good_is_tried_once(tmp_path):
     """Wrong input, from a command or from the workers of torchrun; but not by the record of an attempt before."""
     said = "echo 'error: --lr: found 0' >&2; echo 'exitcode: 2' >&2; "
     command = FakeStage("pretrain/a", tmp_path, script=said + "exit 2")
-    workers = FakeStage("pretrain/b", tmp_path, script=f"{said} echo 2 > ${EXIT_CODE_FILE}; exit 1", processes=2)
+    workers = FakeStage(
+        "pretrain/b", tmp_path, script=f"{said} echo 2 > ${EXIT_CODE_FILE}; exit 1", processes=2
+    )
     nothing = FakeStage("pretrain/c", tmp_path, script="true")
     crash = FakeStage("pretrain/d", tmp_path, script="exit 7")
     log = stage_log.log_path(tmp_path, "pretrain/d")
@@ -184,7 +212,10 @@ def test_what_ends_for_good_is_tried_once(tmp_path):
         assert failed[stage.id].startswith("error: --lr: found 0 (")
         assert calls(tmp_path).count(f"begin {stage.id}") == 1
     assert "its output is missing" in failed[nothing.id]
-    assert failed[crash.id].startswith("exit code 7: ") and calls(tmp_path).count(f"begin {crash.id}") == 2
+    assert (
+        failed[crash.id].startswith("exit code 7: ")
+        and calls(tmp_path).count(f"begin {crash.id}") == 2
+    )
 
 
 def test_killed_it_takes_them_along_and_goes_on(tmp_path):
@@ -192,7 +223,9 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
     process.kill()
     process.wait()
     wait_until(lambda: not is_alive(int(pid.read_text())))
-    assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_stage_locked(tmp_path, "pretrain/b")
+    assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_stage_locked(
+        tmp_path, "pretrain/b"
+    )
     assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == ""
     again = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path, ("pretrain/a",))]
     assert execute_stages(again, tmp_path, [""]) == {}
@@ -200,14 +233,19 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
 
 
 def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
-    node, child = FakeStage("pretrain/a", tmp_path), FakeStage("export/a", tmp_path, ("pretrain/a",))
+    node, child = (
+        FakeStage("pretrain/a", tmp_path),
+        FakeStage("export/a", tmp_path, ("pretrain/a",)),
+    )
     hold = f"import time; from pathlib import Path; from megaenc.study.run import stage_log; study = Path({str(tmp_path)!r})\n"
     hold += "with stage_log.lock_stage(study, 'pretrain/a'):\n    (study / 'held').touch(); time.sleep(2); "
     hold += f"Path({str(node.made)!r}).touch()"
     other = subprocess.Popen([sys.executable, "-c", hold], env=runs.surroundings())
     wait_until((tmp_path / "held").exists, other)
     assert execute_stages([node, child], tmp_path, [""]) == {}
-    assert other.wait() == 0 and "waiting for another process that runs it" in capsys.readouterr().out
+    assert (
+        other.wait() == 0 and "waiting for another process that runs it" in capsys.readouterr().out
+    )
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
 
@@ -215,13 +253,27 @@ def write_smallest(folder: Path) -> Path:
     """A parent, a branch, an export, a fine-tuning run and a contrastive training of two steps, on local data."""
     runs.write_text(folder / "text.jsonl", documents=60)
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
-        rows = [{"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2} for n in range(count)]
+        rows = [
+            {"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2}
+            for n in range(count)
+        ]
         small_data.write_file(folder / "sc" / f"{split}.jsonl", rows)
     texts = [(f"{n}", f"plerk {n}") for n in range(6)]
     judged = [(name, name, 1) for name, _ in texts]
-    small_data.write_files(folder / "ir", small_data.beir_files([(name, "", text) for name, text in texts], texts, test=judged))
-    small_data.write_file(folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)])
-    short = {"lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "micro_batch_size": 8, "eval_interval": 0, "log_interval": 1}
+    small_data.write_files(
+        folder / "ir",
+        small_data.beir_files([(name, "", text) for name, text in texts], texts, test=judged),
+    )
+    small_data.write_file(
+        folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)]
+    )
+    short = {
+        "lr_warmup_iters": 1,
+        "lr_wsd_decay_iters": 2,
+        "micro_batch_size": 8,
+        "eval_interval": 0,
+        "log_interval": 1,
+    }
     steps = {"max_steps": 2, "max_length": 32}
     return manifests.write(
         folder,
@@ -232,7 +284,14 @@ def write_smallest(folder: Path) -> Path:
             TOY | {"steps": 6, "clm_share": 0.5, "evaluate": False},
         ],
         finetune={"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, **steps},
-        embed={"datasets": ["toy_ir=ir"], "train": "pairs.jsonl", "seeds": 1, "batch_size": 4, "warmup": 0, **steps},
+        embed={
+            "datasets": ["toy_ir=ir"],
+            "train": "pairs.jsonl",
+            "seeds": 1,
+            "batch_size": 4,
+            "warmup": 0,
+            **steps,
+        },
     )
 
 
@@ -252,7 +311,11 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
     details = json.loads((study / "embed" / "toy-clm-6" / "seed-0" / "training.json").read_text())
-    assert (details["config"]["seed"], details["config"]["batch_size"], details["steps"]) == (0, 4, 2)
+    assert (details["config"]["seed"], details["config"]["batch_size"], details["steps"]) == (
+        0,
+        4,
+        2,
+    )
     written = {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")}
     main(flags)
     assert "6 stages, 6 done, 0 to do" in capfd.readouterr().out
@@ -260,5 +323,7 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     results = ["--results", str(study / "results"), "--runs", str(study / "runs")]
     report.main([str(manifest), *results, "--output", str(study / "report")])
     head, line, *_ = (study / "report" / "tables" / "zero-shot.csv").read_text().splitlines()
-    assert head.endswith("toy_ir as pretrained,toy_ir after contrastive training") and line.startswith("toy-clm-6,")
+    assert head.endswith(
+        "toy_ir as pretrained,toy_ir after contrastive training"
+    ) and line.startswith("toy-clm-6,")
     assert "toy_sc" in (study / "report" / "tables" / "scores.csv").read_text()

@@ -52,19 +52,47 @@ def cluster(tmp_path, monkeypatch) -> Slurm:
 
 def a_study(folder: Path) -> list:
     nodes = build_graph(manifests.read(folder), folder / "study", processes=4, grid_jobs=0).stages
-    ids = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400@demo_sc", "finetune/toy-clm-400@demo_ir"]
+    ids = [
+        "corpus",
+        "pretrain/toy-clm-400",
+        "export/toy-clm-400",
+        "finetune/toy-clm-400@demo_sc",
+        "finetune/toy-clm-400@demo_ir",
+    ]
     return [nodes[id] for id in ids]
 
 
 def test_each_job_waits_for_those_that_it_needs(tmp_path, cluster):
-    config = ClusterConfig(slurm_partition="gpu", slurm_gpus=2, slurm_cpus=7, slurm_minutes=90, slurm_extra=("account=abc",))
+    config = ClusterConfig(
+        slurm_partition="gpu",
+        slurm_gpus=2,
+        slurm_cpus=7,
+        slurm_minutes=90,
+        slurm_extra=("account=abc",),
+    )
     jobs = submit_stages(a_study(tmp_path), tmp_path / "study", config)
     corpus, pretrain, export, grid = cluster.scripts()
-    assert [job.job_id for several in jobs.values() for job in several] == ["11", "12", "13", "14_0", "14_1"]
+    assert [job.job_id for several in jobs.values() for job in several] == [
+        "11",
+        "12",
+        "13",
+        "14_0",
+        "14_1",
+    ]
     assert not any("dependency" in line for line in corpus)
     for script, before in ((pretrain, 11), (export, 12), (grid, 13)):
-        assert f"#SBATCH --dependency=afterok:{before}" in script and "#SBATCH --kill-on-invalid-dep=yes" in script
-    for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=90", "--account=abc", "--partition=gpu"):
+        assert (
+            f"#SBATCH --dependency=afterok:{before}" in script
+            and "#SBATCH --kill-on-invalid-dep=yes" in script
+        )
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=2",
+        "--time=90",
+        "--account=abc",
+        "--partition=gpu",
+    ):
         assert f"#SBATCH {line}" in pretrain
     assert "#SBATCH --nodes=1" in export and "#SBATCH --cpus-per-task=7" in export
     assert "#SBATCH --array=0-1%2" in grid  # a task for each data set
@@ -72,7 +100,9 @@ def test_each_job_waits_for_those_that_it_needs(tmp_path, cluster):
     assert job_name(tmp_path / "study", "pretrain/toy-clm-400") in name
 
 
-def test_a_grid_is_an_array_of_its_data_sets_also_of_those_that_wait_to_be_compared(tmp_path, cluster, monkeypatch, capsys):
+def test_a_grid_is_an_array_of_its_data_sets_also_of_those_that_wait_to_be_compared(
+    tmp_path, cluster, monkeypatch, capsys
+):
     *nodes, one, other = a_study(tmp_path)
     monkeypatch.setattr(type(one), "is_done", lambda stage: True)
     jobs = submit_stages([*nodes, one, other], tmp_path / "study", ClusterConfig())
@@ -112,7 +142,10 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys):
     ]
     submit_stages(nodes, tmp_path, ClusterConfig(slurm_cluster="debug"))
     assert [node.is_done() for node in nodes] == [True, True, False, False]
-    assert "export/b: not submitted, because a stage that it needs has failed" in capsys.readouterr().out
+    assert (
+        "export/b: not submitted, because a stage that it needs has failed"
+        in capsys.readouterr().out
+    )
     export = FakeStage("export/a", tmp_path, ("pretrain/a",))
     jobs = submit_stages([nodes[1], export], tmp_path, ClusterConfig(slurm_cluster="local"))
     assert list(jobs) == ["export/a"]
@@ -139,13 +172,19 @@ task()
     out, _ = process.communicate(timeout=90)
     assert "again True" in out and process.returncode == 255
     assert (tmp_path / "pretrain_a.made.saved").exists()
-    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
+    assert (
+        stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome
+        == stage_log.STOPPED
+    )
     StageTask(FakeStage("pretrain/a", tmp_path, script=SUCCEED), tmp_path)()
     assert calls(tmp_path) == ["begin pretrain/a"] * 2 + ["end pretrain/a"]
 
 
 def test_a_job_that_fails_or_is_stale_says_so_to_the_queue(tmp_path):
-    task = StageTask(FakeStage("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
+    task = StageTask(
+        FakeStage("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"),
+        tmp_path,
+    )
     with pytest.raises(RuntimeError, match="error: --load: nothing there"):
         task()
     stale = FakeStage("export/b", tmp_path, wrong="hf/b: made of another b")
@@ -156,7 +195,13 @@ def test_a_job_that_fails_or_is_stale_says_so_to_the_queue(tmp_path):
 @pytest.fixture
 def second_machine(tmp_path, monkeypatch):
     """The task of the second of two machines, and the commands that it starts, which end with `code`."""
-    for name, value in {"JOB_ID": "77", "NODEID": "1", "JOB_NODELIST": "n[3-4]", "NTASKS": "2", "PROCID": "1"}.items():
+    for name, value in {
+        "JOB_ID": "77",
+        "NODEID": "1",
+        "JOB_NODELIST": "n[3-4]",
+        "NTASKS": "2",
+        "PROCID": "1",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     started = []
@@ -173,7 +218,9 @@ def second_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [stage_log.STOPPED, "exit code 1"])
-def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkeypatch, second_machine, how):
+def test_another_machine_waits_where_the_first_was_told_to_stop(
+    tmp_path, monkeypatch, second_machine, how
+):
     """It is about to be requeued, and an end before that would be a failure."""
     begin, _ = second_machine
     task = begin(1)
@@ -189,7 +236,9 @@ def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkey
     monkeypatch.setattr(slurm.time, "sleep", sleep)
     with pytest.raises(RuntimeError, match="exit code 1 on"):
         task()
-    assert [seconds > 60 for seconds in waited] == ([False, True] if how == stage_log.STOPPED else [False])
+    assert [seconds > 60 for seconds in waited] == (
+        [False, True] if how == stage_log.STOPPED else [False]
+    )
 
 
 def test_on_several_machines_each_has_a_torchrun(tmp_path, second_machine):

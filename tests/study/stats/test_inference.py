@@ -21,9 +21,16 @@ NAN = math.nan
 
 
 def test_over_seeds_alone_it_is_the_paired_t_test_and_over_examples_that_of_one_sample():
-    first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.90, 0.91, 0.92, 0.88, 0.92])
+    first, second = (
+        np.array([0.91, 0.93, 0.92, 0.90, 0.94]),
+        np.array([0.90, 0.91, 0.92, 0.88, 0.92]),
+    )
     found, expected = contrast_t_test(first - second), stats.ttest_rel(first, second)
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-9) and found.errors[0][1] == 4 and found.seed_count == 5
+    assert (
+        found.p == pytest.approx(expected.pvalue, rel=1e-9)
+        and found.errors[0][1] == 4
+        and found.seed_count == 5
+    )
     assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
     block = np.array([[1.0, 0, 0, 1, -1, 1, 1, 0]])
     found, expected = contrast_t_test(block.mean(1), [block]), stats.ttest_1samp(block[0], 0)
@@ -36,7 +43,9 @@ def test_parts_with_seeds_of_their_own_are_welchs_test():
     variances = [(np.var(part, ddof=1) / len(part), len(part) - 1) for part in (first, second)]
     found = inference.welch_satterthwaite_test(first.mean() - second.mean(), variances, NAN)
     expected = stats.ttest_ind(first, second, equal_var=False)
-    assert found.p == pytest.approx(expected.pvalue) and found.errors[0][1] == pytest.approx(expected.df)
+    assert found.p == pytest.approx(expected.pvalue) and found.errors[0][1] == pytest.approx(
+        expected.df
+    )
     more = inference.welch_satterthwaite_test(first.mean() - second.mean(), variances, 0.1)
     assert more.p > found.p and more.components.example_variance == 0.1
     one_seed = inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN)
@@ -68,8 +77,12 @@ def test_seeds_and_examples_by_hand():
     assert found.components.seed_variance == pytest.approx(np.var(by_seed, ddof=1) / 3)
     assert found.components.example_variance == pytest.approx((between - residual) / 6)
     total = found.components.total
-    assert found.errors[1] == pytest.approx((math.sqrt(total), total**2 / (found.components.seed_variance**2 / 2)))
-    assert found.p == pytest.approx(2 * stats.t.sf(block.mean() / math.sqrt(total), found.errors[1][1]))
+    assert found.errors[1] == pytest.approx(
+        (math.sqrt(total), total**2 / (found.components.seed_variance**2 / 2))
+    )
+    assert found.p == pytest.approx(
+        2 * stats.t.sf(block.mean() / math.sqrt(total), found.errors[1][1])
+    )
     of_two = variance_components(2 * by_seed, [block, block])
     assert of_two.example_variance == pytest.approx(2 * found.components.example_variance)
     assert of_two.seed_variance == pytest.approx(4 * found.components.seed_variance)
@@ -79,26 +92,49 @@ def test_published_means_are_compared_as_welch_does():
     found = welch_from_intervals([0.92, 0.90], [0.005, 0.010], [1, -1])
     sd = [half * math.sqrt(5) / 1.96 for half in (0.005, 0.010)]
     expected = stats.ttest_ind_from_stats(0.92, sd[0], 5, 0.90, sd[1], 5, equal_var=False)
-    assert found.p == pytest.approx(expected.pvalue) and found.difference == pytest.approx(0.02) and found.seed_count == 0
+    assert (
+        found.p == pytest.approx(expected.pvalue)
+        and found.difference == pytest.approx(0.02)
+        and found.seed_count == 0
+    )
 
 
 def test_equivalence_is_two_one_sided_tests():
     scores = np.array([0.001, -0.002, 0.003, 0.0, 0.002])
     found = contrast_t_test(scores)
     for bound in (-0.005, 0.0, 0.005):
-        assert found.p_above(bound) == pytest.approx(stats.ttest_1samp(scores, bound, alternative="greater").pvalue)
-        assert found.p_below(bound) == pytest.approx(stats.ttest_1samp(scores, bound, alternative="less").pvalue)
+        assert found.p_above(bound) == pytest.approx(
+            stats.ttest_1samp(scores, bound, alternative="greater").pvalue
+        )
+        assert found.p_below(bound) == pytest.approx(
+            stats.ttest_1samp(scores, bound, alternative="less").pvalue
+        )
 
 
 def test_without_any_spread_nothing_is_said():
-    for scores in (np.full(3, 0.1), np.array([0.1, 0.1 + 1e-16, 0.3 - 0.2]), np.array([0.1]), np.zeros(3)):
-        found = contrast_t_test(scores)  # two models that say the same constant are not shown to be equal
-        assert math.isnan(found.p) and math.isnan(found.p_above(-0.01)) and math.isnan(found.p_below(0.01))
-    constants = np.stack([np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3)  # other ones: a difference in every example
+    for scores in (
+        np.full(3, 0.1),
+        np.array([0.1, 0.1 + 1e-16, 0.3 - 0.2]),
+        np.array([0.1]),
+        np.zeros(3),
+    ):
+        found = contrast_t_test(
+            scores
+        )  # two models that say the same constant are not shown to be equal
+        assert (
+            math.isnan(found.p)
+            and math.isnan(found.p_above(-0.01))
+            and math.isnan(found.p_below(0.01))
+        )
+    constants = np.stack(
+        [np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3
+    )  # other ones: a difference in every example
     found = contrast_t_test(constants.mean(1), [constants])
     assert math.isnan(found.p) and found.low < found.difference < found.high
     assert math.isnan(welch_from_intervals([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
-    given_noise = contrast_t_test(np.full(3, 0.5), run_variances=[(0.0625, math.inf)])  # known, although the seeds agree
+    given_noise = contrast_t_test(
+        np.full(3, 0.5), run_variances=[(0.0625, math.inf)]
+    )  # known, although the seeds agree
     assert given_noise.p == pytest.approx(2 * stats.norm.sf(2), rel=1e-4)
 
 
@@ -107,7 +143,11 @@ def test_holm_by_hand():
         [0.03, 0.06, 0.06, 0.02]
     )  # 0.005 x 4, 0.01 x 3, 0.03 x 2, then no less
     with_none = holm_adjust([0.01, NAN, 0.5, 0.9])
-    assert with_none[0] == pytest.approx(0.03) and math.isnan(with_none[1]) and with_none[2:] == pytest.approx([1.0, 1.0])
+    assert (
+        with_none[0] == pytest.approx(0.03)
+        and math.isnan(with_none[1])
+        and with_none[2:] == pytest.approx([1.0, 1.0])
+    )
     assert holm_adjust([]) == []
 
 
@@ -130,21 +170,33 @@ def test_power_is_how_often_a_difference_is_seen():
     random = np.random.default_rng(3)
     seen = []
     for _ in range(2000):
-        block = 0.02 + 0.015 * random.standard_normal((4, 1)) + 0.06 * random.standard_normal((1, 100))
+        block = (
+            0.02 + 0.015 * random.standard_normal((4, 1)) + 0.06 * random.standard_normal((1, 100))
+        )
         block = block + 1e-4 * random.standard_normal((4, 100))
         seen.append(contrast_t_test(block.mean(1), [block]).p < 0.05)
     parts = VarianceComponents(0.015**2 / 5, 0.006**2)
-    assert inference.t_test_power(0.02, parts, 5, 4) == pytest.approx(np.mean(seen), abs=0.035)  # three standard errors
+    assert inference.t_test_power(0.02, parts, 5, 4) == pytest.approx(
+        np.mean(seen), abs=0.035
+    )  # three standard errors
 
 
 def test_rates_are_apart_by_what_seeds_do_not_do():
     random = np.random.default_rng(0)
-    grid = 0.8 + 0.03 * random.standard_normal((6, 1)) + 0.02 * random.standard_normal((6, 5)) + 0.1 * random.random((1, 5))
+    grid = (
+        0.8
+        + 0.03 * random.standard_normal((6, 1))
+        + 0.02 * random.standard_normal((6, 5))
+        + 0.1 * random.random((1, 5))
+    )
     left = grid - grid.mean(0) - grid.mean(1, keepdims=True) + grid.mean()
     between_rates, residual = 5 * np.var(grid.mean(1), ddof=1), (left**2).sum() / (5 * 4)
     found = inference.rate_variance_pseudo_values(grid)
     assert found.mean() == pytest.approx((between_rates - residual) / 5)
-    without = [inference.rate_variance_pseudo_values(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
+    without = [
+        inference.rate_variance_pseudo_values(np.delete(grid, seed, axis=1)).mean()
+        for seed in range(5)
+    ]
     assert found == pytest.approx(5 * found.mean() - 4 * np.array(without))  # jackknife
     with pytest.raises(ValueError, match="at least two rates and two seeds"):
         inference.rate_variance_pseudo_values(grid[:, :1])
@@ -154,8 +206,12 @@ def test_collapse_rates_and_hedges_correction():
     first, second = [1.0, 2, 3, 4, 5], [0.0, 1, 2, 3, 4]
     exact = math.gamma(4) / (math.sqrt(4) * math.gamma(3.5))  # 8 degrees of freedom
     assert inference.hedges_g(first, second) == pytest.approx(exact / math.sqrt(2.5))
-    assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(inference.hedges_g([1.0, 1], [2.0, 2]))
-    assert inference.collapse_rate(0, 30) == pytest.approx((0, 0, 0.1135), abs=1e-4)  # Wilson: z2 / (n + z2)
+    assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(
+        inference.hedges_g([1.0, 1], [2.0, 2])
+    )
+    assert inference.collapse_rate(0, 30) == pytest.approx(
+        (0, 0, 0.1135), abs=1e-4
+    )  # Wilson: z2 / (n + z2)
     assert all(math.isnan(part) for part in inference.collapse_rate(0, 0))
 
 

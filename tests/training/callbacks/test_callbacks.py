@@ -36,7 +36,13 @@ class Recorder(Callback):
 
     def before_optimizer(self, step, metrics):
         assert metrics.predicted > 0
-        assert sum(float(parameter.main_grad.abs().sum()) for parameter in self.trainer.engine.chunks[0].parameters()) > 0
+        assert (
+            sum(
+                float(parameter.main_grad.abs().sum())
+                for parameter in self.trainer.engine.chunks[0].parameters()
+            )
+            > 0
+        )
         self.calls.append(("before_optimizer", step))
 
     def after_step(self, report):
@@ -59,26 +65,57 @@ class Recorder(Callback):
 def test_all_hooks_are_called_in_order(short_run, tmp_path, monkeypatch):
     monkeypatch.setitem(CALLBACKS._own, "recorder", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
-    flags = [*short_run, "--exit-interval", "2", "--eval-interval", "2", "--callbacks", "{name: recorder}"]
+    flags = [
+        *short_run,
+        "--exit-interval",
+        "2",
+        "--eval-interval",
+        "2",
+        "--callbacks",
+        "{name: recorder}",
+    ]
     main([*flags, "--save", str(tmp_path / "run")])
     steps = []
     for step in (1, 2):
         steps += [("before_step", step), ("before_optimizer", step), ("after_step", step)]
-    validations = {step: [("before_validation", step), ("after_validation", step)] for step in (0, 2)}
+    validations = {
+        step: [("before_validation", step), ("after_validation", step)] for step in (0, 2)
+    }
     save = [("before_save", 2), ("after_save", 2)]
-    assert Recorder.calls == [("enter", None), *validations[0], *steps, *validations[2], *save, ("exit", None)]
+    assert Recorder.calls == [
+        ("enter", None),
+        *validations[0],
+        *steps,
+        *validations[2],
+        *save,
+        ("exit", None),
+    ]
 
 
-def test_a_callback_ends_a_run_that_is_otherwise_the_same(short_run, tmp_path, stop_at_loss, capsys):
+def test_a_callback_ends_a_run_that_is_otherwise_the_same(
+    short_run, tmp_path, stop_at_loss, capsys
+):
     flags = [*short_run, "--eval-interval", "2"]
     main([*flags, "--save", str(tmp_path / "complete")])
-    losses = {row["step"]: row["objectives"]["mlm"]["loss"] for row in runs.validations(tmp_path / "complete")}
+    losses = {
+        row["step"]: row["objectives"]["mlm"]["loss"]
+        for row in runs.validations(tmp_path / "complete")
+    }
     limit = losses[12]
     end = min(step for step, loss in losses.items() if loss <= limit)
     assert 0 < end < 20
-    stopping = [*flags, "--callbacks", f"{{name: stop_at_loss, loss: {limit}}}", "--save", str(tmp_path / "stopped")]
+    stopping = [
+        *flags,
+        "--callbacks",
+        f"{{name: stop_at_loss, loss: {limit}}}",
+        "--save",
+        str(tmp_path / "stopped"),
+    ]
     main(stopping)
-    assert f"step {end} of 20" in (output := capsys.readouterr().out) and "stopped by stop_at_loss: " in output
+    assert (
+        f"step {end} of 20" in (output := capsys.readouterr().out)
+        and "stopped by stop_at_loss: " in output
+    )
     rows = runs.metrics(tmp_path / "stopped")
     complete = runs.metrics(tmp_path / "complete")
     assert [row["loss"] for row in rows] == [row["loss"] for row in complete[: len(rows)]]
@@ -92,11 +129,20 @@ def test_a_callback_ends_a_run_that_is_otherwise_the_same(short_run, tmp_path, s
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("stop_at_loss", "--callbacks: found 'stop_at_loss', expected fields such as {name: NAME, OPTION: VALUE}"),
+        (
+            "stop_at_loss",
+            "--callbacks: found 'stop_at_loss', expected fields such as {name: NAME, OPTION: VALUE}",
+        ),
         ("{loss: 3}", "found no name, expected {name: NAME, OPTION: VALUE}"),
-        ("{name: stop_at_lose, loss: 3}", "unknown callback `stop_at_lose`, expected one of stop_at_loss; did you mean"),
+        (
+            "{name: stop_at_lose, loss: 3}",
+            "unknown callback `stop_at_lose`, expected one of stop_at_loss; did you mean",
+        ),
         ("{name: stop_at_loss}", "missing a required argument: 'loss'"),
-        ("{name: stop_at_loss, loss: 3, patience: 2}", "got an unexpected keyword argument 'patience'"),
+        (
+            "{name: stop_at_loss, loss: 3, patience: 2}",
+            "got an unexpected keyword argument 'patience'",
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused(text, complaint, short_run, stop_at_loss, refusal):

@@ -10,7 +10,12 @@ import wandb
 from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.errors import InputError
-from megaenc.training.callbacks.backends import BackgroundLogger, TensorBoardLogger, WandbLogger, flatten_row
+from megaenc.training.callbacks.backends import (
+    BackgroundLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    flatten_row,
+)
 from megaenc.training.command import main
 from megaenc.training.config_groups import MonitoringConfig
 
@@ -20,7 +25,14 @@ def shown_run(short_run, tmp_path_factory):
     """Stopped after step 12, gone on with from the checkpoint of step 10: steps 11 and 12 were made twice."""
     folder = tmp_path_factory.mktemp("shown") / "run"
     flags = [*short_run, "--save", str(folder), "--save-interval", "10"]
-    flags += ["--tensorboard-dir", str(folder / "events"), "--wandb-project", "encoders", "--wandb-exp-name", "short"]
+    flags += [
+        "--tensorboard-dir",
+        str(folder / "events"),
+        "--wandb-project",
+        "encoders",
+        "--wandb-exp-name",
+        "short",
+    ]
     environment = {"WANDB_MODE": "offline"}
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"], environment=environment)
     shutil.rmtree(folder / "checkpoints" / "iter_0000012")
@@ -34,9 +46,15 @@ def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
     assert logged == numbers(shown_run)
     assert {"train/loss", "train/tokens", "validation/mlm/loss"} <= logged.keys()
     assert list(logged["train/loss"]) == list(range(1, 21))
-    objective = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("train/objective/text_summary")]
+    objective = [
+        (event.step, event.tensor_proto.string_val[0])
+        for event in events.Tensors("train/objective/text_summary")
+    ]
     assert objective == [(1, b"clm"), (11, b"mlm")]
-    assert b"global_batch_size: 8" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+    assert (
+        b"global_batch_size: 8"
+        in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+    )
 
 
 def test_the_events_of_another_run_are_refused(tmp_path):
@@ -56,7 +74,11 @@ def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_
 
 
 def test_nested_numbers_have_flat_names():
-    scores = {"loss": 2.0, "by_position": {"0-127": 3.0, "128-255": float("nan")}, "by_corpus": {"data/web": 1.5}}
+    scores = {
+        "loss": 2.0,
+        "by_position": {"0-127": 3.0, "128-255": float("nan")},
+        "by_corpus": {"data/web": 1.5},
+    }
     assert flatten_row({"step": 5, "tokens": 7, "objectives": {"mlm": scores}}, "validation") == {
         "validation/tokens": 7,
         "validation/mlm/loss": 2.0,
@@ -69,7 +91,13 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    board = WandbLogger(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
+    board = WandbLogger(
+        MonitoringConfig(wandb_project="encoders"),
+        str(tmp_path),
+        "abcd1234",
+        {"seed": 1},
+        patience=2,
+    )
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
     wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
@@ -80,7 +108,9 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
 
 def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    board = BackgroundLogger("TensorBoard", lambda: TensorBoardLogger(str(tmp_path / "file"), "0123456789abcdef", {}))
+    board = BackgroundLogger(
+        "TensorBoard", lambda: TensorBoardLogger(str(tmp_path / "file"), "0123456789abcdef", {})
+    )
     board.submit("drop_rows_after", -1)
     for step in range(5):
         board.submit("log", "train", {"step": step, "loss": 1.0})

@@ -24,7 +24,11 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
     for name in ("rank_0_steps_3-4", "rank_1_steps_5-6"):
         with gzip.open(folder / "profile" / f"{name}.json.gz") as stream:
             events = json.load(stream)["traceEvents"]
-        updates = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::_fused_adamw_"]
+        updates = [
+            event
+            for event in events
+            if event.get("cat") == "cpu_op" and event["name"] == "aten::_fused_adamw_"
+        ]
         assert len(updates) == 2
         table = (folder / "profile" / f"{name}.txt").read_text()
         assert "aten::mm" in table
@@ -38,10 +42,18 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--profile-step-start", "0"], "--profile-step-start 0 --profile-step-end 12: expected first and last"),
+        (
+            ["--profile-step-start", "0"],
+            "--profile-step-start 0 --profile-step-end 12: expected first and last",
+        ),
         (["--profile-step-end", "21"], "within the run's 1 to 20"),
-        (["--profile-ranks", "0", "1"], "--profile-ranks 0 1: expected ranks of this run, from 0 to 0"),
+        (
+            ["--profile-ranks", "0", "1"],
+            "--profile-ranks 0 1: expected ranks of this run, from 0 to 0",
+        ),
     ],
 )
 def test_ranges_that_cannot_be_are_refused(flags, complaint, small_corpus, refusal):
-    assert complaint in refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", "run", "--profile", *flags])
+    assert complaint in refusal(
+        main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", "run", "--profile", *flags]
+    )

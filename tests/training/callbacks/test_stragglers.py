@@ -23,12 +23,20 @@ def test_the_slow_rank_is_named_in_its_place(short_run, tmp_path):
     flags += ["--log-straggler", "--straggler-interval", "4", "--pipeline-model-parallel-size", "2"]
     result = runs.script(runs.WORKERS / "slow_rank.py", ["1:0.1", *flags], processes=2)
     found = reports(folder)
-    assert [(report["step"], report["steps"]) for report in found] == [(4, 3), (8, 4), (12, 4), (16, 4), (20, 4)]
+    assert [(report["step"], report["steps"]) for report in found] == [
+        (4, 3),
+        (8, 4),
+        (12, 4),
+        (16, 4),
+        (20, 4),
+    ]
     # A busy machine may slow another rank, or this one's probe, for an interval or two; not for most of them.
     assert mode(report["slowest_rank"] for report in found) == 1
     assert mode(report["ranks"][0]["slow_in"] for report in found) == "data"
     assert median(report["slowest_ratio"] for report in found) > 1.5
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("straggler: rank 1 on ")]
+    [line] = [
+        line for line in result.stdout.splitlines() if line.startswith("straggler: rank 1 on ")
+    ]
     assert "(tensor 0, pipeline 1, data 0)" in line
     assert ", mostly in " in line
 
@@ -43,7 +51,11 @@ def test_the_slow_rank_is_named_in_its_place(short_run, tmp_path):
         # Twice as slow in a small part is not slow.
         ([(0.01, 4, 0.1), (0.02, 4, 0.1), (0.01, 4, 0.1)], [1, 4.02 / 4.01, 1], None),
         # A stage of two layers beside one of four; both wait for the data of one rank.
-        ([(1, 4, 0.1, 0), (3, 4, 0.1, 0), (1, 8, 0.1, 1), (1, 8, 0.1, 1)], [1, 7 / 5, 1, 1], "data"),
+        (
+            [(1, 4, 0.1, 0), (3, 4, 0.1, 0), (1, 8, 0.1, 1), (1, 8, 0.1, 1)],
+            [1, 7 / 5, 1, 1],
+            "data",
+        ),
     ],
 )
 def test_a_rank_is_compared_with_the_median_of_its_stage(ranks, ratios, slow_in):

@@ -13,14 +13,21 @@ from torch.distributed import checkpoint as torch_checkpoint
 from megaenc.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_process")
-SHAPES = [((7, 5), torch.float32), ((7, 5), torch.bfloat16), ((33,), torch.float32), ((9, 1), torch.float32)]
+SHAPES = [
+    ((7, 5), torch.float32),
+    ((7, 5), torch.bfloat16),
+    ((33,), torch.float32),
+    ((9, 1), torch.float32),
+]
 
 
 def place(shape, whole=None, offset=None, **more):
     """The place of a matrix in a whole one."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    return ShardedTensor("w", None, torch.float32, shape, whole or shape, offset or (0,) * len(shape), None, **more)
+    return ShardedTensor(
+        "w", None, torch.float32, shape, whole or shape, offset or (0,) * len(shape), None, **more
+    )
 
 
 def write(folder, whole, bounds):
@@ -58,7 +65,9 @@ def test_any_rectangle_is_read_from_any_ranges(shape, dtype, limit, tmp_path, mo
         reader = open_reader(folder, write(folder, values, bounds))
         for _ in range(20):
             offset = [generator.randrange(size) for size in shape]
-            size = [generator.randint(1, end - start) for start, end in zip(offset, shape, strict=True)]
+            size = [
+                generator.randint(1, end - start) for start, end in zip(offset, shape, strict=True)
+            ]
             part = replace(place(tuple(size), shape, tuple(offset)), data=torch.full(size, 9.0))
             reader.read([part])
             assert torch.equal(part.data, values[part.global_slice()].float())
@@ -72,12 +81,16 @@ def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
         reader.read([part])
         assert torch.equal(part.data[:8], values[:rows])
         assert (part.data[8:] == 0).all()
-    beyond = replace(place((4, 6), (12, 6), (8, 0), allow_shape_mismatch=True), data=torch.full((4, 6), 9.0))
+    beyond = replace(
+        place((4, 6), (12, 6), (8, 0), allow_shape_mismatch=True), data=torch.full((4, 6), 9.0)
+    )
     reader.read([beyond])
     assert (beyond.data == 0).all()
     for shape, may_differ in (((12, 6), False), ((8, 7), True)):
         part = replace(place(shape, allow_shape_mismatch=may_differ), data=torch.zeros(shape))
-        with pytest.raises(InputError, match=rf"w: found the shape \(8, 6\), expected \({shape[0]}, {shape[1]}\)"):
+        with pytest.raises(
+            InputError, match=rf"w: found the shape \(8, 6\), expected \({shape[0]}, {shape[1]}\)"
+        ):
             reader.read([part])
     with pytest.raises(InputError, match=r"found no tensor v"):
         reader.shape("v")
@@ -90,14 +103,24 @@ def test_torch_and_megatron_read_the_same(saved_run):
     folder = saved_run / "checkpoints" / "iter_0000012"
     reader = open_reader(folder, json.loads((folder / "state.json").read_text())["files"])
     metadata = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()
-    tensors = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in metadata.state_dict_metadata.items()}
+    tensors = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+    }
     torch_checkpoint.load(tensors, checkpoint_id=str(folder), no_dist=True)
     assert any(key.startswith("optimizer.state.exp_avg_sq.model.decoder") for key in tensors)
     size = sum(values.nbytes for values in tensors.values())
-    assert (folder / "__0_0.distcp").stat().st_size < 1.2 * size, "each chunk without the elements of others"
+    assert (folder / "__0_0.distcp").stat().st_size < 1.2 * size, (
+        "each chunk without the elements of others"
+    )
     others = dist_checkpointing.load_plain_tensors(str(folder))
     for key, values in tensors.items():
-        part = replace(place(tuple(values.shape)), key=key, data=torch.full_like(values, 9.0), dtype=values.dtype)
+        part = replace(
+            place(tuple(values.shape)),
+            key=key,
+            data=torch.full_like(values, 9.0),
+            dtype=values.dtype,
+        )
         reader.read([part])
         assert torch.equal(part.data, values), key
         assert torch.equal(others[key], values), key
@@ -108,11 +131,22 @@ def test_torch_and_megatron_read_the_same(saved_run):
 def entries(*boxes, shape):
     from megaenc.training.checkpoint.chunk_files import StoredChunk
 
-    return [StoredChunk("w", "float32", shape, offset, size, "__0_0.distcp", 0, 0, 0) for offset, size in boxes]
+    return [
+        StoredChunk("w", "float32", shape, offset, size, "__0_0.distcp", 0, 0, 0)
+        for offset, size in boxes
+    ]
 
 
 WHOLE = [
-    ([((0, 0, 0), (1, 2, 3)), ((1, 0, 0), (1, 1, 2)), ((1, 0, 2), (1, 1, 1)), ((1, 1, 0), (1, 1, 3))], (2, 2, 3)),
+    (
+        [
+            ((0, 0, 0), (1, 2, 3)),
+            ((1, 0, 0), (1, 1, 2)),
+            ((1, 0, 2), (1, 1, 1)),
+            ((1, 1, 0), (1, 1, 3)),
+        ],
+        (2, 2, 3),
+    ),
     ([((0, 0), (3, 2)), ((0, 2), (1, 2)), ((1, 2), (2, 2))], (3, 4)),
 ]
 
@@ -152,7 +186,9 @@ def test_shares_without_the_distributed_optimizer_are_equal(monkeypatch):
     assert sum(lengths) == sum(sizes)
     assert max(lengths) - min(lengths) <= 1
     for number, size in enumerate(sizes):
-        assert np.concatenate([list(share[number]) for share in shares]).tolist() == list(range(size))
+        assert np.concatenate([list(share[number]) for share in shares]).tolist() == list(
+            range(size)
+        )
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_machine(tmp_path):
@@ -165,5 +201,8 @@ def test_a_file_that_cannot_be_read_is_named_with_the_machine(tmp_path):
     shard.symlink_to("/proc/self/mem")  # opens, and fails to read
     with pytest.raises(CheckpointReadError, match=r"__0_0.distcp: Input/output error on "):
         reader.read([replace(place((8, 6)), data=torch.zeros(8, 6))])
-    with pytest.raises(CheckpointReadError, match=r"__0_0\.distcp: Input/output error"), name_machine():
+    with (
+        pytest.raises(CheckpointReadError, match=r"__0_0\.distcp: Input/output error"),
+        name_machine(),
+    ):
         file_digest(shard)

@@ -34,7 +34,10 @@ def flags(corpus, folder: Path) -> list[str]:
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
     """The checksum of every file."""
     files = [path for path in folder.rglob(pattern) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def cut_short(file: Path) -> None:
@@ -64,7 +67,14 @@ def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
 def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
     """A shard that the last rank verifies is changed, and in another checkpoint what the run has come to."""
     folder = tmp_path / "run"
-    command = [*flags(small_corpus, folder), "--use-distributed-optimizer", "--save-interval", "4", "--exit-interval", "12"]
+    command = [
+        *flags(small_corpus, folder),
+        "--use-distributed-optimizer",
+        "--save-interval",
+        "4",
+        "--exit-interval",
+        "12",
+    ]
     runs.script(runs.PRETRAIN, command, processes=2)
     curve = runs.curve(folder)
     validations = runs.validations(folder)
@@ -78,7 +88,10 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
     state.write_bytes(content.replace(b'"tokens": 4096', b'"tokens": 4097'))
     output = runs.script(runs.PRETRAIN, command, processes=2).stdout
     assert f"{shard}: its content changed" in output
-    assert f"{state}: its content changed; the checkpoint is damaged: trying the checkpoint of step 4" in output
+    assert (
+        f"{state}: its content changed; the checkpoint is damaged: trying the checkpoint of step 4"
+        in output
+    )
     assert "resuming after step 4" in output
     assert runs.curve(folder) == curve
     assert runs.validations(folder) == validations
@@ -87,7 +100,9 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
 
 def test_a_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
     """Any that is looked at; of the other files only the sizes are."""
-    checkpoints = CheckpointDir(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
+    checkpoints = CheckpointDir(
+        shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints")
+    )
     file = checkpoints.path(12) / "state.json"
     expected = checkpoints.read_state(12)
     content = file.read_bytes()
@@ -104,7 +119,10 @@ def test_a_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_pa
     assert changed == []
 
 
-@pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}],
+)
 def test_a_state_with_fields_of_another_kind_is_damage(wrong, copy):
     change_state(checkpoint(copy, 12), lambda state: state.update(wrong))
     with pytest.raises(DamagedCheckpointError, match="not written by a save"):
@@ -126,18 +144,25 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
     )
 
 
-def test_the_checkpoint_of_another_run_is_refused_and_all_stay_as_they_are(small_corpus, copy, refusal):
+def test_the_checkpoint_of_another_run_is_refused_and_all_stay_as_they_are(
+    small_corpus, copy, refusal
+):
     """Even where the one before it would do: it is no damage but a mistake."""
     change_state(checkpoint(copy, 12), lambda state: state["identity"].update(hidden_size=32))
     before = digests(copy / "checkpoints")
     line = refusal(main, flags(small_corpus, copy))
-    assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here; remove it" in line
+    assert (
+        f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here; remove it"
+        in line
+    )
     assert digests(copy / "checkpoints") == before
 
 
 def test_a_tracker_that_is_no_number_is_refused(small_corpus, copy, refusal):
     (copy / TRACKER).write_text("twelve")
-    assert f"{copy / TRACKER}: found 'twelve', expected the number of a step" in refusal(main, flags(small_corpus, copy))
+    assert f"{copy / TRACKER}: found 'twelve', expected the number of a step" in refusal(
+        main, flags(small_corpus, copy)
+    )
 
 
 def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy, capfd):
@@ -158,7 +183,9 @@ def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy, c
     ],
     ids=["a node does not see it", "it is cut"],
 )
-def test_a_shard_that_changes_after_its_checksum_is_one_line(change, words, copy, small_corpus, monkeypatch, refusal):
+def test_a_shard_that_changes_after_its_checksum_is_one_line(
+    change, words, copy, small_corpus, monkeypatch, refusal
+):
     shard = checkpoint(copy, 12) / "__0_0.distcp"
     verify = CheckpointLoader.verify
     changed = []

@@ -6,7 +6,9 @@ import torch
 
 
 def weights(engine) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+    return [
+        parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()
+    ]
 
 
 @pytest.mark.parametrize("more", [["--no-bf16"], ["--bf16", "--use-distributed-optimizer"]])

@@ -36,7 +36,9 @@ def folder(saved_run, tmp_path):
 
 def test_no_pickle_of_a_checkpoint_is_opened(short_run, saved_run, folder, tmp_path, monkeypatch):
     """Hostile files for torch and megatron-core, and archives, with the right checksums: resume and export are the same."""
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # torch would then unpickle anything
+    monkeypatch.setenv(
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"
+    )  # torch would then unpickle anything
     traces = tmp_path / "traces"
     hostile = pickle.dumps(Hostile(traces))
     pickle.loads(hostile)
@@ -71,7 +73,10 @@ CHANGES = {
     "a field more": ({"more": 1}, "other fields"),
     "no name": ({"key": {}}, "other fields"),
 }
-MORE_CHUNKS = {"a chunk twice": ({}, "overlaps with another chunk"), "other axes": (VECTOR, "leaves the tensor")}
+MORE_CHUNKS = {
+    "a chunk twice": ({}, "overlaps with another chunk"),
+    "other axes": (VECTOR, "leaves the tensor"),
+}
 
 
 def change_chunk(index: dict, name: str) -> str:
@@ -107,8 +112,16 @@ def test_an_index_with_a_chunk_of_no_save_is_refused(folder):
 def test_what_is_no_index_is_refused(folder, short_run, tmp_path, refusal):
     for content in (b"", b"[]", b"[" * 100_000, b"\xff", b'{"optimizer_step": 12, "chunks": null}'):
         assert_index_is_refused(folder, content, "not written by a save")
-    assert_index_is_refused(folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None")
+    assert_index_is_refused(
+        folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None"
+    )
     run = folder.parents[1]
     resume = [*short_run, "--save", run]
-    for command, words in ((main, resume), (convert, ["to-hf", "--load", run, "--output", tmp_path / "hf"])):
-        assert f"{folder / 'index.json'}: not written by a save (optimizer_step: found None)" in refusal(command, words)
+    for command, words in (
+        (main, resume),
+        (convert, ["to-hf", "--load", run, "--output", tmp_path / "hf"]),
+    ):
+        assert (
+            f"{folder / 'index.json'}: not written by a save (optimizer_step: found None)"
+            in refusal(command, words)
+        )

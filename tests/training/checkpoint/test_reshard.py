@@ -16,7 +16,11 @@ from megaenc.training.checkpoint.loader import CheckpointLoader
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-TP, PP, DISTRIBUTED = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--use-distributed-optimizer"
+TP, PP, DISTRIBUTED = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--use-distributed-optimizer",
+)
 INTERLEAVED = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUTS = {
     "one": (1, []),
@@ -26,7 +30,17 @@ LAYOUTS = {
     "uneven": (4, [TP, "2", PP, "2", "--pipeline-model-parallel-layout", "Ettt|tL"]),
 }
 STOP = 6  # of 12 steps; after it still two of clm, then mlm, and the rate falls
-RUN = [*runs.SHORT_RUN, "--num-layers", "4", "--train-iters", "12", "--objective-schedule", "clm:8,mlm:4", "--eval-interval", "0"]
+RUN = [
+    *runs.SHORT_RUN,
+    "--num-layers",
+    "4",
+    "--train-iters",
+    "12",
+    "--objective-schedule",
+    "clm:8,mlm:4",
+    "--eval-interval",
+    "0",
+]
 
 
 def save_in_all(layouts: dict, flags: list[str], stop: int, root, others: list[Job]) -> dict:
@@ -68,15 +82,26 @@ def assert_held(flags, processes, folders, step, twice=False):
     `twice`: the last pipeline stage may have read a tied embedding as well.
     """
     names = ",".join(map(str, folders))
-    output = runs.script(runs.WORKERS / "loaded_state.py", [names, str(step), *flags], processes=processes).stdout
+    output = runs.script(
+        runs.WORKERS / "loaded_state.py", [names, str(step), *flags], processes=processes
+    ).stdout
     assert output.count("elements as saved") == len(folders) * processes
     for folder in folders:
         index = json.loads((folder / f"checkpoints/iter_{step:07d}/index.json").read_text())
         sizes = Counter()
         for chunk in index["chunks"]:
-            sizes[chunk["key"]] += math.prod(chunk["shape"]) * (2 if chunk["dtype"] == "bfloat16" else 4)
-        padding = sum(size for key, size in sizes.items() if "embedding" in key or "output_layer" in key)
-        read = sum(map(int, re.findall(rf"^{folder.name}: rank .* has read (\d+) bytes", output, re.MULTILINE)))
+            sizes[chunk["key"]] += math.prod(chunk["shape"]) * (
+                2 if chunk["dtype"] == "bfloat16" else 4
+            )
+        padding = sum(
+            size for key, size in sizes.items() if "embedding" in key or "output_layer" in key
+        )
+        read = sum(
+            map(
+                int,
+                re.findall(rf"^{folder.name}: rank .* has read (\d+) bytes", output, re.MULTILINE),
+            )
+        )
         # 80 of 480 rows may be there in one layout only.
         assert 0.95 * sum(sizes.values()) <= read <= sum(sizes.values()) + twice * padding, folder
 
@@ -89,13 +114,30 @@ REPLICAS = {
     "interleaved": (4, [*INTERLEAVED, DISTRIBUTED]),
 }
 # By what it is loaded in: what it was saved in.
-SOURCES = {"one": ["tensor"], "data": ["data3"], "data3": ["data"], "tensor": ["interleaved", "one"], "interleaved": ["data"]}
+SOURCES = {
+    "one": ["tensor"],
+    "data": ["data3"],
+    "data3": ["data"],
+    "tensor": ["interleaved", "one"],
+    "interleaved": ["data"],
+}
 # 400 ids are padded to 400 rows, 480 for two tensor-parallel ranks; the matrices have odd sizes.
-ODD = ["--global-batch-size", "12", "--micro-batch-size", "1", "--make-vocab-size-divisible-by", "80", "--ffn-hidden-size", "152"]
+ODD = [
+    "--global-batch-size",
+    "12",
+    "--micro-batch-size",
+    "1",
+    "--make-vocab-size-divisible-by",
+    "80",
+    "--ffn-hidden-size",
+    "152",
+]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "tied"), [("stable_adamw", []), ("muon", ["--no-untie-embeddings-and-output-weights"])], ids=["untied", "tied"]
+    ("optimizer", "tied"),
+    [("stable_adamw", []), ("muon", ["--no-untie-embeddings-and-output-weights"])],
+    ids=["untied", "tied"],
 )
 def test_each_rank_holds_what_was_saved(optimizer, tied, small_corpus, tmp_path):
     """In bf16, with float32 master weights."""
@@ -103,4 +145,10 @@ def test_each_rank_holds_what_was_saved(optimizer, tied, small_corpus, tmp_path)
     saved = save_in_all(REPLICAS, flags, 2, tmp_path, [])
     for layout, sources in SOURCES.items():
         processes, more = REPLICAS[layout]
-        assert_held([*flags, *more], processes, [saved[source] for source in sources], 2, twice=bool(tied) and PP in more)
+        assert_held(
+            [*flags, *more],
+            processes,
+            [saved[source] for source in sources],
+            2,
+            twice=bool(tied) and PP in more,
+        )

@@ -75,7 +75,9 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
-    monkeypatch.setattr(manager.shutil, "rmtree", lambda *how, **more: None)  # as a kill there would have it
+    monkeypatch.setattr(
+        manager.shutil, "rmtree", lambda *how, **more: None
+    )  # as a kill there would have it
     assert left_after(folder, keep_last=4) == [20, 30, 40, 50]
     monkeypatch.undo()
     assert [path.name[:14] for path in folder.glob(".*")] == [".iter_0000010."]

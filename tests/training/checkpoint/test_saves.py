@@ -38,7 +38,9 @@ def test_each_checkpoint_is_that_of_its_step(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *EVERY, "--bf16", "--use-distributed-optimizer", "--save"]
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "waiting")], processes=2)
     folder = tmp_path / "run"
-    output = runs.script(SLOW, [*TWO_UPDATES_LATER, *flags, str(folder), "--async-save"], processes=2).stdout
+    output = runs.script(
+        SLOW, [*TWO_UPDATES_LATER, *flags, str(folder), "--async-save"], processes=2
+    ).stdout
     written = re.findall(r"shards of step (\d+) are written after update (\d+)", output)
     assert written == [("4", "6"), ("8", "10"), ("12", "12")]
     assert CheckpointManager(folder / "checkpoints").tracked_step() == 12
@@ -62,12 +64,16 @@ def test_a_kill_in_the_middle_leaves_the_one_before(small_corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("where", "more"), [("1:shard", []), ("0:metadata", []), ("1:shard", ["--async-save"])])
+@pytest.mark.parametrize(
+    ("where", "more"), [("1:shard", []), ("0:metadata", []), ("1:shard", ["--async-save"])]
+)
 def test_full_for_one_rank_ends_both_with_one_line(where, more, small_corpus, tmp_path):
     """Rank 0 writes the indexes alone, while the other waits for it: it has to be told."""
     flags = [*small_corpus.flags, *EVERY, "--no-bf16", *more, "--save", str(tmp_path / "run")]
     flags += ["--tensor-model-parallel-size", "2"]
-    result = runs.script(runs.WORKERS / "full_disk.py", [where, *flags], processes=2, expect=1, timeout=90)
+    result = runs.script(
+        runs.WORKERS / "full_disk.py", [where, *flags], processes=2, expect=1, timeout=90
+    )
     [line] = errors(result)
     assert "cannot be written to: No space left on device; step 8 is not saved, step 4 is" in line
     assert "Traceback" not in result.stderr
@@ -75,15 +81,23 @@ def test_full_for_one_rank_ends_both_with_one_line(where, more, small_corpus, tm
 
 
 @pytest.mark.parametrize("more", [[], ["--async-save"]])
-def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room(more, small_corpus, small_disk):
+def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room(
+    more, small_corpus, small_disk
+):
     flags = [*small_corpus.flags, *EVERY, "--no-bf16", *more, "--save", str(small_disk / "run")]
     result = runs.script(runs.PRETRAIN, flags, expect=2)
     [line] = errors(result)
     assert result.stderr == line + "\n"
-    assert "cannot be written to: No space left on device; step 8 is not saved, step 4 is: give the same command again" in line
+    assert (
+        "cannot be written to: No space left on device; step 8 is not saved, step 4 is: give the same command again"
+        in line
+    )
     assert_only_step_4(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    assert "resuming after step 4" in runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"]).stdout
+    assert (
+        "resuming after step 4"
+        in runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"]).stdout
+    )
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     [line] = errors(runs.script(runs.PRETRAIN, flags, expect=2))
     assert "Read-only file system" in line
@@ -140,6 +154,8 @@ def test_a_save_of_a_run_that_has_lost_its_lock_is_not_published(engine, tmp_pat
     def refuse() -> None:
         raise InputError("the lock is lost")
 
-    with pytest.raises(InputError, match="the lock is lost; step 1 is not saved, and no step before it"):
+    with pytest.raises(
+        InputError, match="the lock is lost; step 1 is not saved, and no step before it"
+    ):
         CheckpointManager(tmp_path, before_publish=refuse).save(engine, 1, {})
     assert list(tmp_path.iterdir()) == []

@@ -41,7 +41,15 @@ class Layout:
 
     @property
     def flags(self):
-        flags = [TP, str(self.tensor), PP, str(self.stages), "--num-layers", str(self.layers), *self.more]
+        flags = [
+            TP,
+            str(self.tensor),
+            PP,
+            str(self.stages),
+            "--num-layers",
+            str(self.layers),
+            *self.more,
+        ]
         if self.muon:
             flags += ["--optimizer", "muon"]
         if self.sequence:
@@ -53,13 +61,20 @@ class Layout:
         if self.float8:
             flags += ["--fp8-format", "hybrid"]
         if self.turns > 1:
-            flags += ["--num-layers-per-virtual-pipeline-stage", str(self.layers // self.stages // self.turns)]
+            flags += [
+                "--num-layers-per-virtual-pipeline-stage",
+                str(self.layers // self.stages // self.turns),
+            ]
         return flags
 
 
 LAYOUTS = {
-    "TP2, the MLP is recomputed": Layout(tensor=2, more=("--recompute-granularity", "selective", "--recompute-modules", "mlp")),
-    "TP2 SP, all is recomputed": Layout(tensor=2, sequence=True, more=("--recompute-granularity", "full")),
+    "TP2, the MLP is recomputed": Layout(
+        tensor=2, more=("--recompute-granularity", "selective", "--recompute-modules", "mlp")
+    ),
+    "TP2 SP, all is recomputed": Layout(
+        tensor=2, sequence=True, more=("--recompute-granularity", "full")
+    ),
     "TP2 SP, float8": Layout(tensor=2, sequence=True, float8=True),
     "PP2, interleaved, tied": Layout(stages=2, layers=4, turns=2, tied=True),
     "DP2, overlapped": Layout(data=2, more=(REDUCE,)),
@@ -95,11 +110,21 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
         if layout.float8:  # inputs of products are gathered as bytes, both times, and of their parts' maxima the largest counts
             sums["all-gather", "tensor"] -= micro_batches * layers * (2 + 2) * hidden // 2
             send("all-reduce", "tensor", t, 4, micro_batches * layers * 2)
-        send("reduce-scatter", "tensor", t, hidden, micro_batches * (layers * (2 + again + 2) + first))
-        send("all-reduce", "tensor", t, 4 * H * (2 * layers + last))  # norms, whose gradients are of a part of the rows
+        send(
+            "reduce-scatter",
+            "tensor",
+            t,
+            hidden,
+            micro_batches * (layers * (2 + again + 2) + first),
+        )
+        send(
+            "all-reduce", "tensor", t, 4 * H * (2 * layers + last)
+        )  # norms, whose gradients are of a part of the rows
     else:
         send("all-reduce", "tensor", t, hidden, micro_batches * (layers * (2 + again + 2) + first))
-        if last and t > 1:  # after its attention the last layer computes only what is predicted; one exchange is before
+        if (
+            last and t > 1
+        ):  # after its attention the last layer computes only what is predicted; one exchange is before
             sums["all-reduce", "tensor"] -= (3 + again) * (micro_batches * S - predicted) * H * W
     if last:  # four float32 of the softmax from each rank for each prediction, and the gradient of its hidden state
         times["all-gather", "tensor"] += micro_batches * (t > 1)
@@ -107,7 +132,13 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
         sums["all-gather", "tensor"] += (t > 1) * predicted * 4 * 4 * t
         sums["all-reduce", "tensor"] += (t > 1) * predicted * H * W
     ways = 2 * layout.turns - first - last  # forward and backward
-    send("send", "pipeline", layout.stages, hidden // (t if layout.sequence else 1), ways * micro_batches)
+    send(
+        "send",
+        "pipeline",
+        layout.stages,
+        hidden // (t if layout.sequence else 1),
+        ways * micro_batches,
+    )
 
     matrices = layers * (H * (Q + 2 * K) + Q * H + 3 * H * F) + (first + last) * V * H
     send("all-reduce", "embedding", layout.stages, 4 * V * H, int(layout.tied and (first or last)))
@@ -138,9 +169,19 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
     layout = LAYOUTS[name]
-    arguments = [str(STEP), str(tmp_path), *small_corpus.flags, *RUN, *layout.flags, "--save", str(tmp_path / "run")]
+    arguments = [
+        str(STEP),
+        str(tmp_path),
+        *small_corpus.flags,
+        *RUN,
+        *layout.flags,
+        "--save",
+        str(tmp_path / "run"),
+    ]
     runs.script(runs.WORKERS / "communication.py", arguments, processes=layout.processes)
-    records = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(layout.processes)]
+    records = [
+        json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(layout.processes)
+    ]
     for rank, record in enumerate(records):
         times = Counter()
         sums = Counter()
@@ -148,7 +189,9 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
             times[kind, group] += 1
             sums[kind, group] += size
         if layout.muon and layout.shared:  # of what all send to all, each rank has another share
-            sums["all-to-all", "data"] = sum(size for each in records for kind, _, size in each["calls"] if kind == "all-to-all")
+            sums["all-to-all", "data"] = sum(
+                size for each in records for kind, _, size in each["calls"] if kind == "all-to-all"
+            )
         stage = rank // (layout.tensor * layout.data)
         sent = {key: (times[key], sums[key]) for key in times}
         assert sent == necessary(layout, stage, record["predicted"]), f"rank {rank}"
@@ -159,6 +202,15 @@ def test_overlapped_communication_trains_the_same(small_corpus, tmp_path):
     """Products add weight gradients to the buffers that are reduced while others are computed: none may be sent too early."""
     plain = Layout(data=2, shared=True)
     for name, more in (("plain", ()), ("overlapped", (REDUCE, GATHER))):
-        flags = [*small_corpus.flags, *RUN, *plain.flags, *more, "--log-interval", "1", "--save", str(tmp_path / name)]
+        flags = [
+            *small_corpus.flags,
+            *RUN,
+            *plain.flags,
+            *more,
+            "--log-interval",
+            "1",
+            "--save",
+            str(tmp_path / name),
+        ]
         runs.script(runs.WORKERS / "communication.py", ["5", str(tmp_path), *flags], processes=2)
     runs.assert_same_curve(tmp_path / "overlapped", tmp_path / "plain", tolerance=1e-6)

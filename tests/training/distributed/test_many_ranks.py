@@ -31,9 +31,19 @@ def run_rank(rank, ranks, name, small_corpus, folder):
         "--eval-interval", "0", "--log-interval", "1", "--max-skipped-updates", "100", "--use-distributed-optimizer",
         "--log-straggler", "--straggler-interval", "2", "--exit-interval", str(STEPS[name]),
     ]  # fmt: skip
-    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE}
-    environment = {variable: str(value) for variable, value in variables.items()} | {"MASTER_ADDR": "none", "MASTER_PORT": "1"}
-    result = runs.script(runs.WORKERS / "many_ranks.py", [str(folder), name, *flags], environment=environment)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank % NODE,
+        "LOCAL_WORLD_SIZE": NODE,
+    }
+    environment = {variable: str(value) for variable, value in variables.items()} | {
+        "MASTER_ADDR": "none",
+        "MASTER_PORT": "1",
+    }
+    result = runs.script(
+        runs.WORKERS / "many_ranks.py", [str(folder), name, *flags], environment=environment
+    )
     return json.loads((folder / f"{name}_{rank}.json").read_text()), result.stdout + result.stderr
 
 

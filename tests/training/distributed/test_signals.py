@@ -9,7 +9,15 @@ import runs
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.distributed.signals import EXIT_STOPPED
 
-LONG = ["--no-bf16", "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]  # ends only when it is told to
+LONG = [
+    "--no-bf16",
+    "--train-iters",
+    "100000",
+    "--log-interval",
+    "1",
+    "--eval-interval",
+    "0",
+]  # ends only when it is told to
 FAULT = runs.WORKERS / "fault_at_step.py"
 
 
@@ -22,7 +30,14 @@ def assert_saved_where_it_stopped(folder) -> int:
 
 
 def test_a_signal_saves_and_ends_with_75(small_corpus, tmp_path):
-    flags = [f"interrupt:0:5:{tmp_path / 'told'}", *small_corpus.flags, *runs.SHORT_RUN, *LONG, "--save", str(tmp_path / "run")]
+    flags = [
+        f"interrupt:0:5:{tmp_path / 'told'}",
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        *LONG,
+        "--save",
+        str(tmp_path / "run"),
+    ]
     output = runs.script(FAULT, flags, expect=EXIT_STOPPED).stdout
     assert assert_saved_where_it_stopped(tmp_path / "run") == 5
     assert EXIT_STOPPED == 75
@@ -31,9 +46,13 @@ def test_a_signal_saves_and_ends_with_75(small_corpus, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on(small_corpus, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on(
+    small_corpus, tmp_path
+):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG, "--save", str(tmp_path / "run")]
-    ended = runs.script(FAULT, [f"terminate:1:5:{tmp_path / 'told'}", *flags], processes=2, expect=1)
+    ended = runs.script(
+        FAULT, [f"terminate:1:5:{tmp_path / 'told'}", *flags], processes=2, expect=1
+    )
     assert assert_saved_where_it_stopped(tmp_path / "run") == 5
     assert ended.stdout.count("stopped by SIGTERM") == 1
     assert "failed (exitcode: 75)" in ended.stderr
@@ -42,7 +61,15 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on
 
 
 def test_a_time_ends_a_run_as_a_signal_does(small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG, "--save", str(tmp_path / "run"), "--exit-duration-in-mins", "0.01"]
+    flags = [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        *LONG,
+        "--save",
+        str(tmp_path / "run"),
+        "--exit-duration-in-mins",
+        "0.01",
+    ]
     output = runs.script(runs.PRETRAIN, flags, expect=EXIT_STOPPED).stdout
     assert "stopped by --exit-duration-in-mins 0.01" in output
     assert_saved_where_it_stopped(tmp_path / "run")

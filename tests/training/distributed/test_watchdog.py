@@ -14,11 +14,26 @@ SECONDS = 6  # a step takes a hundredth of it
 
 def hang(small_corpus, folder, fault):
     """Two ranks, the second of which hangs in step 5: what was printed, and the line of it that matters."""
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--distributed-timeout-minutes", str(SECONDS / 60)]
+    flags = [
+        *small_corpus.flags,
+        *runs.SHORT_RUN,
+        "--no-bf16",
+        "--distributed-timeout-minutes",
+        str(SECONDS / 60),
+    ]
     fault = f"{fault}:1:5:{folder.with_name('struck')}"
-    result = runs.script(runs.WORKERS / "fault_at_step.py", [fault, *flags, "--save", str(folder)], processes=2, expect=1)
+    result = runs.script(
+        runs.WORKERS / "fault_at_step.py",
+        [fault, *flags, "--save", str(folder)],
+        processes=2,
+        expect=1,
+    )
     assert [row["step"] for row in runs.metrics(folder)] == [1, 2, 3, 4]
-    assert not [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in (process.info["cmdline"] or [])
+    ]
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert line.startswith("error: no progress for ")
     assert line.endswith(f"; stacks of all threads in {folder / 'stacks'}")
@@ -47,13 +62,18 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(small_corpus, tmp_path):
+def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(
+    small_corpus, tmp_path
+):
     folder = tmp_path / "run"
     result, line = hang(small_corpus, folder, "hold_the_lock")
     assert "rank 1 silent" in line
     assert "Timeout (0:00:" in result.stderr
     assert "in hold_the_lock" in result.stderr
-    assert "torch/distributed/distributed_c10d.py" in (folder / "stacks" / "rank_00000.txt").read_text()
+    assert (
+        "torch/distributed/distributed_c10d.py"
+        in (folder / "stacks" / "rank_00000.txt").read_text()
+    )
 
 
 ALONE = """
@@ -114,7 +134,12 @@ def test_without_a_folder_one_rank_at_each_position_prints_its_stacks(tmp_path):
 
 def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "12")
-    waiting = {"at": "all_reduce (distributed_c10d.py:3252)", "doing": "step 7", "quiet": 600.0, "stacks": "runs/a/stacks"}
+    waiting = {
+        "at": "all_reduce (distributed_c10d.py:3252)",
+        "doing": "step 7",
+        "quiet": 600.0,
+        "stacks": "runs/a/stacks",
+    }
     reports = {rank: waiting for rank in range(12) if rank not in (3, 9)}
     reports[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
     assert _format_hang(reports) == (
@@ -127,10 +152,17 @@ def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
 HUGE = b'{"quiet": 1' + b"0" * 400 + b"}"
 
 
-@pytest.mark.parametrize("value", [b"\x80\x04.", b"[" * 100_000, b'{"at": 3, "quiet": true}', b'{"quiet": NaN}', HUGE])
+@pytest.mark.parametrize(
+    "value", [b"\x80\x04.", b"[" * 100_000, b'{"at": 3, "quiet": true}', b'{"quiet": NaN}', HUGE]
+)
 def test_what_no_rank_has_told_is_unknown(value):
     assert _format_hang({0: _parse_report(value)}).startswith("error: no progress for ")
-    assert _parse_report(value) | {"quiet": 0.0} == {"doing": "unknown", "at": "unknown", "stacks": "unknown", "quiet": 0.0}
+    assert _parse_report(value) | {"quiet": 0.0} == {
+        "doing": "unknown",
+        "at": "unknown",
+        "stacks": "unknown",
+        "quiet": 0.0,
+    }
 
 
 def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():

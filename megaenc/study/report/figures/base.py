@@ -11,12 +11,23 @@ from typing import Any, Literal
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
 from megaenc.study.results.evidence import Evidence, Score
-from megaenc.study.results.groups import AVERAGE, FAMILY_LABELS, dataset_label, datasets_by_family, is_average
+from megaenc.study.results.groups import (
+    AVERAGE,
+    FAMILY_LABELS,
+    dataset_label,
+    datasets_by_family,
+    is_average,
+)
 from megaenc.viz.style import BLUE, GREEN, ORANGE, format_count_ticks
 
 OBJECTIVE_STYLES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
 """Colour and marker of each objective in all figures."""
-TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = "#1a1a1a", "#5f5f5f", "#dcdcdc", "#ffffff"
+TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = (
+    "#1a1a1a",
+    "#5f5f5f",
+    "#dcdcdc",
+    "#ffffff",
+)
 """Colours that the page replaces by those of its colour scheme."""
 
 
@@ -114,32 +125,56 @@ def build_family_figure(
         lines = []
         for at, (name, style, models) in enumerate(series):
             shift = dodge * (at - (len(series) - 1) / 2)
-            places = [(x + shift, dataset, model_key) for x, model_key in sorted(models, key=lambda place: place[0])]
+            places = [
+                (x + shift, dataset, model_key)
+                for x, model_key in sorted(models, key=lambda place: place[0])
+            ]
             seed_lines: list[FigureLine] = []
             for seed in sorted(
                 {model_key.seed for _, model_key in models}
             ):  # only the first pretraining seed gets a line and a legend entry
-                if points := build_points(evidence, family, [place for place in places if place[-1].seed == seed]):
+                if points := build_points(
+                    evidence, family, [place for place in places if place[-1].seed == seed]
+                ):
                     seed_lines.append(
-                        FigureLine(name, *style, points, joined and not seed_lines, bool(seed_lines), not seed_lines)
+                        FigureLine(
+                            name,
+                            *style,
+                            points,
+                            joined and not seed_lines,
+                            bool(seed_lines),
+                            not seed_lines,
+                        )
                     )
             lines += seed_lines
             if published is not None and (points := build_points(published, family, places)):
                 lines.append(FigureLine(published_label(name), *style, points, joined, light=True))
         if lines:
             panels.append(FigurePanel(panel_title(family, dataset), tuple(lines), **axis))
-    return FigureSpec(key, title, f"{caption} {describe_bars(evidence, published, panels)}", tuple(panels))
+    return FigureSpec(
+        key, title, f"{caption} {describe_bars(evidence, published, panels)}", tuple(panels)
+    )
 
 
 def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
     """Return whether any panel has a light line of published values, named "..., published"."""
-    return any(line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines)
+    return any(
+        line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines
+    )
 
 
-def describe_bars(evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]) -> str:
+def describe_bars(
+    evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]
+) -> str:
     """Return caption text on the interval bars, also of published values if drawn, and on hollow points, if any."""
-    hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
-    hollow_note = " Hollow points in strong colours include runs that collapsed to worthless predictions." if hollow else ""
+    hollow = any(
+        point.collapsed for panel in panels for line in panel.lines for point in line.points
+    )
+    hollow_note = (
+        " Hollow points in strong colours include runs that collapsed to worthless predictions."
+        if hollow
+        else ""
+    )
     return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{hollow_note}"
 
 
@@ -157,7 +192,9 @@ def panel_title(family: str, dataset: str) -> str:
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
-def build_points(evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]) -> tuple[FigurePoint, ...]:
+def build_points(
+    evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]
+) -> tuple[FigurePoint, ...]:
     """Return a FigurePoint in percent for each (x, data set, model) that has a score in this family, in the given order."""
     scores = [(x, evidence.find(key, dataset, family)) for x, dataset, key in places]
     return tuple(_build_point(x, score) for x, score in scores if score is not None)
@@ -173,11 +210,20 @@ def _draw_panels(spec: FigureSpec) -> Any:
     """Draw all panels in up to two columns under a common legend; return the matplotlib Figure."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(line.name for panel in spec.panels for line in panel.lines if line.labelled and line.name))
+    names = list(
+        dict.fromkeys(
+            line.name
+            for panel in spec.panels
+            for line in panel.lines
+            if line.labelled and line.name
+        )
+    )
     columns = min(2, len(spec.panels))
     rows = -(-len(spec.panels) // columns)
     longest = max(map(len, names), default=0)
-    across = max(1, min(len(names), 2 * columns, int(columns * _WIDTH // (_HANDLE + _LETTER * longest))))
+    across = max(
+        1, min(len(names), 2 * columns, int(columns * _WIDTH // (_HANDLE + _LETTER * longest)))
+    )
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
     width = columns * _WIDTH
     height = rows * _HEIGHT + legend
@@ -223,27 +269,54 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
 
 def _draw_line(axis: Any, line: FigureLine) -> Any:
     """Draw a line with its interval bars on a matplotlib axis; return its legend handle."""
-    style: dict[str, Any] = {"color": line.colour, "marker": line.marker, "linestyle": "-" if line.joined else "none"}
+    style: dict[str, Any] = {
+        "color": line.colour,
+        "marker": line.marker,
+        "linestyle": "-" if line.joined else "none",
+    }
     if line.light:
-        style |= {"alpha": 0.45, "markersize": 4.2, "zorder": 2, "markerfacecolor": BACKGROUND_COLOUR, "linewidth": 0.7}
+        style |= {
+            "alpha": 0.45,
+            "markersize": 4.2,
+            "zorder": 2,
+            "markerfacecolor": BACKGROUND_COLOUR,
+            "linewidth": 0.7,
+        }
         if line.marker:
             style |= {"linestyle": (0, (2, 2)) if line.joined else "none", "linewidth": 1.2}
         bar = {"elinewidth": 0.7, "capsize": 1.5, "alpha": 0.45, "zorder": 1.5}
     else:
         style |= {"markersize": 5.2, "zorder": 3, "markerfacecolor": line.colour, "linewidth": 1.6}
         bar = {"elinewidth": 1.2, "capsize": 2.5, "zorder": 2.5}
-    if known := [(point.x, point.mean, point.half_width) for point in line.points if point.half_width]:
+    if known := [
+        (point.x, point.mean, point.half_width) for point in line.points if point.half_width
+    ]:
         axis.errorbar(*zip(*known, strict=True), fmt="none", ecolor=line.colour, **bar)
-    [handle] = axis.plot([point.x for point in line.points], [point.mean for point in line.points], **style)
+    [handle] = axis.plot(
+        [point.x for point in line.points], [point.mean for point in line.points], **style
+    )
     if hollow := [(point.x, point.mean) for point in line.points if point.collapsed]:
-        inside = {"marker": line.marker, "markersize": 2.8, "linestyle": "none", "color": BACKGROUND_COLOUR, "zorder": 3.5}
+        inside = {
+            "marker": line.marker,
+            "markersize": 2.8,
+            "linestyle": "none",
+            "color": BACKGROUND_COLOUR,
+            "zorder": 3.5,
+        }
         axis.plot(*zip(*hollow, strict=True), **inside)
     return handle
 
 
 def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
     """Set scale, positions and labels of the ticks on the x axis."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import (
+        FixedLocator,
+        FuncFormatter,
+        LogLocator,
+        MaxNLocator,
+        NullFormatter,
+        NullLocator,
+    )
 
     if panel.log:
         axis.set_xscale("log")
@@ -260,10 +333,14 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
     elif panel.unit == "operations":
         if panel.log:
             places = [point.x for line in panel.lines for point in line.points]
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(places) <= 60 * min(places) else (1,)))
+            axis.xaxis.set_major_locator(
+                LogLocator(subs=(1, 2, 5) if max(places) <= 60 * min(places) else (1,))
+            )
         else:
             axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0"))
+        axis.xaxis.set_major_formatter(
+            FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0")
+        )
 
 
 def figure_to_svg(figure: Any, name: str) -> str:
@@ -280,9 +357,18 @@ def figure_to_svg(figure: Any, name: str) -> str:
 def embed_svg(svg: str, name: str, alt: str) -> str:
     """Return SVG text for the page: ids prefixed with `name`, colours of the page, no metadata, alternative text `alt`."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for place, own in ((' id="', f' id="{name}-'), ("url(#", f"url(#{name}-"), ('xlink:href="#', f'href="#{name}-')):
+    for place, own in (
+        (' id="', f' id="{name}-'),
+        ("url(#", f"url(#{name}-"),
+        ('xlink:href="#', f'href="#{name}-'),
+    ):
         svg = svg.replace(place, own)
-    for colour, role in ((TEXT_COLOUR, "ink"), (MUTED_COLOUR, "muted"), (GRID_COLOUR, "grid"), (BACKGROUND_COLOUR, "card")):
+    for colour, role in (
+        (TEXT_COLOUR, "ink"),
+        (MUTED_COLOUR, "muted"),
+        (GRID_COLOUR, "grid"),
+        (BACKGROUND_COLOUR, "card"),
+    ):
         svg = svg.replace(colour, f"var(--{role})")
     start = f'<svg role="img" aria-label="{escape(alt)}" '
     return re.sub(r"<svg [^>]*?(?=viewBox)", lambda _: start, svg, count=1).strip()

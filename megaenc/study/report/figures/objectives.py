@@ -42,7 +42,10 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
     base = evidence.group_by_setup().get("base", [])
     mask = evidence.reference_mask_ratio
     models = {
-        name: [one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")
+        name: [
+            one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)
+        ]
+        for name in ("MLM", "CLM")
     }
     if not all(models.values()):
         missing = " and ".join(name for name, members in models.items() if not members)
@@ -52,12 +55,17 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
     if len(sizes) == 1:
         panels = _build_dataset_panels(evidence, published, models)
         legend_text = f"{hidden} {describe_bars(evidence, published, panels)}"
-        return FigureSpec(key, title, f"Base models of size {sizes[0]} on every data set. {legend_text}", panels)
+        return FigureSpec(
+            key, title, f"Base models of size {sizes[0]} on every data set. {legend_text}", panels
+        )
     series = [
-        (name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in members]) for name, members in models.items()
+        (name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in members])
+        for name, members in models.items()
     ]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
-    return build_family_figure(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
+    return build_family_figure(
+        key, title, f"Base models by size. {hidden}", evidence, series, published, **axis
+    )
 
 
 def _build_dataset_panels(
@@ -67,16 +75,28 @@ def _build_dataset_panels(
     panels = []
     for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
-        for source, (at, (name, members)) in itertools.product((evidence, published), enumerate(models.items())):
+        for source, (at, (name, members)) in itertools.product(
+            (evidence, published), enumerate(models.items())
+        ):
             for key in members if source is not None else ():
-                places = [(place + 0.14 * (at - 0.5), dataset, key) for place, dataset in enumerate(names)]
+                places = [
+                    (place + 0.14 * (at - 0.5), dataset, key) for place, dataset in enumerate(names)
+                ]
                 if points := build_points(source, family, places):
                     light = source is published
                     label = published_label(name) if light else name
-                    lines.append(FigureLine(label, *OBJECTIVE_STYLES[name], points, joined=False, light=light))
+                    lines.append(
+                        FigureLine(
+                            label, *OBJECTIVE_STYLES[name], points, joined=False, light=light
+                        )
+                    )
         if lines:
             ticks = {place: dataset_label(family, dataset) for place, dataset in enumerate(names)}
-            title = FAMILY_LABELS.get(family, family) if len(names) > 1 else panel_title(family, names[0])
+            title = (
+                FAMILY_LABELS.get(family, family)
+                if len(names) > 1
+                else panel_title(family, names[0])
+            )
             panels.append(FigurePanel(title, tuple(lines), "", ticks=ticks))
     return tuple(panels)
 
@@ -85,17 +105,30 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
     """Return the figure of scores of MLM base models over the mask ratio, a line per size; no panels below two ratios."""
     key = "mask-ratios"
     title = "Mask ratios"
-    base = [one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"]
+    base = [
+        one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"
+    ]
     if len({one.mask_ratio for one in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
     style = assign_styles(evidence.sort_sizes(base))
-    series = [(size, look, _place_by_mask_ratio(one for one in base if one.size == size)) for size, look in style.items()]
+    series = [
+        (size, look, _place_by_mask_ratio(one for one in base if one.size == size))
+        for size, look in style.items()
+    ]
     return build_family_figure(
-        key, title, "MLM base models of each size.", evidence, series, published, **_build_mask_ratio_axis(series)
+        key,
+        title,
+        "MLM base models of each size.",
+        evidence,
+        series,
+        published,
+        **_build_mask_ratio_axis(series),
     )
 
 
-def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_two_stage_mask_ratio_figure(
+    evidence: Evidence, published: Evidence | None = None
+) -> FigureSpec:
     """Return the figure of scores over the mask ratio, with and without CLM first; no panels unless a budget has both."""
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
@@ -103,10 +136,18 @@ def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | 
     for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
             groups[one.size, one.steps, one.clm_steps].append(one)
-    several = {where: models for where, models in groups.items() if len({one.mask_ratio for one in models}) > 1}
+    several = {
+        where: models
+        for where, models in groups.items()
+        if len({one.mask_ratio for one in models}) > 1
+    }
     with_clm = [where for where in several if where[2] and (*where[:2], 0) in several]
     if not with_clm:
-        return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
+        return FigureSpec(
+            key,
+            title,
+            "No budget has models of two mask ratios both with CLM first and without, with scores.",
+        )
     named = len({where[:2] for where in with_clm}) > 1
     series: dict[str, tuple] = {}
     colours = itertools.cycle(STYLES)
@@ -115,10 +156,14 @@ def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | 
             members = several[size, steps, clm_steps]
             name = f"CLM {format_steps(clm_steps)}, then MLM" if clm_steps else "MLM only"
             name += f" ({size}, {format_steps(steps)} steps)" if named else ""
-            style = next(colours) if len(with_clm) > 1 else OBJECTIVE_STYLES[objective_name(members[0])]
+            style = (
+                next(colours) if len(with_clm) > 1 else OBJECTIVE_STYLES[objective_name(members[0])]
+            )
             series.setdefault(name, (name, style, _place_by_mask_ratio(members)))
     axis = _build_mask_ratio_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
-    return build_family_figure(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
+    return build_family_figure(
+        key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis
+    )
 
 
 def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
@@ -130,10 +175,16 @@ def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
     """Return FigurePanel's x-axis fields, and the dodge between series, for the mask ratios of all models."""
     ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
     ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
-    return {"dodge": 100 * (ratios[-1] - ratios[0]) / 60, "ticks": ticks, "x_label": "tokens hidden"}
+    return {
+        "dodge": 100 * (ratios[-1] - ratios[0]) / 60,
+        "ticks": ticks,
+        "x_label": "tokens hidden",
+    }
 
 
-def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_step_efficiency_figure(
+    evidence: Evidence, published: Evidence | None = None
+) -> FigureSpec:
     """Return the figure of intermediate checkpoints' scores over training steps; no panels below two numbers of steps."""
     places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
     steps = sorted(set(places.values()))
@@ -142,7 +193,9 @@ def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None 
         "unit": "steps",
         "ticks": {place: format_tick(place) for place in steps} if len(steps) <= 8 else None,
     }
-    return _build_efficiency_figure("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
+    return _build_efficiency_figure(
+        "efficiency-steps", "Data efficiency by step", evidence, published, places, **axis
+    )
 
 
 def build_flop_efficiency_figure(
@@ -164,7 +217,12 @@ def build_flop_efficiency_figure(
 
 
 def _build_efficiency_figure(
-    key: str, title: str, evidence: Evidence, published: Evidence | None, places: Mapping[ModelKey, float], **axis
+    key: str,
+    title: str,
+    evidence: Evidence,
+    published: Evidence | None,
+    places: Mapping[ModelKey, float],
+    **axis,
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints at the given x positions, a line per objective, mask ratio and size."""
     if len(set(places.values())) < 2:
@@ -175,7 +233,9 @@ def _build_efficiency_figure(
     for one, at in places.items():
         groups[objective_name(one), one.mask_ratio, one.size].append((at, one))
     series = []
-    for kind in sorted(groups, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))):
+    for kind in sorted(
+        groups, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))
+    ):
         name, mask, size = kind
         colour, marker = OBJECTIVE_STYLES.get(name, (PURPLE, "D"))
         label = name + (f" {format_percent(mask)}" if mask is not None and len(masks) > 1 else "")
@@ -195,13 +255,25 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
     mask = evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.model_keys():
-        if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
+        if (
+            one.decayed
+            and not one.cpt_mlm_steps
+            and not one.schedule
+            and one.mask_ratio in (None, mask)
+        ):
             budgets[one.size, one.steps].append((100 * one.clm_share, one))
     for where, members in list(budgets.items()):
-        if not any(objective_name(one) == "CLM + MLM" for _, one in members) or len({share for share, _ in members}) < 2:
+        if (
+            not any(objective_name(one) == "CLM + MLM" for _, one in members)
+            or len({share for share, _ in members}) < 2
+        ):
             del budgets[where]
     if not budgets:
-        return FigureSpec(key, title, "No two-stage model (CLM, then MLM) and another model of the same budget have scores.")
+        return FigureSpec(
+            key,
+            title,
+            "No two-stage model (CLM, then MLM) and another model of the same budget have scores.",
+        )
     names = _name_budgets(evidence, budgets)
     style = assign_styles(list(names.values()))
     series = [(name, style[name], budgets[where]) for where, name in names.items()]
@@ -211,14 +283,21 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
     return build_family_figure(key, title, caption, evidence, series, published, **axis)
 
 
-def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
+def _name_budgets(
+    evidence: Evidence, budgets: Collection[tuple[str, int]]
+) -> dict[tuple[str, int], str]:
     """Return a distinct legend name for each (size, steps), in order of size and steps."""
     sizes = evidence.sort_sizes(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
-    return {(size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
+    return {
+        (size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "")
+        for size, steps in order
+    }
 
 
-def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_continued_pretraining_figure(
+    evidence: Evidence, published: Evidence | None = None
+) -> FigureSpec:
     """Return the figure of scores over MLM steps of continued pretraining by parent (at 0); no panels if none."""
     key = "continued-pretraining"
     title = "Continued pretraining by length"
@@ -227,7 +306,9 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
     for one in model_keys:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
             parent = parent_key(one)
-            members = groups[replace(parent, seed=1), one.mask_ratio]  # one line for all seeds of a model
+            members = groups[
+                replace(parent, seed=1), one.mask_ratio
+            ]  # one line for all seeds of a model
             members.append(one)
             if parent in model_keys and parent not in members:
                 members.append(parent)
@@ -235,24 +316,40 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
     sizes = evidence.sort_sizes(parent for parent, _ in groups)
     masks = {mask for _, mask in groups}
-    order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
+    order = sorted(
+        groups,
+        key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]),
+    )
     kinds = [objective_name(parent) for parent, _ in order]
     names = [f"from {kind}" for kind in kinds]
     line_styles = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
     if len(set(kinds)) < len(kinds):  # the objective is not unique
         for at, (parent, mask) in enumerate(order):
-            names[at] += f" {format_steps(parent.steps)}" + (f", {parent.size}" if len(sizes) > 1 else "")
+            names[at] += f" {format_steps(parent.steps)}" + (
+                f", {parent.size}" if len(sizes) > 1 else ""
+            )
             names[at] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
         line_styles = [assign_styles(names)[name] for name in names]
     places = ([(one.cpt_mlm_steps, one) for one in groups[where]] for where in order)
     series = list(zip(names, line_styles, places, strict=True))
     lengths = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
     ticks = {float(steps): format_steps(steps) for steps in lengths}
-    axis = {"dodge": lengths[-1] / 70, "ticks": ticks, "x_label": "MLM steps after the finished model"}
-    return build_family_figure(key, title, "Finished, decayed models are at 0.", evidence, series, published, **axis)
+    axis = {
+        "dodge": lengths[-1] / 70,
+        "ticks": ticks,
+        "x_label": "MLM steps after the finished model",
+    }
+    return build_family_figure(
+        key, title, "Finished, decayed models are at 0.", evidence, series, published, **axis
+    )
 
 
-_PLAIN_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
+_PLAIN_STYLES = {
+    "MLM": (ORANGE, "s"),
+    "CLM": (BLUE, "o"),
+    "MLM on CLM": (BLUE, "v"),
+    "MLM on MLM": (ORANGE, "D"),
+}
 """Styles of CLM and MLM models in the figure of other schedules."""
 
 
@@ -268,11 +365,16 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     names = _name_budgets(evidence, budgets)
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
     for at, where in enumerate(names):
-        labels = sorted(map(recipe_label, budgets[where]), key=lambda label: label not in _PLAIN_STYLES)
+        labels = sorted(
+            map(recipe_label, budgets[where]), key=lambda label: label not in _PLAIN_STYLES
+        )
         for one in budgets[where]:
             place = at + 0.8 * ((labels.index(recipe_label(one)) + 0.5) / len(labels) - 0.5)
             placed[recipe_label(one)] += [(place, key) for key in recipes[one]]
-    order = [*(label for label in _PLAIN_STYLES if label in placed), *(label for label in placed if label not in _PLAIN_STYLES)]
+    order = [
+        *(label for label in _PLAIN_STYLES if label in placed),
+        *(label for label in placed if label not in _PLAIN_STYLES),
+    ]
     free = itertools.cycle(style for style in STYLES if style[0] not in (BLUE, ORANGE))
     series = [(label, _PLAIN_STYLES.get(label) or next(free), placed[label]) for label in order]
     ticks = {float(at): name.removesuffix(" steps") for at, name in enumerate(names.values())}
@@ -282,4 +384,6 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
         "there are none."
     )
     axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
-    return build_family_figure("other-schedules", "Other schedules", caption, evidence, series, **axis)
+    return build_family_figure(
+        "other-schedules", "Other schedules", caption, evidence, series, **axis
+    )

@@ -36,14 +36,19 @@ class ReportFigure:
 
 
 def build_figures(
-    evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[ModelKey, float], published: Evidence | None = None
+    evidence: Evidence,
+    runs: Mapping[str, TrainedRun],
+    flops: Mapping[ModelKey, float],
+    published: Evidence | None = None,
 ) -> list[ReportFigure]:
     """Return all figures of the report, in order; `published` results in or next to them; `flops`: FLOPs by model."""
     published_flops = published_flops_by_model(published) if published else {}
 
     def build_flop_figure(scores: Evidence, published: Evidence | None = None) -> FigureSpec:
         """Build the figure of FLOP efficiency with the FLOPs that belong to `scores`."""
-        return objectives.build_flop_efficiency_figure(scores, flops if scores is evidence else published_flops, published)
+        return objectives.build_flop_efficiency_figure(
+            scores, flops if scores is evidence else published_flops, published
+        )
 
     def build_with_published(*builders: Callable[..., FigureSpec]) -> list[ReportFigure]:
         """Call each builder for the evidence, and for the published results if they do not fit into the same figure."""
@@ -65,7 +70,9 @@ def build_figures(
             build_flop_figure,
         ),
         ReportFigure(build_rate_figure(evidence)),
-        *build_with_published(objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure),
+        *build_with_published(
+            objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure
+        ),
         *([ReportFigure(others)] if others else []),
         ReportFigure(build_loss_figure(runs)),
     ]
@@ -92,24 +99,53 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Return the figure of pretraining runs' held-out losses over steps, a panel per objective; no panels without any."""
     key = "losses"
     title = "Held-out loss of the runs"
-    curves = {name: run_curves for name, run in runs.items() if (run_curves := held_out_curves(run.validations))}
+    curves = {
+        name: run_curves
+        for name, run in runs.items()
+        if (run_curves := held_out_curves(run.validations))
+    }
     if not curves:
-        why = "No run has a validation." if runs else "No runs were given; pass their directory with --runs."
+        why = (
+            "No run has a validation."
+            if runs
+            else "No runs were given; pass their directory with --runs."
+        )
         return FigureSpec(key, title, why)
     run_styles = assign_styles(list(curves)) if len(curves) <= _MAX_NAMED_RUNS else {}
     panels = []
-    for under in dict.fromkeys(of for objective_curves in curves.values() for of in objective_curves):
+    for under in dict.fromkeys(
+        of for objective_curves in curves.values() for of in objective_curves
+    ):
         lines = []
         for kind, (label, colour) in _RUN_KIND_STYLES.items():
             for name in [
-                name for name, objective_curves in curves.items() if runs[name].kind == kind and under in objective_curves
+                name
+                for name, objective_curves in curves.items()
+                if runs[name].kind == kind and under in objective_curves
             ]:
                 x, values = curves[name][under]
                 thinned = range(0, len(x), -(-len(x) // _MAX_POINTS))
-                points = tuple(FigurePoint(x[at], values[at]) for at in sorted({*thinned, len(x) - 1}))
+                points = tuple(
+                    FigurePoint(x[at], values[at]) for at in sorted({*thinned, len(x) - 1})
+                )
                 run_colour, marker = run_styles.get(name, (colour, "."))
-                lines.append(FigureLine(name if run_styles else label, run_colour, "" if len(points) > 12 else marker, points))
-        panels.append(FigurePanel(f"under {under}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
+                lines.append(
+                    FigureLine(
+                        name if run_styles else label,
+                        run_colour,
+                        "" if len(points) > 12 else marker,
+                        points,
+                    )
+                )
+        panels.append(
+            FigurePanel(
+                f"under {under}",
+                tuple(lines),
+                "step",
+                "loss (nats a predicted token)",
+                unit="steps",
+            )
+        )
     caption = (
         "Loss on held-out text under each objective, independent of the training objective at that step. A branch begins at "
         "its parent's step; continued pretraining counts its own steps."
@@ -126,29 +162,47 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         of_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
         for one in evidence.scores:
             finished = one.model_key is not None and one.model_key.decayed
-            if (one.family, one.dataset) == (family, dataset) and finished and (sensitivity := rate_sensitivity(one)) is not None:
+            if (
+                (one.family, one.dataset) == (family, dataset)
+                and finished
+                and (sensitivity := rate_sensitivity(one)) is not None
+            ):
                 kind = objective_name(one.model_key)
                 if kind == "CLM" and one.model_key.cpt_mlm_steps:  # continued MLM on a CLM model
                     kind = "CLM + MLM"
                 best = max(sensitivity.means.values())
-                lost = {rate: 100 * (mean - best) for rate, mean in sorted(sensitivity.means.items())}
+                lost = {
+                    rate: 100 * (mean - best) for rate, mean in sorted(sensitivity.means.items())
+                }
                 of_kind[kind if kind in of_kind else "other"].append(lost)
         lines = []
         for kind, models in of_kind.items():
             if 1 < len(models) <= 40:
                 points = (tuple(itertools.starmap(FigurePoint, lost.items())) for lost in models)
-                lines += [FigureLine("", _OBJECTIVES[kind][0], "", each, light=True, labelled=False) for each in points]
+                lines += [
+                    FigureLine("", _OBJECTIVES[kind][0], "", each, light=True, labelled=False)
+                    for each in points
+                ]
             common = sorted(set.intersection(*map(set, models))) if models else ()
             if common:
-                means = (FigurePoint(rate, math.fsum(lost[rate] for lost in models) / len(models)) for rate in common)
+                means = (
+                    FigurePoint(rate, math.fsum(lost[rate] for lost in models) / len(models))
+                    for rate in common
+                )
                 lines.append(FigureLine(kind, *_OBJECTIVES[kind], tuple(means)))
         if lines:
             ticks = {
                 rate: format_learning_rate(rate).replace("e-0", "e-")
                 for rate in sorted({p.x for line in lines for p in line.points})
             }
-            axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
-            panels.append(FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
+            axis = {
+                "x_label": "learning rate of the fine-tuning",
+                "y_label": "points below own best",
+                "log": True,
+            }
+            panels.append(
+                FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis)
+            )
     if not panels:
         why = "No model has results of every seed at two learning rates; published tables have only chosen rates."
         return FigureSpec(key, title, why)
@@ -157,7 +211,9 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         "strong ones the mean of an objective. The flatter a line, the less the choice of the rate matters."
     )
     if any(one.collapsed_runs for one in evidence.scores):
-        caption += " Models that collapse at every rate are flat too; see the table of collapsed runs."
+        caption += (
+            " Models that collapse at every rate are flat too; see the table of collapsed runs."
+        )
     if any(one.failed_seeds for one in evidence.scores):
         caption += (
             " Runs with a NaN loss count as the trivial baseline if the results contain it; else the rate is left out of the "
@@ -166,4 +222,6 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
     return FigureSpec(key, title, caption, tuple(panels))
 
 
-_OBJECTIVES = {kind: OBJECTIVE_STYLES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")}
+_OBJECTIVES = {
+    kind: OBJECTIVE_STYLES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")
+}

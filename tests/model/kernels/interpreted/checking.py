@@ -16,11 +16,18 @@ HOST, WIDTHS = torch.device("cpu"), LayerWidths(hidden=48, head=12, ffn=80, voca
 ODD_WIDTHS = LayerWidths(hidden=171, head=10, ffn=33, vocabulary=2500)
 
 
-@pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, WIDTHS), (torch.float32, ODD_WIDTHS)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [(torch.bfloat16, WIDTHS), (torch.float32, ODD_WIDTHS)], ids=str
+)
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "sum"])
 def test_what_is_right_passes(name, dtype, widths):
     verdict = check_kernel(name, HOST, dtype, widths)
-    assert (verdict.name, verdict.available, verdict.reason, verdict.passed) == (name, True, "", True)
+    assert (verdict.name, verdict.available, verdict.reason, verdict.passed) == (
+        name,
+        True,
+        "",
+        True,
+    )
     assert 0 < verdict.error < verdict.tolerance in TOLERANCE.values()
 
 
@@ -81,7 +88,9 @@ def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, c
     names = ("layer_norm", "rotary", "geglu", "loss", "sum")  # those that a model has
     found = selftest.select_fused_kernels(True, HOST, torch.float32, WIDTHS, names)
     selftest._test_kernels.cache_clear()
-    assert found == selftest.FusedKernels(layer_norm=True, rotary=False, geglu=True, loss=True, sum=True)
+    assert found == selftest.FusedKernels(
+        layer_norm=True, rotary=False, geglu=True, loss=True, sum=True
+    )
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 
@@ -92,7 +101,11 @@ def test_what_cannot_run_is_not_available(monkeypatch):
 
     monkeypatch.setattr(glu, "_TritonGLU", type("Broken", (), {"apply": refuse}))
     verdict = check_kernel("swiglu", HOST, torch.float32, WIDTHS)
-    assert (verdict.available, verdict.error, verdict.reason) == (False, None, "RuntimeError: no such device")
+    assert (verdict.available, verdict.error, verdict.reason) == (
+        False,
+        None,
+        "RuntimeError: no such device",
+    )
 
 
 def test_the_host_adds_no_bfloat16_products_up_in_float32():

@@ -19,7 +19,14 @@ SHAPE = "--hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --num-que
 SHAPE += " --micro-batch-size 1 --global-batch-size 1 --train-iters 4 --bf16"
 TOKENS, HIDDEN, FFN, DIM, QUERIES, KEYS = 64, 48, 80, 12, 48, 24  # the last two: widths
 PARAMETERS = HIDDEN * (2 * QUERIES + 2 * KEYS + 3 * FFN)
-NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_assert_async")
+NO_LAUNCH = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "_assert_async",
+)
 
 
 class Launches(TorchDispatchMode):
@@ -36,9 +43,19 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        outputs = [tensor for tensor in (result if isinstance(result, tuple | list) else [result]) if isinstance(tensor, Tensor)]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, Tensor)}
-        is_view = not function._schema.is_mutable and any(out.untyped_storage().data_ptr() in storages for out in outputs)
+        outputs = [
+            tensor
+            for tensor in (result if isinstance(result, tuple | list) else [result])
+            if isinstance(tensor, Tensor)
+        ]
+        storages = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in arguments
+            if isinstance(tensor, Tensor)
+        }
+        is_view = not function._schema.is_mutable and any(
+            out.untyped_storage().data_ptr() in storages for out in outputs
+        )
         name = function.overloadpacket.__name__
         if outputs and not is_view and name not in NO_LAUNCH:
             self.add(name)
@@ -77,7 +94,9 @@ class _Attention(torch.autograd.Function):
             return tuple(torch.ones_like(x) for x in ctx.likes)
 
 
-def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, monkeypatch) -> Launches:
+def count_micro_batch(
+    layers: int, flags: list[str], fused: set[str], corpus, monkeypatch
+) -> Launches:
     """The launches of a micro-batch of a model with `layers` layers, which uses the kernels `fused` and those of all models."""
     from megaenc.backend import main_grad
     from megaenc.model import layer, linear_cross_entropy
@@ -85,7 +104,9 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
 
-    monkeypatch.setattr(selftest, "check_kernel", lambda name, *_: selftest.SelfTestResult(name, True, 0.0, 1.0, ""))
+    monkeypatch.setattr(
+        selftest, "check_kernel", lambda name, *_: selftest.SelfTestResult(name, True, 0.0, 1.0, "")
+    )
     launches = Launches()
 
     def accumulate(total, a, b, *, in_float32):
@@ -95,7 +116,9 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
             product = a.float() @ b.float()
             return product if total is None else total.add_(product)
 
-    plan = build_plan(parse_config([*corpus.flags, *SHAPE.split(), "--num-layers", str(layers), *flags], "test"))
+    plan = build_plan(
+        parse_config([*corpus.flags, *SHAPE.split(), "--num-layers", str(layers), *flags], "test")
+    )
     device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
@@ -104,7 +127,11 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
         used = {name for name, is_used in engine.fused_kernels.items() if is_used}
         assert used == {"rotary", "loss", "sum", *fused}
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "compute_attention", lambda name, q, k, v, *_, **__: _Attention.apply(q, k, v))
+            patch.setattr(
+                layer,
+                "compute_attention",
+                lambda name, q, k, v, *_, **__: _Attention.apply(q, k, v),
+            )
             for module in (main_grad, linear_cross_entropy):
                 patch.setattr(module, "accumulate_matmul", accumulate)
             specs = engine.micro_batch_specs(1)
@@ -127,7 +154,9 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
     ids=["tiny", "modernbert-base"],
 )
 def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch):
-    two, three = (count_micro_batch(layers, flags, fused, small_corpus, monkeypatch) for layers in (2, 3))
+    two, three = (
+        count_micro_batch(layers, flags, fused, small_corpus, monkeypatch) for layers in (2, 3)
+    )
     assert not two.counts - three.counts
     assert three.counts - two.counts == {
         "mm": 8,  # outputs and gradients of inputs
@@ -147,4 +176,6 @@ def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch)
     assert moved["norm_forward_kernel"] == 8 * token * HIDDEN + 2 * HIDDEN * 2
     assert moved["qkv_rotary_kernel"] == 4 * token * (QUERIES + 2 * KEYS) + 2 * TOKENS * DIM * 4
     assert moved["glu_forward_kernel"] + moved["glu_backward_kernel"] == 8 * token * FFN
-    assert moved["addmm"] == token * (4 * HIDDEN + 2 * QUERIES + 2 * KEYS + 3 * FFN) + 8 * PARAMETERS
+    assert (
+        moved["addmm"] == token * (4 * HIDDEN + 2 * QUERIES + 2 * KEYS + 3 * FFN) + 8 * PARAMETERS
+    )

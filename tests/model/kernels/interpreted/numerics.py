@@ -12,7 +12,9 @@ from megaenc.model.kernels.norm import layer_norm, rms_norm
 from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+both = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
 norms = pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 
 
@@ -50,7 +52,9 @@ def test_slices_of_odd_alignment_are_as_good_as_whole_tensors(name, dtype):
 
 @norms
 def test_norm_of_a_rounded_sum_is_that_of_what_is_passed_on(norm):
-    x, residual, weight = (draw(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (40, 64), (64,)))
+    x, residual, weight = (
+        draw(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (40, 64), (64,))
+    )
     total, out = norm(x, weight, 1e-5, residual)
     assert torch.equal(out, norm(total, weight, 1e-5))
 
@@ -80,8 +84,14 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
     labels = torch.randint(0, 937, (predictions,))
 
     def outcome(**how):
-        loss, correct = linear_cross_entropy(hidden, weight, Predictions(None, labels), 937, group, **how)
-        return loss, correct, torch.autograd.grad(loss * 0.5, (hidden, weight))  # as the schedules scale it
+        loss, correct = linear_cross_entropy(
+            hidden, weight, Predictions(None, labels), 937, group, **how
+        )
+        return (
+            loss,
+            correct,
+            torch.autograd.grad(loss * 0.5, (hidden, weight)),
+        )  # as the schedules scale it
 
     plain, plain_correct, expected = outcome()
     off = 1e-6 if dtype == torch.float32 else 2**-7
@@ -100,7 +110,9 @@ def test_nothing_is_kept_but_what_came():
     x, weight = draw(5, 1, 64), draw(64)
     cos = torch.ones(5, 1, 1, 32)
     turn = Rotation(cos, cos, fused=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         rms_norm(x, weight, 1e-5)
         glu(x, "silu")
         turn(x[:, :, None])
