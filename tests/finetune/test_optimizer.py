@@ -91,8 +91,10 @@ def test_updates_are_those_of_the_trainer(make):
         assert updates.step() == pytest.approx(norms[-1], rel=1e-5)
         assert all(parameter.grad is None for parameter in model.parameters())
     assert min(norms) < 1 < max(norms)
+    # Attention over one token has no gradient but rounding, which Adam divides by its epsilon: of
+    # float64 both differ by up to 2e-5.
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-5)
 
 
 def _flat(weights):

@@ -243,10 +243,9 @@ class _Products:
         """
         q = q[self.groups, self.queries]
         k = k[self.groups, self.keys]
-        q_float = q.float()
-        k_float = k.float()
-        with float32_by_onednn():
-            scores = self._compute_scores(q_float, k_float, scale)
+        is_exact = q.dtype == torch.bfloat16  # float32 numbers would be rounded with AMX
+        with float32_by_onednn() if is_exact else contextlib.nullcontext():
+            scores = self._compute_scores(q.float(), k.float(), scale)
         largest = scores.amax(-1, keepdim=True) if is_training and not self.block.is_kept else None
         probabilities = torch.softmax(scores, -1, out=scores).to(q.dtype)
         return probabilities, probabilities if largest is None else largest
