@@ -1,1 +1,1 @@
-"""Text to packs: sources, tokenizers, preprocessing to `.bin`/`.idx`, packing and the order of packs."""
+"""Text to packs: sources, tokenizers, preprocessing, packing and order of packs."""

@@ -1,4 +1,4 @@
-"""English demo corpus without a download, from the docstrings of Python and of the installed packages."""
+"""English demo corpus from docstrings of Python and of the installed packages."""
 
 import ast
 import contextlib
@@ -53,7 +53,8 @@ HELDOUT = "heldout.jsonl"
 RECORD = "demo.json"
 LOCK = ".demo.lock"
 PARTS = ("python", "packages")
-"""Parts of the corpus for blends: the documentation of Python's own library, and that of the installed packages."""
+"""Parts of the corpus for blends: the documentation of Python's own library, and that of the
+installed packages."""
 
 _MOST_FREQUENT_WORDS = """
     a about after all also an and any are as at be been before but by can do does each for from has have how if in into is it its
@@ -78,10 +79,8 @@ _START = re.compile(
 )
 _MARKUP = (
     (re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)"), r"\1"),  # Markdown links
-    (
-        re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"),
-        r"\1",
-    ),  # code, reST roles and links
+    # Code, reST roles and links.
+    (re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"), r"\1"),
     (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*]+?)(?<=\S)\1(?![\w*])"), r"\2"),
     (re.compile(r"<(https?|mailto):[^>\s]*>|</?\w+[^<>]*>|\[\[(?=\w)|\]\]"), ""),
     (re.compile(r"\s+"), " "),
@@ -91,26 +90,30 @@ _MARKUP = (
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Paths of a demo's files: corpus.jsonl, heldout.jsonl, the tokenizer folder, and the preprocessed corpus's prefix.
+    """Paths of a demo corpus, its held-out text, tokenizer and preprocessed corpus.
 
-    The JSONL files share no paragraph.
+    The two JSONL files share no paragraph.
     """
 
     corpus: Path
     heldout: Path
     tokenizer: Path
     data_prefix: Path
-    """Prefix of the preprocessed corpus, for --data-path; written, like the tokenizer, only by `ensure_demo`."""
+    """Prefix of the preprocessed corpus, for --data-path; written, like the tokenizer, only by
+    `ensure_demo`."""
 
     @classmethod
     def in_folder(cls, folder: Path) -> "DemoPaths":
-        """Return the paths of the demo in `folder` by their fixed names, without looking for the files."""
+        """Return the fixed paths of a demo in `folder`, without looking for the files."""
         return cls(
             folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document"
         )
 
     def part_prefix(self, part: str) -> Path:
-        """Return the prefix of the preprocessed corpus of `part`, one of PARTS; written only by `ensure_demo`."""
+        """Return the prefix of the preprocessed corpus of `part`, one of PARTS.
+
+        Only `ensure_demo` writes this corpus.
+        """
         return self.corpus.parent / f"{part}_text_document"
 
 
@@ -119,15 +122,23 @@ class DemoConfig:
     """Flag of `megaenc demo`: `output`, the folder for the demo corpus."""
 
     output: str = "demo"
-    """Folder for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of these names are refused."""
+    """Folder for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of
+    these names are refused."""
 
 
 def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPaths:
-    """Write installed packages' docstrings as corpus.jsonl, heldout.jsonl and demo.json, unless present; return the paths.
+    """Write the demo corpus into `folder` unless it exists, and return its paths.
 
-    Each source file gives one document with the id `package/path`, in sorted order; one in fifty, chosen by a hash of its id, is
-    held out. The same packages give the same bytes. Concurrent processes wait for the first. Raises InputError, before anything
-    is written, for files of these names that are not a demo; `flag` names the source of `folder` in errors.
+    Each source file of the installed packages gives one document, the prose of its docstrings, with
+    the id `package/path`, in sorted order; one in fifty, chosen by a hash of its id, goes into
+    heldout.jsonl. The same packages give the same bytes. demo.json records the hashes of both
+    files. Concurrent processes wait for the first.
+
+    Args:
+        flag: Source of `folder`, for errors.
+
+    Raises:
+        InputError: A file of these names is not a demo's; nothing has been written.
     """
     folder = Path(folder)
     if built := find_demo_corpus(folder):
@@ -136,7 +147,8 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
     with wait_for_lock(folder / LOCK):
         if built := find_demo_corpus(folder):  # another process may have built it meanwhile
             return built
-        # Renamed in this order: no file exists without its record, and the corpus only if the held-out documents exist.
+        # Renamed in this order: no file exists without its record, and the corpus only with the
+        # held-out documents.
         targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
         with atomic_files(*targets, before_rename=lambda: find_demo_corpus(folder)) as (
             record,
@@ -159,9 +171,10 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
 
 
 def find_demo_corpus(folder: Path) -> DemoPaths | None:
-    """Return the paths of the demo corpus in `folder`, None if incomplete; InputError if a file of its names differs.
+    """Return the paths of the demo corpus in `folder`, or None if it is incomplete.
 
-    Foreign are files of these names that differ from `demo.json` or are not listed there.
+    Raises:
+        InputError: A file of its names differs from `demo.json` or is not listed there.
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
@@ -193,7 +206,10 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
 
 
 def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
-    """Return (id, text) of demo documents not held out, from `folder`, or from the packages if it has no valid corpus."""
+    """Return (id, text) of the demo documents that are not held out.
+
+    They come from `folder`, or from the installed packages if it has no valid corpus.
+    """
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(folder):
             with open(built.corpus, encoding="utf-8") as stream:
@@ -206,7 +222,10 @@ def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
 
 
 def is_held_out(document_id: str) -> bool:
-    """Return whether a hash of a demo document's id puts it into heldout.jsonl, not corpus.jsonl (2 documents in 100)."""
+    """Return whether a demo document belongs to heldout.jsonl, by a hash of its id.
+
+    These are 2 documents in 100.
+    """
     return (
         int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
         < _HELD_OUT_PERCENT
@@ -214,7 +233,7 @@ def is_held_out(document_id: str) -> bool:
 
 
 def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
-    """Return the PARTS that `prefixes` or patterns of them name.
+    """Return those of PARTS that `prefixes`, or patterns of prefixes, name.
 
     None if one of them names no corpus of the demo in `folder`.
     """
@@ -237,9 +256,15 @@ def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tup
 def ensure_demo(
     folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()
 ) -> DemoPaths:
-    """Build a demo's missing text, tokenizer, corpus and corpora of `parts` (of PARTS); return its paths.
+    """Build what a demo lacks of text, tokenizer and corpora, and return its paths.
 
-    Concurrent processes wait for the first. Raises InputError for a demo of another vocabulary size and for foreign files.
+    Concurrent processes wait for the first.
+
+    Args:
+        parts: Those of PARTS for which a corpus of their own is built too.
+
+    Raises:
+        InputError: The demo has another vocabulary size, or files of its names are not a demo's.
     """
     from megaenc.data.indexed.metadata import read_corpus_metadata
     from megaenc.data.preprocess.command import PreprocessConfig, preprocess
@@ -306,7 +331,7 @@ def ensure_demo(
 
 
 def _find_source_files() -> Iterator[tuple[str, str]]:
-    """Yield (document id, path) of each Python source file of the standard library and the packages."""
+    """Yield (document id, path) of the Python files of the library and the packages."""
     roots = [("python", sysconfig.get_path("stdlib"))]
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -323,7 +348,10 @@ def _find_source_files() -> Iterator[tuple[str, str]]:
 
 
 def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (id, text) in the order of `sources`; paragraphs with the similarity key of an earlier one are left out."""
+    """Yield (id, text) in the order of `sources`, each paragraph only once.
+
+    A paragraph with the similarity key of an earlier one is left out.
+    """
     known_keys: set[str] = set()
     for (name, _), paragraphs in zip(
         sources, map_source_files(_read_paragraphs, sources, "reading documentation"), strict=True
@@ -341,7 +369,10 @@ def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str
 def map_source_files(
     read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str
 ) -> Iterator[Any]:
-    """Yield `read(source)` for each of `sources` in order, from one process per core, and show progress as `label`."""
+    """Yield `read(source)` for each of `sources`, in order, with a progress line.
+
+    There is one process per core; `label` names the progress.
+    """
     with (
         start_pool(read, usable_core_count()) as read_all,
         ProgressLine(label, len(sources)) as progress,
@@ -352,7 +383,10 @@ def map_source_files(
 
 
 def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
-    """Return (paragraph, similarity key) for each English paragraph in the strings of the file at `source[1]`."""
+    """Return (English paragraph, similarity key) of the strings in a source file.
+
+    `source` is (document id, path).
+    """
     code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
     return [
         (paragraph, similarity_key(paragraph))
@@ -362,7 +396,10 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def find_long_strings(source: str) -> list[tuple[int, str]]:
-    """Return (line, text) of each string literal of 60 characters or more in Python source, sorted; [] if it is invalid."""
+    """Return (line, text) of each string literal of 60 characters or more, sorted.
+
+    The list is empty for source that is not valid Python.
+    """
     try:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -375,7 +412,10 @@ def find_long_strings(source: str) -> list[tuple[int, str]]:
 
 
 def extract_paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a docstring, reST or Markdown text that are English prose, each on one line without markup."""
+    """Yield the English paragraphs of a docstring, reST or Markdown text.
+
+    Each is one line without markup.
+    """
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(
         lambda match: "\n" if match[2].startswith("..") else f"{match[1]}{match[2]}\n\n",
@@ -405,14 +445,20 @@ def extract_paragraphs(text: str) -> Iterator[str]:
 
 
 def strip_markup(text: str) -> str:
-    """Return `text` on one line without reST, Markdown and HTML markup; the words of links, code and emphasis stay."""
+    """Return `text` on one line without reST, Markdown and HTML markup.
+
+    The words of links, code and emphasis stay.
+    """
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def is_english_prose(text: str) -> bool:
-    """Return whether `text` has the length, case, final sign, letters and stop words of English prose, and no code."""
+    """Return whether `text` looks like English prose and not like code.
+
+    It is judged by length, case, final sign, letters and stop words.
+    """
     words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
     count = len(words)
     letters = sum(char.isalpha() or char.isspace() for char in text)
@@ -428,7 +474,10 @@ def is_english_prose(text: str) -> bool:
 
 
 def similarity_key(paragraph: str) -> str:
-    """Return a key for near-duplicates: the words in lower case without punctuation, `_` for numbers and identifiers."""
+    """Return a key that is equal for near-duplicate paragraphs.
+
+    It has the words in lower case without punctuation, and `_` for numbers and identifiers.
+    """
     words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
     return " ".join(
         word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words
@@ -437,7 +486,7 @@ def similarity_key(paragraph: str) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc demo`: write corpus.jsonl, heldout.jsonl and demo.json into --output unless they exist."""
+    """Run `megaenc demo`: write the demo corpus into --output unless it exists."""
     silence_libraries()
     settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)
     with exit_on_sigterm():

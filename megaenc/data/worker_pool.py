@@ -1,4 +1,7 @@
-"""Pools of threads, or of child processes that end with this one, which call a function on many items."""
+"""Pools of threads, or of child processes, that call a function on many items.
+
+The child processes end with this process.
+"""
 
 import contextlib
 import itertools
@@ -27,7 +30,10 @@ from megaenc.processes import (
 
 
 class WorkerProcessDied(InputError):
-    """Error that a worker process ended before its work was done; `end` says how, such as `was killed by SIGSEGV`."""
+    """Error that a worker process ended before its work was done.
+
+    `end` tells how, as in `was killed by SIGSEGV`.
+    """
 
     def __init__(self, process_id: int, end: str) -> None:
         super().__init__(f"worker process {process_id} {end}, before it was done")
@@ -35,11 +41,12 @@ class WorkerProcessDied(InputError):
 
 
 class WorkerProcess(ChildProcess):
-    """Child process, a new Python interpreter, that calls `work(item)` for each submitted item, in order.
+    """Child process that calls `work(item)` for each submitted item, in order.
 
-    `work`, items and results must pickle. Not a fork, which threads of tokenizers or torch do not survive, nor one of
-    `multiprocessing`, which imports the caller's `__main__` and so needs a guard there, and in whose pools a process that is
-    killed while it sends a result blocks all others.
+    It is a new Python interpreter: `work`, items and results must pickle. A fork would not survive
+    threads of tokenizers or torch. A process of `multiprocessing` imports the caller's `__main__`
+    and so needs a guard there, and in its pools a process that is killed while it sends a result
+    blocks all others.
     """
 
     def __init__(
@@ -48,7 +55,10 @@ class WorkerProcess(ChildProcess):
         environment: Mapping[str, str],
         output: IO | int | None = None,
     ) -> None:
-        """Start the process; `work` must not be defined in `__main__`, because the process imports it by its module."""
+        """Start the process.
+
+        `work` must not be defined in `__main__`, because the process imports it by its module.
+        """
         pickled_work = pickle.dumps(work)
         self._connection, child_connection = Pipe()
         descriptor = child_connection.fileno()
@@ -64,9 +74,12 @@ class WorkerProcess(ChildProcess):
         return self._thread.submit(self._call, item)
 
     def kill(self) -> None:
-        """Kill the worker process and everything that it has started; its futures end with WorkerProcessDied or are cancelled."""
+        """Kill the worker process and everything that it has started.
+
+        Its futures end with WorkerProcessDied or are cancelled.
+        """
         super().kill()
-        # Wakes the thread even if the process cannot be killed, as in a call of a driver that hangs.
+        # Wakes the thread even if the process cannot be killed, as in a driver that hangs.
         with (
             socket.socket(fileno=os.dup(self._connection.fileno())) as connection,
             contextlib.suppress(OSError),
@@ -90,23 +103,26 @@ class WorkerProcess(ChildProcess):
 
 
 def serve_worker() -> None:
-    """Run the main loop of a worker process: receive `work` and then items from the parent, and send back each result.
+    """Run the main loop of a worker process.
 
-    `sys.argv` holds the parent's process id and the file descriptor of the connection.
+    It receives `work` and then items from the parent, and sends back each result. `sys.argv` holds
+    the parent's process id and the file descriptor of the connection.
     """
     set_up_child(int(sys.argv[1]))
     silence_libraries()
     connection = Connection(int(sys.argv[2]))
-    with contextlib.suppress(
-        EOFError, OSError
-    ):  # the parent is exiting and reports the reason itself
+    # The parent is exiting and reports the reason itself.
+    with contextlib.suppress(EOFError, OSError):
         work = pickle.loads(connection.recv_bytes())
         while True:
             connection.send(_process_item(work, connection.recv_bytes()))
 
 
 def _process_item(work: Callable[[Any], Any], pickled_item: bytes) -> tuple[Any, Exception | None]:
-    """Return the result of `work(item)` and None, or None and the exception, with its traceback in a note."""
+    """Return (result of `work(item)`, None), or (None, exception).
+
+    A note of the exception has its traceback.
+    """
     try:
         return work(pickle.loads(pickled_item)), None
     except Exception as error:
@@ -135,11 +151,13 @@ def start_workers(
 def start_pool(
     work: Callable[[Any], Any], count: int, *, threads: bool = False
 ) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """Start `count` worker processes, or threads for work that mostly releases the GIL, until the end of the block.
+    """Start `count` worker processes or threads, until the end of the block.
+
+    Threads are for work that mostly releases the GIL.
 
     Yields:
-        A function that returns an iterator over `work(item)` in the order of the items, which raises what `work` raises. At most
-        two items per worker are in flight.
+        A function that returns an iterator over `work(item)` in the order of the items, which
+        raises what `work` raises. At most two items per worker are in flight.
 
     Raises:
         WorkerProcessDied: A process ended before it was done.
@@ -150,9 +168,8 @@ def start_pool(
             stack.callback(executor.shutdown, cancel_futures=True)
             submits = [partial(executor.submit, work)] * count
         else:
-            environment = python_environment() | {
-                "TOKENIZERS_PARALLELISM": "false"
-            }  # one core per worker
+            # One core per worker.
+            environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}
             workers = stack.enter_context(start_workers(work, count, environment))
             submits = [worker.submit for worker in workers]
         yield partial(_map_in_order, submits)
@@ -161,7 +178,10 @@ def start_pool(
 def _map_in_order(
     submits: Sequence[Callable[[Any], Future]], items: Iterable[Any]
 ) -> Iterator[Any]:
-    """Yield the results of `items`, which are submitted to the workers in turn, two to each at a time."""
+    """Yield the results of `items`, submitted to the workers in turn.
+
+    Two items are submitted to each at a time.
+    """
     pending: deque[Future] = deque()
     for submit, item in zip(itertools.cycle(submits), items, strict=False):
         if len(pending) == 2 * len(submits):

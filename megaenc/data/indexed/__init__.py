@@ -1,1 +1,1 @@
-"""Tokenized corpora on disk: the `.bin`/`.idx` format of megatron-core, metadata, verification."""
+"""Tokenized corpora on disk: megatron-core's `.bin` and `.idx`, and metadata."""

@@ -1,4 +1,4 @@
-"""A tokenized corpus on disk: PREFIX.bin and PREFIX.idx in Megatron's format, with metadata in PREFIX.json."""
+"""A tokenized corpus on disk: PREFIX.bin, PREFIX.idx and metadata, PREFIX.json."""
 
 import glob
 import hashlib
@@ -27,22 +27,23 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
-_CHECKED_TOKENS = (
-    1 << 22
-)  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
-_CHECKED_SEQUENCES = (
-    1 << 24
-)  # an .idx with more sequences or documents is checked only where it is read
+# Tokens read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer.
+_CHECKED_TOKENS = 1 << 22
+# An .idx with more sequences or documents is checked only where it is read.
+_CHECKED_SEQUENCES = 1 << 24
 _DOCUMENTS_PER_SEARCH = 1 << 16
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
 class Corpus:
-    """Tokenized corpus on disk, memory-mapped: tokens, document and sequence lengths, and metadata (None without .json).
+    """Memory-mapped tokenized corpus on disk, of D documents in S sequences.
 
-    prefix: path without extension; metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
-    document_lengths: int64[D] in tokens, zeros allowed; sequence_lengths: int32[S] in tokens; first_sequences: int64[D + 1],
-    document d holds the sequences first_sequences[d] to first_sequences[d + 1] - 1.
+    - prefix: path without extension;
+    - metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
+    - document_lengths: int64[D] in tokens, zeros allowed;
+    - sequence_lengths: int32[S] in tokens;
+    - first_sequences: int64[D + 1], document d holds the sequences first_sequences[d] to
+      first_sequences[d + 1] - 1.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Corpus:
         token_type: type[np.number],
         metadata: CorpusMetadata | None,
     ):
-        """Build a corpus from its index, with checked ends, and metadata."""
+        """Build a corpus from its metadata and its index, whose ends must be checked."""
         self.prefix = prefix
         self.metadata = metadata
         self._index = index
@@ -66,9 +67,13 @@ class Corpus:
 
     @cached_property
     def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens.
+        """Return the offsets and lengths of all documents in the .bin, in tokens.
 
-        Raises LocalInputError for a damaged index that was too large to check.
+        Returns:
+            int64[D + 1] offsets and int64[D] lengths.
+
+        Raises:
+            LocalInputError: An index that was too large to check is damaged.
         """
         if not _is_checked_at_once(self._index):
             check_index_arrays(self.prefix, self._index, self._tokens.dtype.type)
@@ -79,13 +84,22 @@ class Corpus:
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """Return int64[D], the lengths of all documents in tokens; the first call reads the whole index."""
+        """Return int64[D], the lengths of all documents in tokens.
+
+        The first call reads the whole index.
+        """
         return self._document_bounds[1]
 
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
-        """Return int64, the offsets in the .bin, in tokens, of consecutive `documents` in the last axis; D is the end.
+        """Return the offsets of documents in the .bin, in tokens, as int64.
 
-        Only these entries of the index are read. Raises LocalInputError if the offsets decrease.
+        Only these entries of the index are read.
+
+        Args:
+            documents: Numbers from 0 to D (the end), consecutive in the last axis.
+
+        Raises:
+            LocalInputError: The offsets decrease.
         """
         sequences = self.first_sequences[documents]
         return self._check_offsets(
@@ -93,9 +107,15 @@ class Corpus:
         )
 
     def block_offsets(self, size: int) -> np.ndarray:
-        """Return int64[blocks + 1], the offset in the .bin, in tokens, of each block of `size` documents, then the end.
+        """Return the offset in the .bin of each block of `size` documents, then the end.
 
-        Reads only the index entries of the blocks' first documents. Raises InputError if the offsets decrease.
+        Only the index entries of the blocks' first documents are read.
+
+        Returns:
+            int64[blocks + 1], in tokens.
+
+        Raises:
+            InputError: The offsets decrease.
         """
         path = f"{self.prefix}.idx"
         index = self._index
@@ -112,7 +132,13 @@ class Corpus:
         read_pointers: Callable[[np.ndarray], np.ndarray],
         error: type[InputError],
     ) -> np.ndarray:
-        """Return int64, the offsets in tokens of `sequences`, numbers up to S; `error` if they decrease in the last axis."""
+        """Return the offsets of `sequences` in the .bin, in tokens, as int64.
+
+        Args:
+            sequences: Numbers from 0 to S (the end).
+            read_pointers: Function that reads the byte pointers of sequences.
+            error: Type of the error to raise if offsets decrease in the last axis.
+        """
         count = self.sequences
         offsets = read_pointers(np.clip(sequences, 0, count - 1)) // self._tokens.itemsize
         offsets[sequences == count] = len(self._tokens)
@@ -131,10 +157,14 @@ class Corpus:
 
     @classmethod
     def open(cls, prefix: str | Path) -> "Corpus":
-        """Open PREFIX.bin, .idx and, if present, .json; return the checked Corpus without reading its tokens.
+        """Open PREFIX.bin, .idx and, if present, .json without reading the tokens.
 
-        An index of more than 16,777,216 documents or sequences is checked at its ends, and elsewhere where it is read. Raises
-        InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not match the two.
+        An index of more than 16,777,216 documents or sequences is checked at its ends, and
+        elsewhere where it is read.
+
+        Raises:
+            InputError: A file is missing, foreign or truncated, or PREFIX.json does not match the
+                two.
         """
         prefix = str(prefix)
         token_type = check_index(prefix)
@@ -149,13 +179,19 @@ class Corpus:
         return cls(prefix, index, token_type, metadata)
 
     def expect_random_reads(self) -> None:
-        """Tell the kernel that few documents are read, anywhere in the files, so that it reads no pages around them."""
+        """Tell the kernel that reads are few and scattered, so that it reads no more.
+
+        The pages around those read are left on disk.
+        """
         for array in (self._token_map, self._index.documents, self._index.pointers):
             array._mmap.madvise(mmap.MADV_RANDOM)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the .bin's sha256 from the metadata; without, a hash of the .idx and first and last megabyte of tokens."""
+        """Return a hash of the corpus: the sha256 of the .bin from the metadata.
+
+        Without metadata it is a hash of the .idx and of the first and last megabyte of the .bin.
+        """
         if self.metadata is not None:
             return self.metadata.sha256["bin"]
         with open(f"{self.prefix}.idx", "rb") as index:
@@ -172,7 +208,10 @@ class Corpus:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences: sentences if the documents were split into sentences, else documents."""
+        """Return the number of sequences.
+
+        These are sentences if the documents were split into sentences, else documents.
+        """
         return len(self.sequence_lengths)
 
     @property
@@ -181,9 +220,10 @@ class Corpus:
         return self._tokens.dtype.name
 
     def find_special_tokens(self, eos_id: int | None) -> SpecialTokens:
-        """Return the special tokens around each document.
+        """Return the special tokens around each document, from the metadata.
 
-        They are those of the metadata; without it `eos_id`, if it ends the first document that has tokens.
+        Without metadata it is `eos_id` after each document, if it ends the first document that has
+        tokens.
         """
         if self.metadata is not None:
             return self.metadata.surrounding_tokens
@@ -202,9 +242,10 @@ class Corpus:
         raise AssertionError("a corpus has tokens")
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return a copy of tokens start..stop-1 of a document, int64; InputError for an id beyond the checked vocabulary.
+        """Return a copy of tokens start..stop-1 of a document, as int64.
 
-        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        Raises:
+            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         if start == stop:
             return np.empty(0, dtype=np.int64)
@@ -213,9 +254,10 @@ class Corpus:
     def read_spans(
         self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> np.ndarray:
-        """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64; InputError for too large an id.
+        """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
-        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        Raises:
+            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         # The sequences of a document are contiguous in the .bin: one read may cross them.
         return self.read_ranges(
@@ -225,9 +267,14 @@ class Corpus:
     def read_ranges(
         self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
-        """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64; `documents` are named in errors.
+        """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64.
 
-        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        Args:
+            documents: Documents of the ranges, for errors.
+            begins: Offsets in tokens.
+
+        Raises:
+            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         if len(documents) <= _MAX_SLICED_DOCUMENTS:
             slices = zip(begins.tolist(), (begins + counts).tolist(), strict=True)
@@ -246,7 +293,13 @@ class Corpus:
         return tokens
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError unless the metadata's tokenizer and the first ids fit `vocabulary`; later reads check ids."""
+        """Check the metadata's tokenizer and the first token ids against `vocabulary`.
+
+        Later reads check their ids.
+
+        Raises:
+            InputError: One of them does not fit.
+        """
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
         self._id_limit = vocabulary.size
@@ -256,8 +309,11 @@ class Corpus:
     def _check_ids(
         self, tokens: np.ndarray, where: str, error: type[InputError] = InputError
     ) -> None:
+        """Raise `error` if `tokens` holds an id outside the vocabulary.
+
+        `where` names their place in the corpus.
+        """
         # Negative ids are huge as unsigned numbers: one comparison detects both kinds.
-        """Raise `error` if `tokens` holds an id outside the vocabulary; `where` names their place in the corpus."""
         if int(tokens.view(np.uint64).max()) >= self._id_limit:
             invalid = tokens[(tokens < 0) | (tokens >= self._id_limit)]
             raise error(
@@ -267,15 +323,15 @@ class Corpus:
 
 
 def check_index(prefix: str) -> type[np.number]:
-    """Return the NumPy type of a corpus's tokens; InputError for missing files, a bad .idx header or size, or no tokens.
+    """Return the NumPy type of a corpus's tokens, reading only the .idx header.
 
-    Cheap: reads only the header.
+    Raises:
+        InputError: A file is missing, the .idx has a bad header or size, or there are no tokens.
     """
     refuse_raw_text(prefix)
     for extension in (".idx", ".bin"):
-        if not os.path.isfile(
-            prefix + extension
-        ):  # unlike Path's, False for a name that is too long
+        # Unlike Path's, `isfile` is False for a name that is too long.
+        if not os.path.isfile(prefix + extension):
             raise InputError(
                 f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_suggest_prefix(prefix)}"
             )
@@ -302,9 +358,8 @@ def check_index(prefix: str) -> type[np.number]:
         raise InputError(
             f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})"
         )
-    expected_bytes = (
-        HEADER.size + 12 * sequences + 8 * indices
-    )  # int32 lengths, int64 pointers, int64 document indices
+    # int32 lengths, int64 pointers, int64 document indices.
+    expected_bytes = HEADER.size + 12 * sequences + 8 * indices
     if index_bytes != expected_bytes:
         problem = "truncated" if index_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(
@@ -316,7 +371,7 @@ def check_index(prefix: str) -> type[np.number]:
 
 
 def refuse_raw_text(prefix: str) -> None:
-    """Raise InputError if `prefix` is itself a file, such as text that is not tokenized yet."""
+    """Raise InputError if `prefix` is a file, such as text not tokenized yet."""
     is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(
         f"{prefix}.idx"
     )
@@ -328,7 +383,10 @@ def refuse_raw_text(prefix: str) -> None:
 
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
-    """Raise InputError if documents or sequences in the checked .idx are inconsistent or do not fill the .bin."""
+    """Raise InputError if the arrays of the .idx are inconsistent.
+
+    Its sequences must fill the documents and the .bin. The header must have been checked.
+    """
     lengths = index.lengths
     indices = index.documents
     # Differences of non-negative numbers cannot overflow.
@@ -344,9 +402,10 @@ def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.numb
 def check_index_ends(
     prefix: str, index: IndexArrays, token_type: type[np.number], expected_bytes: int | None = None
 ) -> None:
-    """Raise InputError if first and last documents and sequences do not fit the .bin, of `expected_bytes` if given.
+    """Raise InputError if first and last documents and sequences do not fit the .bin.
 
-    Without `expected_bytes` the last sequence decides.
+    Args:
+        expected_bytes: Size of the .bin; None: the end of the last sequence.
     """
     lengths = index.lengths
     pointers = index.pointers
@@ -363,12 +422,15 @@ def check_index_ends(
 
 
 def _is_checked_at_once(index: IndexArrays) -> bool:
-    """Return whether an index is small enough to be checked as a whole when it is opened."""
+    """Return whether an index is small enough to be checked whole when it is opened."""
     return max(len(index.lengths), len(index.documents)) <= _CHECKED_SEQUENCES
 
 
 def check_bin_size(prefix: str, expected_bytes: int) -> None:
-    """Raise InputError unless PREFIX.bin has `expected_bytes`, computed from the sequence lengths in the .idx."""
+    """Raise InputError unless PREFIX.bin has `expected_bytes`.
+
+    They are computed from the sequence lengths in the .idx.
+    """
     found_bytes = Path(f"{prefix}.bin").stat().st_size
     if found_bytes != expected_bytes:
         problem = "truncated" if found_bytes < expected_bytes else "too long"
@@ -386,7 +448,10 @@ def check_metadata(
     tokens: int,
     token_type: type[np.number],
 ) -> None:
-    """Raise InputError unless `metadata` holds these counts, this token type and the sizes of the .bin and .idx on disk."""
+    """Raise InputError unless `metadata` matches the .bin and .idx of the corpus.
+
+    Counts and token type are those given, the sizes in bytes those of the files on disk.
+    """
     actual = {
         "documents": documents,
         "sequences": sequences,
@@ -404,7 +469,10 @@ def check_metadata(
 
 
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
-    """Raise InputError if `metadata` has another tokenizer fingerprint than `vocabulary`, or a larger vocabulary size."""
+    """Raise InputError unless the tokenizer in `metadata` fits `vocabulary`.
+
+    It must have the same fingerprint and no larger vocabulary.
+    """
     identity = metadata.tokenizer
     if not vocabulary.is_of_tokenizer(identity.fingerprint, identity.text_fingerprint):
         raise InputError(
@@ -419,7 +487,10 @@ def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabular
 
 
 def _suggest_prefix(prefix: str) -> str:
-    """Return a `did you mean` hint for a prefix with an extension or without the `_KEY_document` suffix, else an empty string."""
+    """Return a `did you mean` hint for a mistaken prefix, else an empty string.
+
+    The prefix may have an extension, or lack the suffix `_KEY_document`.
+    """
     path = Path(prefix)
     # os.path's functions, unlike Path's, return False for a name that is too long.
     if path.suffix in (".bin", ".idx", ".json") and os.path.isfile(path.with_suffix(".idx")):
@@ -433,7 +504,11 @@ def _suggest_prefix(prefix: str) -> str:
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Return the training, validation and test weights in text such as `99,1,0`; InputError for other text or only zeros."""
+    """Return the training, validation and test weights in text such as `99,1,0`.
+
+    Raises:
+        InputError: The text is no three weights, or all are zero.
+    """
     try:
         # A number with an exponent of many digits would fill the memory.
         weights = (
@@ -453,10 +528,16 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
 def split_documents(
     count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split documents 0..count-1, in a fixed random order, by weight into sorted int64 (training, validation, test).
+    """Split documents 0..count-1 into training, validation and test by weight.
 
-    `fractions` are weights in any unit. The split depends only on the corpus, not on the run's seed. Each part with a nonzero
-    weight gets at least one document if there are enough.
+    The order is random but fixed: the split depends only on the corpus, not on the run's seed. Each
+    part with a nonzero weight gets at least one document if there are enough.
+
+    Args:
+        fractions: Weights of the three parts, in any unit.
+
+    Returns:
+        Three sorted int64 arrays of document numbers.
     """
     weights = [Fraction(str(fraction)) for fraction in fractions]
     half = Fraction(1, 2)

@@ -1,7 +1,7 @@
-"""Writer and memory-mapped arrays of the .bin and .idx format of megatron-core's IndexedDataset.
+"""Writer and memory-mapped reader of megatron-core's .bin and .idx format.
 
-megatron-core's own builder keeps lengths and pointers as Python lists (100 bytes and a microsecond per document) and imports
-torch. This one uses arrays; the tests open its files with megatron-core.
+megatron-core's own builder keeps lengths and pointers as Python lists (100 bytes and a microsecond
+per document) and imports torch. This one uses arrays; the tests open its files with megatron-core.
 """
 
 import contextlib
@@ -18,32 +18,28 @@ import numpy as np
 
 from megaenc.errors import InputError
 
-# The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
+# The .idx: this header, int32 lengths and int64 byte pointers of sequences, int64 document indices.
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, dtype code, sequences, document indices (documents + 1)
+# Magic, version, dtype code, sequences, document indices (documents + 1).
+HEADER = struct.Struct("<9sQBQQ")
 _PIECE_BYTES = 1 << 24  # of a .bin, copied at a time
 _READERS = 32  # threads of `read_entries`, which hide the latency of a network file system
-TOKEN_TYPES = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    8: np.uint16,
-}  # by megatron-core's code
+# By megatron-core's code.
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the dtype of stored token ids, as megatron-core: `uint16` for a `vocab_size` below 65,500, else `int32`."""
+    """Return the dtype of stored token ids, as megatron-core chooses it.
+
+    `uint16` for a `vocab_size` below 65,500, else `int32`.
+    """
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 @dataclass(frozen=True)
 class IndexArrays:
-    """Memory-mapped arrays of an .idx: length and byte offset of each sequence, and first sequence of each document.
+    """Memory-mapped arrays of an .idx, of S sequences in D documents.
 
     They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
     """
@@ -57,9 +53,9 @@ class IndexArrays:
 
     @classmethod
     def map(cls, path: str | Path, mode: Literal["r", "r+"] = "r") -> "IndexArrays":
-        """Return the memory-mapped arrays of the .idx at `path`, whose header and size must have been checked.
+        """Return the memory-mapped arrays of the .idx at `path`.
 
-        With `mode` "r+" they may be written.
+        Its header and size must have been checked. With `mode` "r+" the arrays may be written.
         """
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
@@ -72,9 +68,16 @@ class IndexArrays:
 
 
 def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.ndarray:
-    """Return int64[n], entries `numbers` of a memory-mapped int64 `array` of the file at `path`, read without mapping pages.
+    """Return entries of a memory-mapped int64 array without mapping their pages.
 
     For few entries far apart, of which a mapping would read the pages in between.
+
+    Args:
+        path: File that `array` maps.
+        numbers: int64[n], indices of the entries.
+
+    Returns:
+        int64[n], the entries.
     """
     starts = np.array_split(array.offset + 8 * numbers, _READERS)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -91,7 +94,10 @@ def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.
 
 
 class IndexedWriter:
-    """Writer of one corpus: the .bin as documents are added, the .idx at the end; counts documents, sequences and tokens."""
+    """Writer of one corpus: the .bin as documents are added, the .idx at the end.
+
+    `documents`, `sequences` and `tokens` count what has been added.
+    """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
         self._bin_path = bin_path
@@ -106,10 +112,12 @@ class IndexedWriter:
         self.tokens = 0
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Append the documents' `tokens` to the .bin; record sequence `lengths` and `counts`, the sequences per document.
+        """Append documents to the .bin and record their lengths for the .idx.
 
-        tokens: dtype[sum(lengths)], the documents concatenated; lengths: int32[sequences], each at least 1; counts:
-        int32[documents], number of sequences of each document, at least 1.
+        Args:
+            tokens: dtype[sum(lengths)], the documents concatenated.
+            lengths: int32[sequences], length of each sequence, at least 1.
+            counts: int32[documents], number of sequences of each document, at least 1.
         """
         self._write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._record_lengths(lengths, counts)
@@ -117,16 +125,20 @@ class IndexedWriter:
     def append_corpus(
         self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None
     ) -> None:
-        """Append the documents of a finished .bin and .idx, those with `keep`, bool[documents] (None: all).
+        """Append the documents of a finished .bin and .idx.
 
-        `sha256` is the return value of `finish` of their writer. Raises InputError unless it holds the hash of each file.
+        Args:
+            sha256: Return value of `finish` of their writer.
+            keep: bool[documents], those to append; None: all.
+
+        Raises:
+            InputError: A file does not have the hash in `sha256`.
         """
         index = idx_path.read_bytes()
         _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
         _, _, _, sequences, indices = HEADER.unpack_from(index)
-        lengths = np.frombuffer(
-            index, np.int32, sequences, HEADER.size
-        ).copy()  # a view would keep all of `index` alive
+        # A view would keep all of `index` alive.
+        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()
         edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
         keep = np.ones(len(edges) - 1, bool) if keep is None else keep
         counts = np.diff(edges)
@@ -134,10 +146,8 @@ class IndexedWriter:
         runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
         hashed = hashlib.sha256()
         start = 0
-        with (
-            open(bin_path, "rb") as stream,
-            ThreadPoolExecutor(1) as pool,
-        ):  # hashing is most of the work
+        # Hashing is most of the work.
+        with open(bin_path, "rb") as stream, ThreadPoolExecutor(1) as pool:
             while data := stream.read(_PIECE_BYTES):
                 check = pool.submit(hashed.update, data)
                 view = memoryview(data)
@@ -152,12 +162,11 @@ class IndexedWriter:
         self._record_lengths(lengths[keep_sequences], counts[keep])
 
     def _write(self, data: memoryview | bytes) -> None:
-        """Append bytes to the .bin and update its hash."""
         self._stream.write(data)
         self._hash.update(data)
 
     def _record_lengths(self, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Record the sequence lengths and per-document sequence counts of appended documents."""
+        """Record sequence lengths and sequences per document for the .idx."""
         if not len(counts):
             return
         self._lengths.append(np.ascontiguousarray(lengths, dtype=np.int32))
@@ -167,7 +176,11 @@ class IndexedWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
 
     def finish(self) -> dict[str, str]:
-        """Close the .bin, write the .idx and return the sha256 of both files under `bin` and `idx`."""
+        """Close the .bin and write the .idx.
+
+        Returns:
+            The sha256 of both files under `bin` and `idx`.
+        """
         self.close()
         hashed = hashlib.sha256()
         with open(self._idx_path, "wb") as stream:
@@ -177,7 +190,11 @@ class IndexedWriter:
         return {"bin": self._hash.hexdigest(), "idx": hashed.hexdigest()}
 
     def _index_parts(self) -> Iterator[bytes | memoryview]:
-        """Yield the .idx in parts: header, lengths of sequences, their first bytes, and the documents' first sequences."""
+        """Yield the parts of the .idx in order.
+
+        These are the header, lengths and first bytes of the sequences, and first sequences of the
+        documents.
+        """
         code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
         yield HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1)
         for lengths in self._lengths:
@@ -195,13 +212,16 @@ class IndexedWriter:
             edge = edges[-1]
 
     def close(self) -> None:
-        """Close the .bin without writing the .idx; do nothing if the .bin is closed already."""
+        """Close the .bin without writing the .idx; may be called again."""
         self._stream.close()
 
 
 @contextlib.contextmanager
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
-    """Yield an IndexedWriter per corpus, closed (not finished) afterwards; `files` lists every .bin, then every .idx."""
+    """Yield an IndexedWriter per corpus, closed but not finished afterwards.
+
+    `files` lists every .bin, then every .idx.
+    """
     with contextlib.ExitStack() as stack:
         writers = [
             IndexedWriter(*pair, dtype)
@@ -213,14 +233,25 @@ def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWrit
 
 
 def _find_runs(keep: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return int64[runs, 2], first token and end of each run of sequences with `keep`; `lengths` are those of the sequences."""
+    """Return first token and end of each run of sequences with `keep`.
+
+    Args:
+        keep: bool[sequences].
+        lengths: Tokens of each sequence.
+
+    Returns:
+        int64[runs, 2].
+    """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     changes = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]])))
     return ends[changes].reshape(-1, 2)
 
 
 def _check_sha256(path: Path, actual: Any, expected: str) -> None:
-    """Raise InputError if the hash object `actual` of the file at `path` does not have the digest `expected`."""
+    """Raise InputError unless the file at `path` has the digest `expected`.
+
+    `actual` is the hash object of its contents.
+    """
     if actual.hexdigest() != expected:
         raise InputError(
             f"{path}: sha256 is {actual.hexdigest()[:12]}, expected {expected[:12]}; the file has changed since it was written"

@@ -1,4 +1,4 @@
-"""Metadata of a tokenized corpus, PREFIX.json: tokenizer, counts, sources and hashes of its .bin and .idx."""
+"""Metadata of a tokenized corpus, PREFIX.json: tokenizer, counts, hashes, sources."""
 
 import dataclasses
 import json
@@ -16,10 +16,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """The tokenizer of a corpus: name, fingerprint, and ids of its end-of-document and mask tokens, None if missing."""
+    """Tokenizer of a corpus: name, fingerprint, and ids of two special tokens.
+
+    `eos_id` ends documents, `mask_id` masks tokens; None if the tokenizer lacks it.
+    """
 
     name: str
-    """Name on the Hub, or the last part of the folder's path; only the fingerprint identifies the tokenizer."""
+    """Name on the Hub, or the last part of the folder's path; only the fingerprint identifies the
+    tokenizer."""
     fingerprint: str
     """See `Vocabulary.fingerprint`."""
     eos_id: int | None
@@ -30,7 +34,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class CorpusMetadata:
-    """Contents of a corpus's PREFIX.json: tokenizer, counts, token dtype, sizes and sha256 of the .bin and .idx, sources.
+    """Contents of a corpus's PREFIX.json, which describe its .bin and .idx.
 
     The file is renamed before the .idx, so that no corpus opens without it.
     """
@@ -59,13 +63,15 @@ class CorpusMetadata:
     sha256: dict[str, str]
     """sha256 of the files, under `bin` and `idx`."""
     sources: list[dict[str, Any]]
-    """One entry per input: `path` (name without folder), `bytes` on disk (null for Hub data sets), `files` of a folder."""
+    """One entry per input: `path` (name without folder), `bytes` on disk (null for Hub data sets),
+    `files` of a folder."""
     megaenc: str
     """Version of megaenc that wrote the corpus."""
     sentences: dict[str, Any] | None
     """Output of `PunktModel.describe`; None if each sequence is a document."""
     deduplication: dict[str, Any] | None
-    """Output of `Deduplication.describe` with `removed`, the number of documents left out as duplicates; None without."""
+    """Output of `Deduplication.describe` with `removed`, the number of documents left out as
+    duplicates; None without."""
     special_tokens: dict[str, Any]
     """Output of `SpecialTokens.to_json`."""
 
@@ -80,12 +86,19 @@ class CorpusMetadata:
 
 
 def metadata_path(prefix: str | Path) -> Path:
-    """Return PREFIX.json, the path of the metadata of the corpus `prefix` (`.../corpus_text_document`)."""
+    """Return PREFIX.json, the path of a corpus's metadata.
+
+    `prefix` is as in `.../corpus_text_document`.
+    """
     return Path(f"{prefix}.json")
 
 
 def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
-    """Return the checked contents of PREFIX.json; InputError if missing, not JSON, of another format or incomplete."""
+    """Return the checked contents of PREFIX.json.
+
+    Raises:
+        InputError: The file is missing, not JSON, of another format or incomplete.
+    """
     path = metadata_path(prefix)
     try:
         values = parse_json(read_regular_file(path))
@@ -160,9 +173,15 @@ _JSON_TYPES = {
 
 
 def _check_fields(path: Path, values: Any, kind: type, within: str = "") -> dict[str, Any]:
-    """Return the fields of the dataclass `kind` from the JSON object `values`, checking presence and types.
+    """Return the fields of the dataclass `kind` from the JSON object `values`.
 
-    Unknown fields are ignored. Raises InputError.
+    Unknown fields are ignored.
+
+    Args:
+        within: Prefix of the field names in errors.
+
+    Raises:
+        InputError: A field is missing or of another type.
     """
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a JSON {type(values).__name__}, expected an object")

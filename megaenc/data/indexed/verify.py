@@ -1,6 +1,7 @@
-"""Command `megaenc data verify`: full check of corpora on disk (lengths, pointers, token ids, document ends, hashes).
+"""Command `megaenc data verify`: full check of corpora on disk.
 
-Files are read once, in chunks, so that memory does not grow with the corpus.
+It checks lengths, pointers, token ids, document ends and hashes. Files are read once, in chunks, so
+that memory does not grow with the corpus.
 """
 
 import hashlib
@@ -30,17 +31,18 @@ _ENTRIES = 1 << 20  # of the .idx, checked together
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Flags of `megaenc data verify`: prefixes of the corpora to check, and optionally the tokenizer that made them."""
+    """Flags of `megaenc data verify`."""
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]
     """Corpora: paths of their .bin, .idx and .json without the extension."""
     tokenizer: str = ""
-    """Tokenizer that made the corpora, a folder or Hub name. Without a .json, token ids are checked only with this flag."""
+    """Tokenizer that made the corpora, a folder or Hub name. Without a .json, token ids are checked
+    only with this flag."""
 
 
 @dataclass(frozen=True)
 class VerifiedCorpus:
-    """Document, sequence and token counts, dtype and bytes of a corpus that passed verification, and the checks skipped."""
+    """Counts and size of a corpus that passed verification, and the checks skipped."""
 
     documents: int
     sequences: int
@@ -57,10 +59,14 @@ def verify_corpus(
     vocabulary: Vocabulary | None = None,
     tick: Callable[[int], None] = lambda count: None,
 ) -> VerifiedCorpus:
-    """Check a corpus's files; return counts and skipped checks; InputError at first damage; `tick` gets each read's bytes.
+    """Check all files of a corpus and return its counts and the checks skipped.
 
-    `vocabulary` belongs to the tokenizer that must have made it; `tick` is called with the number of bytes read. The error names
-    file, position, found and expected value.
+    Args:
+        vocabulary: Vocabulary of the tokenizer that must have made the corpus; None: any.
+        tick: Called with the number of bytes of each read.
+
+    Raises:
+        InputError: The first damage, with file, position, found and expected value.
     """
     try:
         return _verify_files(str(prefix), vocabulary, tick)
@@ -73,7 +79,7 @@ def verify_corpus(
 def _verify_files(
     prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]
 ) -> VerifiedCorpus:
-    """Check the .idx, .json and .bin of a corpus, in this order, and return its counts."""
+    """Check the .idx, .json and .bin of a corpus, in this order."""
     dtype = np.dtype(check_index(prefix))
     index = IndexArrays.map(f"{prefix}.idx")
     tokens = _check_sequences(prefix, index, dtype.itemsize)
@@ -109,7 +115,8 @@ def _verify_files(
         raise InputError(
             f"{prefix}.bin: found {start} tokens, expected {tokens}; it changed while it was read"
         )
-    # Both are reported: a wrong token under a right hash is bad preprocessing, under a wrong hash a bad disk.
+    # Both are reported: a wrong token under a right hash is bad preprocessing, under a wrong one a
+    # bad disk.
     if complaints := [*filter(None, (complaint, _compare_hash(digest, metadata, "bin")))]:
         raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
 
@@ -120,7 +127,7 @@ def _verify_files(
 
 
 def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
-    """Check that each sequence starts where the previous one ends and return the total number of tokens."""
+    """Check that the sequences lie end to end, and return their number of tokens."""
     total = 0
     for first in range(0, len(index.lengths), _ENTRIES):
         lengths = index.lengths[first : first + _ENTRIES].astype(np.int64)
@@ -142,7 +149,10 @@ def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
 
 
 def _check_documents(prefix: str, index: IndexArrays) -> None:
-    """Raise InputError unless the document indices start at 0, never decrease and end with the number of sequences."""
+    """Raise InputError if the document indices of an .idx are damaged.
+
+    They start at 0, never decrease and end with the number of sequences.
+    """
     previous = 0
     for first in range(0, len(index.documents), _ENTRIES):
         indices = np.array(index.documents[first : first + _ENTRIES])
@@ -150,9 +160,8 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
             raise InputError(
                 f"{prefix}.idx: document 0: found first sequence {indices[0]}, expected 0"
             )
-        decreases = (indices < 0) | (
-            np.diff(indices, prepend=previous) < 0
-        )  # differences of non-negative numbers cannot overflow
+        # Differences of non-negative numbers cannot overflow.
+        decreases = (indices < 0) | (np.diff(indices, prepend=previous) < 0)
         if decreases.any():
             at = int(decreases.argmax())
             raise InputError(
@@ -188,14 +197,16 @@ class _TokenChecker:
         self._first_document = 0  # that ends after the chunks so far
 
     def __call__(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first error in `chunk`, tokens start..start+n-1 of the corpus, or an empty string."""
+        """Return a description of the first error in `chunk`, or an empty string.
+
+        `chunk` holds tokens start..start+n-1 of the corpus.
+        """
         return self._check_ids(chunk, start) or self._check_special_tokens(chunk, start)
 
     def _check_ids(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first token id outside the vocabulary, or an empty string."""
-        unsigned = chunk.view(
-            f"u{self.dtype.itemsize}"
-        )  # negative ids are huge as unsigned numbers
+        """Describe the first token id outside the vocabulary; empty if there is none."""
+        # Negative ids are huge as unsigned numbers.
+        unsigned = chunk.view(f"u{self.dtype.itemsize}")
         if self._limit is None or int(unsigned.max()) < self._limit:
             return ""
         at = int((unsigned >= self._limit).argmax())
@@ -207,7 +218,10 @@ class _TokenChecker:
         )
 
     def _find_end(self, document: int) -> int:
-        """Return the end of a document in tokens from the start of the corpus; 0 for document -1."""
+        """Return the end of a document in tokens from the start of the corpus.
+
+        0 for document -1.
+        """
         following = int(self._index.documents[document + 1])  # its first sequence
         at_end = following == len(self._index.pointers)
         return (
@@ -215,7 +229,10 @@ class _TokenChecker:
         )
 
     def _check_special_tokens(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first document that lacks one of its special tokens in `chunk`, or an empty string."""
+        """Describe the first document that lacks one of its special tokens in `chunk`.
+
+        The text is empty if there is none.
+        """
         stop = start + len(chunk)
         first = self._first_document
         if not self._special or first == len(self._documents):
@@ -251,7 +268,10 @@ class _TokenChecker:
 
 
 def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yield a file as uint8[n] views of one reused buffer, updating the hash `digest` with each."""
+    """Yield a file as uint8[n] views of one buffer that the next chunk overwrites.
+
+    The hash `digest` is updated with each chunk.
+    """
     buffer = np.empty(_CHUNK, np.uint8)
     with open(path, "rb") as stream:
         while count := stream.readinto(buffer):
@@ -261,7 +281,10 @@ def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterato
 
 
 def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) -> str:
-    """Return a description of the difference between `digest` and the sha256 in the metadata, or an empty string."""
+    """Describe how `digest` differs from the sha256 in the metadata.
+
+    The text is empty if it does not differ, or without metadata.
+    """
     if not metadata or (actual := digest.hexdigest()) == (expected := metadata.sha256[extension]):
         return ""
     return f"found sha256 {actual[:12]}, expected {expected[:12]} (by the .json); the file has changed since it was written"
@@ -269,7 +292,10 @@ def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc data verify`: print a line for each intact corpus, then fail with one error for all damaged ones."""
+    """Run `megaenc data verify`: check corpora and report all damaged ones.
+
+    It prints a line for each intact corpus, then fails with one error for the others.
+    """
     silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)
     if not settings.prefix:
@@ -294,7 +320,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:
-    """Verify one corpus with a progress bar and print its counts."""
     started = time.monotonic()
     done = 0
     total = sum(

@@ -1,4 +1,4 @@
-"""Corpora of --data-path, their weights, and packs of several corpora.
+"""Corpora of --data-path, their weights, and packs mixed from several corpora.
 
 The proportions hold all along a run.
 """
@@ -26,9 +26,13 @@ from megaenc.errors import InputError
 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
-    """Return (weight, prefix or pattern) of --data-path `0.3 A 0.7 B` or `A B`.
+    """Return the (weight, prefix or pattern) pairs of --data-path.
 
-    The weights of `A B` are None. Raises InputError for other words.
+    The words are `0.3 A 0.7 B`, or `A B`, whose weights are None.
+
+    Raises:
+        InputError: The words have another form, a weight is not positive, or a corpus is given
+            twice.
     """
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
@@ -59,7 +63,10 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
 
 
 def parse_weight(word: str) -> Fraction | None:
-    """Return a word of --data-path as a number, or None if it is none, and so the prefix of a corpus."""
+    """Return a word of --data-path as a number, or None if it is not one.
+
+    It is then the prefix of a corpus.
+    """
     if re.search(r"[eE][+-]?\d{4}", word):
         return None  # a number with this exponent would fill the memory
     try:
@@ -69,15 +76,15 @@ def parse_weight(word: str) -> Fraction | None:
 
 
 def is_pattern(word: str) -> bool:
-    """Return whether a word of --data-path is a pattern and no prefix itself.
+    """Return whether a word of --data-path is a pattern of prefixes.
 
-    A pattern has a `*`, `?` or `[`.
+    A pattern has a `*`, `?` or `[`, and is not itself the prefix of a corpus.
     """
     return any(character in word for character in "*?[") and not os.path.isfile(f"{word}.idx")
 
 
 def has_group(words: Sequence[str]) -> bool:
-    """Return whether --data-path has corpora that share a weight.
+    """Return whether some corpora of --data-path share a weight.
 
     They are those of a pattern, or of several words without weights.
     """
@@ -97,10 +104,12 @@ class CorpusSource:
 
 
 def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
-    """Return the sources of --data-path with the corpora that match patterns.
+    """Return the sources of --data-path, with the corpora that match patterns.
 
-    They are in alphabetical order. Raises InputError for a pattern that matches no .idx file, and for a corpus that two words
-    name.
+    Those of a pattern are in alphabetical order.
+
+    Raises:
+        InputError: A pattern matches no .idx file, or two words name the same corpus.
     """
     sources = []
     words_by_path: dict[str, str] = {}
@@ -124,17 +133,23 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
 
 
 def list_prefixes(words: Sequence[str]) -> list[str]:
-    """Return the prefixes of all corpora of --data-path, as `find_corpora`."""
+    """Return the prefixes of all corpora of --data-path.
+
+    Order and errors are those of `find_corpora`.
+    """
     return [prefix for source in find_corpora(words) for prefix in source.prefixes]
 
 
 def weigh_corpora(
     sources: Sequence[CorpusSource], tokens: Sequence[int], temperature: float
 ) -> list[Fraction]:
-    """Return the weight of each corpus of `sources`, of so many tokens.
+    """Return the weight of each corpus of `sources`.
 
-    The corpora of a source share its weight, and all corpora a weight of 1 if none is given, in proportion to
-    tokens ** temperature.
+    The corpora of a source share its weight in proportion to tokens ** temperature. If no weight is
+    given, all corpora share a weight of 1.
+
+    Args:
+        tokens: Training tokens of each corpus.
     """
     if sources[0].weight is None:
         groups = [(Fraction(1), len(tokens))]
@@ -149,9 +164,9 @@ def weigh_corpora(
 
 
 def _temper_size(tokens: int, temperature: float) -> Fraction:
-    """Return tokens ** temperature, the same on all machines.
+    """Return tokens ** temperature, rounded to 40 binary digits.
 
-    It is rounded to 40 binary digits.
+    All machines give the same result.
     """
     if temperature == 1:
         return Fraction(tokens)
@@ -160,7 +175,10 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
 
 
 def has_shares_by_size(sources: Sequence[CorpusSource]) -> bool:
-    """Return whether shares follow from sizes: of the corpora of a source, or of all corpora without weights."""
+    """Return whether shares of corpora follow from their sizes.
+
+    They do within a source of several corpora, and among all corpora without weights.
+    """
     corpora = sum(len(source.prefixes) for source in sources)
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
 
@@ -174,8 +192,8 @@ def describe_blend(
 ) -> str:
     """Return a text that is equal for the same corpora in the same order.
 
-    It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if the
-    order has no period.
+    It has the content hashes of the corpora, with their shares if there are several. If the order
+    has no period, it is a digest of these and of --blend-max-epochs.
     """
     if len(fingerprints) == 1:
         return fingerprints[0]
@@ -185,18 +203,19 @@ def describe_blend(
     if is_periodic:
         return content
     end = "" if max_epochs is None else f" of at most {max_epochs} epochs"
-    # The digest first, as model cards have the beginning, and short, as refusals are cut after 60 characters.
+    # The digest first, as model cards have the beginning; short, as refusals have 60 characters.
     return (
         f"{hashlib.sha256(content.encode()).hexdigest()[:24]} of {len(fingerprints)} corpora{end}"
     )
 
 
 class BlendedDataset:
-    """Packs of several corpora mixed evenly by weight.
+    """Packs of several corpora, mixed evenly by weight.
 
-    `dataset[s]` is the Pack of sample s, from one corpus. The order of corpora depends only on weights and limits. It repeats
-    after at most PERIOD samples if every corpus has one there, `is_tempered` is False and no corpus ends. Within a corpus, packs
-    keep the order that they have without the others.
+    `dataset[s]` is the Pack of sample s, from one corpus. The order of corpora depends only on
+    weights and limits. It repeats after at most PERIOD samples if every corpus has one there,
+    `is_tempered` is False and no corpus ends. Within a corpus, packs keep the order that they have
+    without the others.
     """
 
     def __init__(
@@ -213,7 +232,8 @@ class BlendedDataset:
         Args:
             datasets: Endless packs of each corpus.
             weights: Weight of each corpus.
-            limits: Packs after which each corpus ends, and the others take its share in proportion; None: no end.
+            limits: Packs after which each corpus ends, and the others take its share in proportion;
+                None: no end.
             is_tempered: The shares are powers of sizes, which a short period would round.
             sources: Word of --data-path that each corpus is from, for losses by word.
         """
@@ -239,7 +259,12 @@ class BlendedDataset:
         return self._order.samples
 
     def starting_at(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
-        """Return a copy whose samples are numbered from `first_sample`, and which omits each corpus's first `offsets` packs."""
+        """Return a copy that continues a run with sample `first_sample`.
+
+        Args:
+            first_sample: Number of the copy's first sample.
+            offsets: Number of first packs of each corpus to omit.
+        """
         shifted = copy(self)
         shifted.first_sample = first_sample
         shifted._offsets = np.array(offsets, dtype=np.int64)
@@ -256,12 +281,12 @@ class BlendedDataset:
         return self._order.locate(self._place_of(sample))[0]
 
     def next_packs(self, sample: int) -> list[int]:
-        """Return the number of each corpus's first pack from `sample` on."""
+        """Return the number of the first pack of each corpus from `sample` on."""
         return (self._offsets + self._order.packs_before(sample - self.first_sample)).tolist()
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before the first one with which any corpus starts its second epoch."""
+        """Return the number of samples before any corpus starts its second epoch."""
         first_epochs = np.array(
             [part.samples_before_repeat for part in self.datasets], dtype=np.int64
         )
@@ -270,7 +295,8 @@ class BlendedDataset:
     def _place_of(self, sample: int) -> int:
         """Return the place of sample number `sample` in the order.
 
-        Raises InputError after the last one.
+        Raises:
+            InputError: All corpora have ended before it.
         """
         if sample < self.first_sample:
             raise IndexError(f"samples are numbered from {self.first_sample}, found {sample}")

@@ -1,4 +1,7 @@
-"""Token stream whose memory does not grow with the corpus: blocks of documents are shuffled, then documents within groups."""
+"""Token stream in random order, whose memory does not grow with the corpus.
+
+Blocks of documents are shuffled, then documents within groups of blocks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +14,23 @@ from megaenc import counter_rng
 from megaenc.data.packing.token_stream import TokenStream
 from megaenc.errors import LocalInputError
 
-MOST_SHUFFLED = (
-    1 << 20
-)  # a corpus of more documents is shuffled by blocks, an epoch of more packs by a KeyedPermutation
-_MOST_BLOCKS = (
-    1 << 19
-)  # of a corpus; each takes two reads of the index, and some 40 bytes in each process
-# Documents that are shuffled together, in a fraction of a millisecond, but at least so many blocks: those of a pack should not be
-# neighbours.
+# A corpus of more documents is shuffled by blocks, an epoch of more packs by a KeyedPermutation.
+MOST_SHUFFLED = 1 << 20
+# Each block takes two reads of the index, and some 40 bytes in each process.
+_MOST_BLOCKS = 1 << 19
+# Documents that are shuffled together, in a fraction of a millisecond, but at least so many blocks:
+# those of a pack should not be neighbours.
 _GROUP_DOCUMENTS = 1 << 12
 _GROUP_BLOCKS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentBlocks:
-    """Part of a corpus: blocks `numbers`, int64[B], of `size` consecutive documents; the corpus's last one may have fewer."""
+    """Part of a corpus, in blocks of `size` consecutive documents.
+
+    `numbers`, int64[B], are those of its blocks. The last block of a corpus may have fewer
+    documents.
+    """
 
     size: int
     numbers: np.ndarray
@@ -36,37 +41,55 @@ class DocumentBlocks:
 
 
 def choose_block_size(documents: int) -> int:
-    """Return the documents of a block: the smallest power of two that gives `documents` at most 2**19 blocks."""
+    """Return the number of documents in a block of a corpus of `documents`.
+
+    It is the smallest power of two that gives at most 2**19 blocks.
+    """
     return 1 << max(0, (-(-documents // _MOST_BLOCKS) - 1).bit_length())
 
 
 class BlockSource(Protocol):
-    """Interface of a corpus for BlockStream: offsets in the .bin of some of its documents, and tokens from an offset."""
+    """Interface of a corpus for BlockStream: offsets of documents, and tokens."""
 
     def __len__(self) -> int:
         """Return D, the number of documents."""
 
     def block_offsets(self, size: int) -> np.ndarray:
-        """Return int64[blocks + 1], the token offset of each block of `size` documents, then the end."""
+        """Return the token offset of each block of `size` documents, then the end.
+
+        Returns:
+            int64[blocks + 1].
+        """
 
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
-        """Return int64, the token offset of each of `documents`, numbers from 0 to D (the end), shaped like it."""
+        """Return the token offset of each of `documents`, as int64 of the same shape.
+
+        `documents` are numbers from 0 to D (the end).
+        """
 
     def read_ranges(
         self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
-        """Return counts[i] tokens from offset begins[i], within documents[i], concatenated as int64."""
+        """Return counts[i] tokens from offset begins[i], concatenated as int64.
+
+        Each range lies within documents[i].
+        """
 
 
 class BlockStream(TokenStream):
-    """Stream in which blocks of consecutive documents are shuffled, and then the documents of each few blocks together.
+    """Stream that shuffles blocks of documents, and documents within a few blocks.
 
-    In each epoch, a random order of the blocks is cut into groups of some thousand documents. Group lengths are known from the
-    blocks' offsets; the order within a group is computed when one of its tokens is read.
+    In each epoch, a random order of the blocks is cut into groups of some thousand documents. Group
+    lengths are known from the blocks' offsets; the order within a group is computed when one of its
+    tokens is read.
     """
 
     def __init__(self, corpus: BlockSource, blocks: DocumentBlocks, seed: int):
-        """Build the stream of the documents of `blocks`. Raises InputError if they hold no token."""
+        """Build the stream of the documents of `blocks`.
+
+        Raises:
+            InputError: They hold no token.
+        """
         super().__init__(corpus, seed)
         lengths = np.diff(corpus.block_offsets(blocks.size))[blocks.numbers]
         self._numbers = blocks.numbers[lengths > 0]
@@ -76,20 +99,21 @@ class BlockStream(TokenStream):
         self.check_has_tokens(len(blocks))
         self._blocks_per_group = max(_GROUP_BLOCKS, _GROUP_DOCUMENTS // blocks.size)
         self._block_order = lru_cache(maxsize=2)(self._shuffle_blocks)
-        self._group_order = lru_cache(maxsize=4)(
-            self._shuffle_group
-        )  # packs in random order rarely share a group
+        # Packs in random order rarely share a group.
+        self._group_order = lru_cache(maxsize=4)(self._shuffle_group)
 
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens from token `begin` of `epoch` to the end of its group at most, and their number in each document."""
+        """Return tokens from token `begin` of `epoch`, and their number in each document.
+
+        They end with their group at the latest.
+        """
         _, group_ends = self._block_order(epoch)
         group = int(np.searchsorted(group_ends, begin, side="right"))
         documents, offsets, ends = self._group_order(epoch, group)
         begin -= int(group_ends[group - 1]) if group else 0
         end = min(begin + count, int(ends[-1]))
-        first, last = np.searchsorted(
-            ends, (begin, end - 1), side="right"
-        )  # documents of tokens begin and end - 1
+        # Documents of tokens begin and end - 1.
+        first, last = np.searchsorted(ends, (begin, end - 1), side="right")
         stops = np.minimum(ends[first : last + 1], end)
         starts = np.append(begin, stops[:-1])
         skipped = begin - (int(ends[first - 1]) if first else 0)  # tokens of the first document
@@ -100,24 +124,41 @@ class BlockStream(TokenStream):
         ), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all documents in the order of `epoch`: the only method that takes memory for each."""
+        """Return the numbers of all documents in the order of `epoch`.
+
+        Only this method takes memory for each document.
+        """
         groups = range(len(self._block_order(epoch)[1]))
         return np.concatenate([self._shuffle_group(epoch, group)[0] for group in groups])
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
-        """Return a random order of the `count` packs of `epoch`, which for many packs is computed where it is read."""
+        """Return a random order of the `count` packs of `epoch`.
+
+        For many packs it is computed where it is read.
+        """
         if count <= MOST_SHUFFLED:
             return super().permute_packs(count, epoch)
         return counter_rng.KeyedPermutation(self.seed, "packs", count, counters=(epoch,))
 
     def _shuffle_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the blocks in `epoch`, and int64[groups], the ends of its groups in tokens from its start."""
+        """Return the order of the blocks in `epoch`, and the ends of its groups.
+
+        The ends, int64[groups], are in tokens from the start of the epoch.
+        """
         order = counter_rng.permutation(self.seed, "blocks", len(self._numbers), counters=(epoch,))
         firsts = np.arange(0, len(order), self._blocks_per_group)
         return order, np.cumsum(np.add.reduceat(self._lengths[order], firsts))
 
     def _shuffle_group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return numbers, offsets in the .bin and ends from the group's start, int64[n], of a group's documents in order."""
+        """Return the documents of a group in random order.
+
+        Returns:
+            int64[n] each: their numbers, their token offsets in the .bin, and their ends in tokens
+            from the start of the group.
+
+        Raises:
+            LocalInputError: The index has changed since it was opened.
+        """
         order, group_ends = self._block_order(epoch)
         blocks = self._numbers[
             order[group * self._blocks_per_group : (group + 1) * self._blocks_per_group]

@@ -1,4 +1,4 @@
-"""Corpora of a run, split into training and held-out documents, and the packs of both."""
+"""Corpora of a run, split into training and held-out documents, and their packs."""
 
 import os
 from collections.abc import Sequence
@@ -61,9 +61,10 @@ class CorpusUsage:
 
 @dataclass(frozen=True)
 class RunData:
-    """Packs of a run, `train` and `held_out` (None if no document is), blended by `shares` from one or more `corpora`.
+    """Corpora of a run, with their training and held-out packs.
 
-    corpora, train_datasets and shares (which add up to 1) correspond.
+    `corpora`, `train_datasets` and `shares` (which add up to 1) correspond. `held_out` is None if
+    no document is held out.
     """
 
     corpora: tuple[Corpus, ...]
@@ -93,11 +94,12 @@ class RunData:
     ) -> "RunData":
         """Open the corpora of --data-path and blend their packs.
 
-        Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
-        text.
+        Held-out packs are always `concat` and in one order, so that runs of different packing or
+        seed are measured on the same text.
 
         Args:
-            data_path: Prefixes or patterns, with a weight before each; without weights all share one.
+            data_path: Prefixes or patterns, with a weight before each; without weights all share
+                one.
             vocabulary: Vocabulary that the corpora must fit.
             split: Shares of training, validation and test documents.
             packing: How training packs are cut.
@@ -106,7 +108,8 @@ class RunData:
             order: See `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
-            opened: Corpora by the path of their .idx, to which those opened here are added, so that phases share them.
+            opened: Corpora by the path of their .idx, to which those opened here are added, so that
+                phases share them.
 
         Raises:
             InputError: A corpus cannot be used.
@@ -159,7 +162,7 @@ class RunData:
             held_out_blend = BlendedDataset(
                 held_out_parts,
                 [weights[number] for number in held_out_datasets],
-                # A small corpus with a large share leaves; the others, by size, end at about the same time.
+                # A small corpus with a large share leaves; the others end at about one time.
                 limits=[part.samples_before_repeat for part in held_out_parts]
                 if is_tempered
                 else None,
@@ -180,19 +183,21 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that is equal for the same text in the same order, see `describe_blend`."""
+        """Return a text that is equal for the same text in the same order.
+
+        See `describe_blend`.
+        """
         return self._describe(self.train.is_periodic, self.max_epochs)
 
     @property
     def held_out_fingerprint(self) -> str:
-        """Return a text that is equal for the same held-out packs, of one split and pack length.
+        """Return a text that is equal for the same held-out packs.
 
-        --blend-max-epochs does not matter to it.
+        It is for one split and pack length; --blend-max-epochs does not matter to it.
         """
         return self._describe(self.held_out is None or self.held_out.is_periodic, None)
 
     def _describe(self, is_periodic: bool, max_epochs: int | None) -> str:
-        """Return `describe_blend` of the corpora."""
         fingerprints = [corpus.fingerprint for corpus in self.corpora]
         return describe_blend(
             self.shares, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs
@@ -206,7 +211,11 @@ class RunData:
     def corpus_usage(
         self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()
     ) -> list[CorpusUsage]:
-        """Return each corpus's CorpusUsage by samples first..end-1 without the (first, last) sample ranges `without`."""
+        """Return the use of each corpus by samples first..end-1.
+
+        Args:
+            without: Ranges of samples to leave out, (first, last) each.
+        """
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         packs = [0] * len(self.corpora)
         epochs = [0.0] * len(self.corpora)
@@ -236,8 +245,12 @@ def open_corpora(
 ) -> None:
     """Open those of `prefixes` that are not in `opened` yet, and add them.
 
-    Keys of `opened` are the paths of the .idx without links. Raises InputError for a corpus that does not fit `vocabulary`, and
-    for more corpora than the process may open files of.
+    Args:
+        opened: Corpora by the path of their .idx without links.
+
+    Raises:
+        InputError: A corpus does not fit `vocabulary`, or there are more corpora than the process
+            may open files of.
     """
     known = set(opened)
     paths = {index_path(prefix): prefix for prefix in prefixes}
@@ -259,7 +272,10 @@ def check_same_special_tokens(
 ) -> None:
     """Raise InputError unless two corpora have the same special tokens.
 
-    `first` and `second` are their prefixes, and `flag` is that of the second.
+    Args:
+        first: Prefix of the corpus with the tokens `special`.
+        second: Prefix of the corpus with the tokens `other`.
+        flag: Flag that names the second.
     """
     if special.is_same(other):
         return
@@ -271,9 +287,16 @@ def check_same_special_tokens(
 
 
 def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
-    """Return the data of `parts`, (first sample, data) in order, with training packs numbered from each first sample on.
+    """Return the data of consecutive parts of a run, numbered through.
 
-    A corpus continues with the pack after the last one that earlier parts have of it, if these cut it in the same way.
+    A corpus continues with the pack after the last one that earlier parts have of it, if these cut
+    it in the same way.
+
+    Args:
+        parts: (first sample, data) in order.
+
+    Returns:
+        The data, with training packs numbered from each first sample on.
     """
     numbers: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
     chained = []
@@ -295,9 +318,10 @@ def split_corpus(
     tuple[np.ndarray, np.ndarray, np.ndarray]
     | tuple[DocumentBlocks, DocumentBlocks, DocumentBlocks]
 ):
-    """Return a corpus's (training, validation, test) documents by weight.
+    """Return a corpus's training, validation and test documents by weight.
 
-    They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576 documents, blocks of documents.
+    They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576
+    documents, blocks of documents.
     """
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
         corpus.expect_random_reads()

@@ -20,11 +20,10 @@ _LEAST_WEIGHT = 2.0**-500  # no corpus of less weight is ever read, and float64 
 
 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
-    """Return each corpus's samples in a period; None if one has none.
+    """Return each corpus's number of samples in a period of at most PERIOD samples.
 
-    A period has at most PERIOD samples.
-
-    The counts are exact if the weights allow it, else rounded to the nearest ones that add up to PERIOD.
+    The counts are exact if the weights allow it, else rounded to the nearest ones that add up to
+    PERIOD. None if a corpus would have no sample.
     """
     scale = lcm(*(Fraction(weight).denominator for weight in weights))
     parts = [int(weight * scale) for weight in weights]
@@ -42,16 +41,17 @@ def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
 def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     """Return the corpus of each sample of a period, int32[sum(counts)].
 
-    Corpus c occurs counts[c] times, evenly spread: after any number of samples each corpus is less than one sample away from its
-    share. The rule is Tijdeman's (The chairman assignment problem, 1980): of the corpora that are behind by at least
-    1 / (2 corpora - 2), take the one that will be a whole sample behind first.
+    Corpus c occurs counts[c] times, evenly spread: after any number of samples each corpus is less
+    than one sample away from its share. The rule is Tijdeman's (The chairman assignment problem,
+    1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one that will be
+    a whole sample behind first.
     """
     corpora = len(counts)
     period = sum(counts)
     if corpora == 1:
         return np.zeros(period, dtype=np.int32)
-    # A turn of a corpus begins when the corpus is far enough behind, and ends before it is a whole sample behind. With each
-    # sample the corpus falls behind by `step`, in units of 1 / `parts` samples.
+    # A turn of a corpus begins when the corpus is far enough behind, and ends before it is a whole
+    # sample behind. With each sample it falls behind by `step`, in units of 1 / `parts` samples.
     period_counts = np.array(counts, dtype=np.int64)
     corpus_of_turn = np.repeat(np.arange(corpora), period_counts)
     turns = np.arange(period) - np.repeat(np.cumsum(period_counts) - period_counts, period_counts)
@@ -59,7 +59,8 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     step = count * (2 * corpora - 2)
     parts = period * (2 * corpora - 2)
     begins = -(-(turns * parts + period) // step)
-    # The end as a whole number and 32 binary digits, which tell any two quotients by numbers up to PERIOD apart.
+    # The end as a whole number and 32 binary digits, which tell any two quotients by numbers up to
+    # PERIOD apart.
     whole, rest = np.divmod((turns + 1) * parts - period, count)
     by_end = np.lexsort((corpus_of_turn, (rest << 32) // count, whole))
     rank = np.empty(period, dtype=np.int64)
@@ -79,10 +80,10 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
 
 
 class CorpusOrder(ABC):
-    """Corpus of each sample, and the number of its pack in the corpus.
+    """Base class of orders: the corpus of each sample, and the number of its pack.
 
-    Samples are arranged in blocks of `block_size`, when one is needed; the packs of a corpus come in order. `samples` is their
-    number, None if there is no end.
+    Samples are arranged in blocks of `block_size`, when one is needed; the packs of a corpus come
+    in order. `samples` is their number, None if there is no end.
     """
 
     block_size: int
@@ -118,7 +119,7 @@ class CorpusOrder(ABC):
     def find_first(self, packs: np.ndarray) -> int:
         """Return the first sample that is a pack from number packs[corpus] on.
 
-        `samples` if none is.
+        `samples` if there is none.
         """
         blocks = 1 if self.samples is None else -(-self.samples // self.block_size)
         while self.samples is None and not (self.count_packs(blocks) > packs).any():
@@ -171,10 +172,11 @@ class PeriodicOrder(CorpusOrder):
 class DueOrder(CorpusOrder):
     """Order without a period for any number of corpora, which may end.
 
-    Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come in the order of their times, corpora with equal
-    times in theirs. A corpus that has ended has no more packs, so that the others take its share in proportion. The phases
-    0 < phase < 1 differ, so that corpora of equal weight take turns. The place of a pack follows from the weights and limits
-    without those before it.
+    Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come in the order of
+    their times, corpora with equal times in theirs. A corpus that has ended has no more packs, so
+    that the others take its share in proportion. The phases 0 < phase < 1 differ, so that corpora
+    of equal weight take turns. The place of a pack follows from the weights and limits without
+    those before it.
     """
 
     block_size = PERIOD
@@ -182,7 +184,8 @@ class DueOrder(CorpusOrder):
     def __init__(self, weights: Sequence[Fraction], limits: np.ndarray | None = None):
         """Order corpora by one positive weight each, in any unit.
 
-        `limits`: int64[corpora], the packs after which each ends.
+        Args:
+            limits: int64[corpora], the packs after which each ends; None: no end.
         """
         total = sum(weights)
         self._weights = np.array([max(float(weight / total), _LEAST_WEIGHT) for weight in weights])

@@ -1,6 +1,7 @@
-"""Packs of exactly `seq_length` tokens, the samples of a run, and the packings that cut them from the document stream.
+"""Packs of exactly `seq_length` tokens, the samples of a run, and packings.
 
-The contents of a pack are a pure function of the data, the seed, seq_length and the sample's number.
+A packing cuts packs from the document stream. The contents of a pack are a pure function of the
+data, the seed, seq_length and the sample's number.
 """
 
 from abc import ABC, abstractmethod
@@ -17,36 +18,46 @@ from megaenc.data.packing.token_stream import DocumentSource, DocumentStream, To
 from megaenc.errors import InputError
 
 LONGEST_PACK = 1 << 24
-"""Largest `seq_length` in tokens; a longer pack is a typing mistake that would exhaust the memory."""
+"""Largest `seq_length` in tokens; a longer pack is a typing mistake that would exhaust the
+memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Sample of a run: number, epoch in which it starts, T token ids, and document edges that attention never crosses.
-
-    sample: its number in the run; epoch: the pass over the data in which it starts; tokens: int64[T];
-    edges: int32[D + 1], 0 first, T last, strictly increasing (the `cu_seqlens` of packed attention).
-    """
+    """Sample of a run: tokens, and document edges that attention never crosses."""
 
     sample: int
+    """Number of the sample in the run."""
     epoch: int
+    """Pass over the data in which the pack starts."""
     tokens: np.ndarray
+    """int64[T], token ids."""
     edges: np.ndarray
+    """int32[D + 1], strictly increasing from 0 to T: the `cu_seqlens` of packed attention."""
 
     @property
     def positions(self) -> np.ndarray:
-        """Return int64[T], the position of each token within its document or chunk, 0 at each edge."""
+        """Return int64[T], the position of each token within its document or chunk.
+
+        It is 0 at each edge.
+        """
         return position_ids(self.edges)
 
 
 def position_ids(edges: np.ndarray) -> np.ndarray:
-    """Return int64[T], the position of each token after the last of `edges`, int[D + 1] which begin with 0, end with T."""
+    """Return int64[T], the position of each token after the last edge before it.
+
+    `edges`, int[D + 1], begin with 0 and end with T.
+    """
     starts = edges[:-1].astype(np.int64)
     return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
 
 
 class PackedDataset(Protocol):
-    """Interface of endless packs of one corpus or a blend: `dataset[s]` is the Pack of sample s, of `seq_length` tokens."""
+    """Interface of endless packs of `seq_length` tokens of one corpus or a blend.
+
+    `dataset[s]` is the Pack of sample s.
+    """
 
     seq_length: int
 
@@ -54,13 +65,17 @@ class PackedDataset(Protocol):
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before the first that starts a second epoch (in a blend, of any corpus)."""
+        """Return the number of samples before the first that starts a second epoch.
+
+        In a blend, it is the second epoch of any corpus.
+        """
 
 
 class CorpusPackedDataset(ABC):
-    """Base class of the endless packs of one corpus, cut from its token stream, in random order within each epoch.
+    """Base class of the endless packs of one corpus, cut from its token stream.
 
-    Without that order the pieces of one long document would meet in one batch.
+    Within each epoch packs are in random order. Otherwise the pieces of one long document would
+    meet in one batch.
     """
 
     def __init__(
@@ -70,9 +85,12 @@ class CorpusPackedDataset(ABC):
         seq_length: int,
         seed: int,
     ):
-        """Cut packs from `documents`, int64[D] numbers or blocks of documents. Raises InputError if they hold no token.
+        """Cut packs from `documents`, int64[D] numbers or blocks of documents.
 
         All documents are shuffled, or all blocks and documents within groups of them.
+
+        Raises:
+            InputError: The documents hold no token.
         """
         kind = BlockStream if isinstance(documents, DocumentBlocks) else DocumentStream
         self.stream: TokenStream = kind(corpus, documents, seed)
@@ -82,15 +100,21 @@ class CorpusPackedDataset(ABC):
 
     @abstractmethod
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the number of the epoch, from 0, in which the pack of sample number `sample` starts."""
+        """Return the epoch, from 0, in which the pack of sample number `sample` starts."""
 
     @abstractmethod
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the number of the first sample that starts in `epoch`, or after it if none does (tiny corpus)."""
+        """Return the number of the first sample that starts in or after `epoch`.
+
+        In a tiny corpus, an epoch may have no start of a pack.
+        """
 
     @abstractmethod
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position in the stream at which pack number `pack`, in stream order, begins."""
+        """Return the token position in the stream at which a pack begins.
+
+        `pack` is its number in stream order.
+        """
 
     def __getitem__(self, sample: int) -> Pack:
         """Return the Pack of sample number `sample`, counted from 0 without end."""
@@ -102,7 +126,7 @@ class CorpusPackedDataset(ABC):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Return the number of tokens of all documents, the length of one epoch of the token stream."""
+        """Return the number of tokens of all documents, the length of one epoch."""
         return self.stream.tokens_per_epoch
 
     @property
@@ -111,33 +135,49 @@ class CorpusPackedDataset(ABC):
         return self.first_sample_of_epoch(1)
 
     def packs_of_epochs(self, epochs: int) -> int:
-        """Return the number of packs of the first `epochs` epochs, for --blend-max-epochs."""
+        """Return the number of packs of the first `epochs` epochs.
+
+        It is used for --blend-max-epochs.
+        """
         return self.first_sample_of_epoch(epochs)
 
     @property
     def dropped(self) -> float:
-        """Return 0.0, the share of the tokens that is in no pack; a packing that drops tokens overrides this."""
+        """Return the share of the tokens that is in no pack, here 0.0.
+
+        A packing that drops tokens overrides this.
+        """
         return 0.0
 
     def epochs_after(self, samples: int) -> float:
-        """Return the number of epochs, such as 1.25, that the first `samples` samples cover."""
+        """Return the number of epochs, such as 1.25, that the first `samples` cover."""
         epoch = self.epoch_of_sample(samples)
         first = self.first_sample_of_epoch(epoch)
         end = self.first_sample_of_epoch(epoch + 1)
         return epoch + (samples - first) / (end - first)
 
     def _compute_pack_order(self, epoch: int) -> Sequence[int] | np.ndarray:
-        """Compute the random order of the packs that start in `epoch`, numbered from the first of them."""
+        """Compute the random order of the packs that start in `epoch`.
+
+        They are numbered from the first of them.
+        """
         return self.stream.permute_packs(
             self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch), epoch
         )
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
-    """Packs of one corpus cut from the stream every `seq_length` tokens without loss, with an edge at each document end."""
+    """Packs of one corpus cut from the stream every `seq_length` tokens, without loss.
+
+    There is an edge at each document end.
+    """
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the number of the epoch in which the pack of `sample` starts, from 0; IndexError if negative."""
+        """Return the epoch, from 0, in which the pack of `sample` starts.
+
+        Raises:
+            IndexError: `sample` is negative.
+        """
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         return sample * self.seq_length // self.tokens_per_epoch
@@ -147,7 +187,7 @@ class ConcatPackedDataset(CorpusPackedDataset):
         return -(-epoch * self.tokens_per_epoch // self.seq_length)
 
     def start_of_pack(self, pack: int) -> int:
-        """Return `pack` * `seq_length`, the token position in the stream at which pack number `pack` begins."""
+        """Return `pack` * `seq_length`, the token position at which a pack begins."""
         return pack * self.seq_length
 
 
@@ -155,7 +195,10 @@ SHORTEST_CHUNK = 12  # tokens, as in arXiv 2507.00994
 
 
 def check_two_chunks_fit(seq_length: int) -> None:
-    """Raise InputError if `seq_length` is below 24, the two shortest chunks of a pack of --packing random-length."""
+    """Raise InputError if a pack has no room for the two shortest chunks, 24 tokens.
+
+    It is for --packing random-length.
+    """
     if seq_length < 2 * SHORTEST_CHUNK:
         raise InputError(
             f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
@@ -164,21 +207,23 @@ def check_two_chunks_fit(seq_length: int) -> None:
 
 
 def mean_squared_chunk_lengths(seq_length: int) -> float:
-    """Return the mean, over all cut positions of a pack, of the sum of its two squared chunk lengths (random-length)."""
+    """Return the mean sum of the two squared chunk lengths of a pack (random-length).
+
+    The mean is over all cut positions.
+    """
     shortest = SHORTEST_CHUNK
     longest = seq_length - SHORTEST_CHUNK
-    to_longest, below = (
-        end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1)
-    )  # 1 + 4 + 9 + ... + end^2
-    return (
-        2 * (to_longest - below) / (longest - shortest + 1)
-    )  # both chunks have the same distribution
+    # 1 + 4 + 9 + ... + end^2
+    to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))
+    # Both chunks have the same distribution.
+    return 2 * (to_longest - below) / (longest - shortest + 1)
 
 
 class RandomLengthPackedDataset(ConcatPackedDataset):
-    """Packs of one corpus, each cut at random into two chunks of at least 12 tokens, the only edges of attention.
+    """Packs of one corpus, each cut at random into two chunks of 12 or more tokens.
 
-    As in arXiv 2507.00994. A chunk may span documents: attention crosses their ends.
+    As in arXiv 2507.00994, the cut is the only edge of attention: a chunk may span documents, whose
+    ends attention crosses.
     """
 
     def __init__(
@@ -188,7 +233,11 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
         seq_length: int,
         seed: int,
     ):
-        """Cut packs as CorpusPackedDataset. Raises InputError if a pack has no room for two chunks."""
+        """Cut packs as CorpusPackedDataset does.
+
+        Raises:
+            InputError: A pack has no room for two chunks, or the documents hold no token.
+        """
         check_two_chunks_fit(seq_length)
         super().__init__(corpus, documents, seq_length, seed)
 

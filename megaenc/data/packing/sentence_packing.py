@@ -1,4 +1,4 @@
-"""Packs that each start at a sentence, from a corpus whose documents were split into sentences."""
+"""Packs that each start at a sentence, from documents split into sentences."""
 
 from array import array
 from bisect import bisect_right
@@ -16,9 +16,10 @@ from megaenc.errors import InputError
 def check_has_sentences(
     prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int
 ) -> None:
-    """Raise InputError if `metadata` records no sentence splitting (or is None) and `sequences` equals `documents`.
+    """Raise InputError unless a corpus was split into sentences.
 
-    Only the metadata distinguishes documents of one sentence each from whole documents.
+    Without metadata that record it, the corpus must have more `sequences` than `documents`: only
+    metadata distinguish documents of one sentence each from whole documents.
     """
     if not (metadata and metadata.sentences) and sequences == documents:
         raise InputError(
@@ -27,15 +28,21 @@ def check_has_sentences(
 
 
 class SentencePackedDataset(CorpusPackedDataset):
-    """Packs of one corpus that each start at a sentence; the rest of a sentence that a pack cuts is dropped.
+    """Packs of one corpus that each start at a sentence.
 
-    Attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one pack.
+    The rest of a sentence that a pack cuts is dropped; a sentence longer than a pack fills one
+    pack. Attention ends where a document ends, not where a sentence does.
     """
 
     def __init__(
         self, corpus: Corpus, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int
     ):
-        """Cut packs as CorpusPackedDataset. Raises InputError if every document of the corpus is one sequence."""
+        """Cut packs as CorpusPackedDataset does.
+
+        Raises:
+            InputError: Every document of the corpus is one sequence, or the documents hold no
+                token.
+        """
         check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),
             getattr(corpus, "metadata", None),
@@ -43,14 +50,19 @@ class SentencePackedDataset(CorpusPackedDataset):
             documents=len(corpus.first_sequences) - 1,
         )
         super().__init__(corpus, documents, seq_length, seed)
-        # The packs of an epoch start where those of the previous one end, so epochs are computed in order. Index e: the number of
-        # packs before epoch e, and the tokens of epoch e that an earlier epoch's last pack reads.
+        # The packs of an epoch start where those of the previous one end, so epochs are computed in
+        # order. Index e: the number of packs before epoch e, and the tokens of epoch e that an
+        # earlier epoch's last pack reads.
         self._first_samples = [0]
         self._consumed = [0]
         self._pack_starts = lru_cache(maxsize=2)(self._compute_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the number of the epoch in which the pack of `sample` starts, from 0; IndexError if negative."""
+        """Return the epoch, from 0, in which the pack of `sample` starts.
+
+        Raises:
+            IndexError: `sample` is negative.
+        """
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
@@ -64,24 +76,36 @@ class SentencePackedDataset(CorpusPackedDataset):
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position, in the stream of all epochs, at which pack number `pack` (in stream order) begins."""
+        """Return the token position in the stream of all epochs at which a pack begins.
+
+        `pack` is its number in stream order.
+        """
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(
             self._pack_starts(epoch)[pack - self._first_samples[epoch]]
         )
 
     def packs_of_epochs(self, epochs: int) -> int:
-        """Return `epochs` times the packs of the first epoch; for the exact number all epochs would be shuffled."""
+        """Return `epochs` times the packs of the first epoch.
+
+        For the exact number all epochs would be shuffled.
+        """
         return epochs * self.first_sample_of_epoch(1)
 
     @property
     def dropped(self) -> float:
-        """Return the share of the first epoch's tokens that is in no pack: the rests of cut sentences."""
+        """Return the share of the first epoch's tokens that is in no pack.
+
+        These are the rests of cut sentences.
+        """
         packs = self.first_sample_of_epoch(1)
         return 1 - packs * self.seq_length / self.start_of_pack(packs)
 
     def _append_epoch(self, epoch: int) -> None:
-        """Compute the number of packs of `epoch`, the last known one, and the tokens of the next epoch that they read."""
+        """Compute the packs of `epoch`, the last known one.
+
+        The tokens that they read of the next epoch are computed too.
+        """
         starts = self._pack_starts(epoch)
         # End of the last pack; less than an epoch if only the rest of a sentence follows.
         end = int(starts[-1]) + self.seq_length if len(starts) else self._consumed[epoch]
@@ -89,14 +113,15 @@ class SentencePackedDataset(CorpusPackedDataset):
         self._consumed.append(max(0, end - self.tokens_per_epoch))
 
     def _compute_pack_starts(self, epoch: int) -> np.ndarray:
-        """Compute int64[packs], the starts of the packs of `epoch` in tokens from the epoch's start."""
+        """Compute int64[packs], the first tokens of the packs of `epoch`.
+
+        They are counted from the start of the epoch.
+        """
         sentences = self._compute_sentence_starts(epoch)
-        following = np.searchsorted(
-            sentences, sentences + self.seq_length
-        )  # first sentence after a pack that starts here
-        next_pack = memoryview(
-            following
-        )  # indexing it is several times faster than indexing an array
+        # For each sentence, the first one after a pack that starts there.
+        following = np.searchsorted(sentences, sentences + self.seq_length)
+        # Indexing a memoryview is several times faster than indexing an array.
+        next_pack = memoryview(following)
         sentence = int(np.searchsorted(sentences, self._consumed[epoch]))
         pack_sentences = array("q")
         while sentence < len(sentences):
@@ -107,7 +132,10 @@ class SentencePackedDataset(CorpusPackedDataset):
         )
 
     def _compute_sentence_starts(self, epoch: int) -> np.ndarray:
-        """Compute int64[sentences], the starts of the sentences of `epoch` in tokens from the epoch's start."""
+        """Compute int64[sentences], the first tokens of the sentences of `epoch`.
+
+        They are counted from the start of the epoch.
+        """
         documents = self.stream.epoch_documents(epoch)
         corpus = self.stream.corpus
         firsts = corpus.first_sequences[documents]

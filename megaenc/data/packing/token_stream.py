@@ -1,4 +1,7 @@
-"""Endless streams of tokens from which packs are cut: all documents concatenated, in a new random order each epoch."""
+"""Endless streams of tokens from which packs are cut.
+
+All documents are concatenated, in a new random order each epoch.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from megaenc.errors import InputError
 
 
 class DocumentSource(Protocol):
-    """Interface of a corpus for DocumentStream: `document_lengths`, and `read_spans`, which reads tokens of documents."""
+    """Interface of a corpus for DocumentStream: document lengths, and tokens."""
 
     document_lengths: np.ndarray
     """int64[D], length of each document in tokens."""
@@ -20,17 +23,20 @@ class DocumentSource(Protocol):
     def read_spans(
         self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> np.ndarray:
-        """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64."""
+        """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
+
+        Each span has at least one token.
+        """
 
 
 class TokenStream(ABC):
-    """Endless token sequence of a corpus: its documents joined in a new random order each epoch; readable at any position.
+    """Endless token sequence of a corpus, readable at any position.
 
-    Documents without tokens are left out. A position is a number of tokens from the start of the stream.
+    Its documents are joined in a new random order each epoch; those without tokens are left out. A
+    position is a number of tokens from the start of the stream.
     """
 
     def __init__(self, corpus: object, seed: int):
-        """Keep `corpus` and `seed`."""
         self.corpus = corpus
         self.seed = seed
         self.tokens_per_epoch: int
@@ -43,7 +49,11 @@ class TokenStream(ABC):
             )
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens from position `start`, int64, and their document edges, int32[D + 1] from 0 to `count`."""
+        """Return `count` tokens from position `start`, and their document edges.
+
+        Returns:
+            int64[count] token ids, and int32[D + 1] edges from 0 to `count`.
+        """
         tokens = []
         edges = [np.zeros(1, dtype=np.int64)]
         done = 0
@@ -59,24 +69,37 @@ class TokenStream(ABC):
 
     @abstractmethod
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return 1 to `count` tokens from token `begin` of `epoch`, int64, and the number of them in each document."""
+        """Return 1 to `count` tokens from token `begin` of `epoch`, as int64.
+
+        The second array has the number of them in each document.
+        """
 
     @abstractmethod
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return int64 or int32[D], the numbers of all documents in the order of `epoch`."""
+        """Return the numbers of all documents in the order of `epoch`, int64 or int32[D]."""
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
-        """Return a random order of the `count` packs of `epoch`, a permutation of range(count)."""
+        """Return a random order of the `count` packs of `epoch`.
+
+        It is a permutation of range(count).
+        """
         return narrow_to_int32(
             counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))
         )
 
 
 class DocumentStream(TokenStream):
-    """Stream in which all documents of an epoch are shuffled; it holds some 20 bytes of each in memory."""
+    """Stream that shuffles all documents of an epoch.
+
+    It holds some 20 bytes of each document in memory.
+    """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
-        """Build the stream of `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
+        """Build the stream of `documents`, int64[D] document numbers.
+
+        Raises:
+            InputError: They hold no token.
+        """
         super().__init__(corpus, seed)
         lengths = corpus.document_lengths[documents]
         self.documents = narrow_to_int32(documents[lengths > 0])
@@ -87,12 +110,14 @@ class DocumentStream(TokenStream):
         self.epoch_order = lru_cache(maxsize=2)(self._epoch_order)
 
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return up to `count` tokens from token `begin` of `epoch`, and the number of them in each document."""
+        """Return up to `count` tokens from token `begin` of `epoch`.
+
+        The second array has the number of them in each document.
+        """
         order, ends = self.epoch_order(epoch)
         end = min(begin + count, self.tokens_per_epoch)
-        first, last = np.searchsorted(
-            ends, (begin, end - 1), side="right"
-        )  # documents of tokens begin and end - 1
+        # Documents of tokens begin and end - 1.
+        first, last = np.searchsorted(ends, (begin, end - 1), side="right")
         numbers = order[first : last + 1]
         document_ends = ends[first : last + 1]
         offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
@@ -105,7 +130,10 @@ class DocumentStream(TokenStream):
         return self.documents[self.epoch_order(epoch)[0]]
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the order of `documents` in `epoch` and int64[D], their ends in tokens from the epoch's start."""
+        """Compute the order of `documents` in `epoch`, and their ends.
+
+        The ends, int64[D], are in tokens from the start of the epoch.
+        """
         order = narrow_to_int32(
             counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,))
         )
@@ -113,5 +141,8 @@ class DocumentStream(TokenStream):
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:
-    """Return non-negative integers as int32 if they all fit, else unchanged; saves 400 MB for 100 million documents."""
+    """Return non-negative integers as int32 if they all fit, else unchanged.
+
+    It saves 400 MB for 100 million documents.
+    """
     return values.astype(np.int32) if not len(values) or values.max() < 2**31 else values

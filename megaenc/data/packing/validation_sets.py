@@ -1,4 +1,7 @@
-"""Named corpora to validate on, which stay the same in a run whose phases change data and pack length."""
+"""Named corpora to validate on, the same in all phases of a run.
+
+They do not change if phases change data or pack length.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -23,7 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Return the prefix of each corpus in --valid-data-path `NAME=PREFIX`, by name.
 
-    Raises InputError for another form, and for a name given twice.
+    Raises:
+        InputError: A word has another form, or a name is given twice.
     """
     prefixes: dict[str, str] = {}
     for word in words:
@@ -54,7 +58,10 @@ class UnshuffledPackedDataset(ConcatPackedDataset):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Named corpus to validate on, whole, or only its held-out documents if the run trains on the others."""
+    """Named corpus to validate on.
+
+    If the run trains on it, only its held-out documents are used, else all.
+    """
 
     name: str
     corpus: Corpus
@@ -83,7 +90,8 @@ class ValidationSet:
             name: Name of the set.
             prefix: Prefix of the corpus.
             vocabulary: The run's, which the corpus must fit.
-            split: --split, which decides on the held-out documents of a corpus in `train_fingerprints`.
+            split: --split, which decides on the held-out documents of a corpus in
+                `train_fingerprints`.
             order: Data order, see `split_corpus`.
             train_fingerprints: Fingerprints of the corpora that the run trains on.
             opened: Corpora by the path of their .idx, see `open_corpora`.
@@ -107,7 +115,10 @@ class ValidationSet:
         )
 
     def describe(self) -> str:
-        """Return the name with what the set is of, `web (held-out documents of data/web_text_document)`."""
+        """Return the set's name and text for the console.
+
+        An example is `web (held-out documents of data/web_text_document)`.
+        """
         part = "all" if self.is_whole else "held-out"
         return f"{self.name} ({part} documents of {self.corpus.prefix})"
 

@@ -1,11 +1,13 @@
-"""Claims on shared work: files with which processes on any number of nodes divide work without a coordinator or locks.
+"""Claims on shared work, with which processes divide it without a coordinator.
 
-The claim on `NAME` is the file NAME.claim, created exclusively, which is atomic on local disks, NFS (version 3 and later) and
+The processes may run on any number of nodes, and need no locks. The claim on `NAME` is the file
+NAME.claim, created exclusively, which is atomic on local disks, NFS (version 3 and later) and
 Lustre. Its owner renews its modification time every few seconds and removes it at the end.
 
-An owner is dead if it is a process of this machine that has ended, or if its file did not change for DEAD_SECONDS. Each reader
-measures that time by its own clock: on Lustre, modification times come from the clients, whose clocks differ. Claims only save
-time. In rare races, and after a long pause, two processes own the same work, which must then come out the same.
+An owner is dead if it is a process of this machine that has ended, or if its file did not change
+for DEAD_SECONDS. Each reader measures that time by its own clock: on Lustre, modification times
+come from the clients, whose clocks differ. Claims only save time. In rare races, and after a long
+pause, two processes own the same work, which must then come out the same.
 """
 
 import contextlib
@@ -22,11 +24,15 @@ from megaenc.json_files import read_regular_file
 BEAT_SECONDS = 10.0
 """Seconds between two renewals of a claim by its owner."""
 DEAD_SECONDS = 150.0
-"""Seconds without a renewal after which an owner on another machine counts as dead; NFS may show changes a minute late."""
+"""Seconds without a renewal after which an owner on another machine counts as dead; NFS may show
+changes a minute late."""
 
 
 class Claim:
-    """Context manager of a claim of this process, which is renewed until the block ends and then removed."""
+    """Context manager of a claim of this process.
+
+    The claim is renewed until the block ends, and then removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,14 +57,18 @@ class Claim:
 
 
 class ClaimFolder:
-    """Claims in a shared folder, with a memory of when this process saw each of them change."""
+    """Claims in a shared folder, with a memory of when each was seen to change."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last_changes: dict[Path, tuple[int, float]] = {}
 
     def acquire(self, name: str) -> Claim | None:
-        """Return a new claim on `name`, or None if a live process holds it. Raises FileNotFoundError if the folder is gone."""
+        """Return a new claim on `name`, or None if a live process holds it.
+
+        Raises:
+            FileNotFoundError: The folder is gone.
+        """
         path = self._folder / f"{name}.claim"
         while True:
             try:
@@ -68,10 +78,8 @@ class ClaimFolder:
                     return None
                 path.unlink(missing_ok=True)
                 continue
-            with (
-                contextlib.suppress(OSError),
-                open(descriptor, "w") as stream,
-            ):  # on a full disk only time tells of its end
+            # On a full disk only time tells that the owner has ended.
+            with contextlib.suppress(OSError), open(descriptor, "w") as stream:
                 stream.write(f"{_identify_machine()} {os.getpid()}")
             return Claim(path)
 
@@ -79,9 +87,8 @@ class ClaimFolder:
         """Return whether the owner of a claim has died or removed it."""
         try:
             changed = path.stat().st_mtime_ns
-            owner = read_regular_file(path).decode(
-                "utf-8", "replace"
-            )  # empty just after its creation
+            # Empty just after the creation of the file.
+            owner = read_regular_file(path).decode("utf-8", "replace")
         except FileNotFoundError:
             return True
         now = time.monotonic()
@@ -99,18 +106,18 @@ def _has_ended(owner: str) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except (
-        OSError,
-        ValueError,
-        OverflowError,
-    ):  # it belongs to another user, or the file is damaged
+    except (OSError, ValueError, OverflowError):
+        # The process belongs to another user, or the file is damaged.
         return False
     return False
 
 
 @cache
 def _identify_machine() -> str:
-    """Return the id of the kernel's boot and of the process id namespace, in which a process id is unique."""
+    """Return the ids of the kernel's boot and of the process id namespace.
+
+    A process id is unique in these.
+    """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

@@ -1,4 +1,7 @@
-"""Command `megaenc preprocess`: tokenization of text into the .bin, .idx and .json files that training reads."""
+"""Command `megaenc preprocess`: tokenization of text for training.
+
+It writes the .bin, .idx and .json files that training reads.
+"""
 
 import time
 from collections.abc import Sequence
@@ -28,16 +31,24 @@ from megaenc.processes import exit_on_sigterm
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:
-    """Tokenize the input to a .bin, .idx and .json per JSON key; return their prefixes; InputError if it is unusable.
+    """Tokenize the input to a corpus per JSON key and return the corpora's prefixes.
 
-    Files appear complete or not at all, the .idx last. Their bytes do not depend on workers, partitions or kinds of input files.
-    Raises InputError for unusable input, tokenizer or output, for input that changes meanwhile, and if a worker dies.
+    The .bin, .idx and .json of all corpora appear complete or not at all, the .idx last. Their
+    bytes do not depend on workers, partitions or kinds of input files.
+
+    Raises:
+        InputError: Input, tokenizer or output is unusable, input changes meanwhile, or a worker
+            dies.
     """
     return run_job(prepare_job(settings))
 
 
 def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
-    """Check flags, output and input, load the tokenizer; return the job that `preprocess` runs. Raises InputError."""
+    """Return the job that `preprocess` runs, with flags, output and input checked.
+
+    Raises:
+        InputError: One of these, or the tokenizer, is unusable.
+    """
     settings.check()
     if (deduplication := settings.deduplication()) is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
@@ -69,7 +80,11 @@ def run_job(job: PreprocessJob) -> list[Path]:
 def _build_job(
     settings: PreprocessConfig, prefixes: list[Path], inputs: resolve.ResolvedInputs
 ) -> PreprocessJob:
-    """Load the tokenizer and build the job that writes the corpora at `prefixes`. Raises InputError."""
+    """Load the tokenizer and build the job that writes the corpora at `prefixes`.
+
+    Raises:
+        InputError: The tokenizer or the Punkt model is unusable.
+    """
     from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
 
     tokenizer = load_tokenizer(settings.tokenizer)
@@ -100,7 +115,8 @@ def _build_job(
 def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> SpecialTokens:
     """Return the special tokens of documents, and print them.
 
-    Raises InputError, before hours of work, for a tokenizer without them.
+    Raises:
+        InputError: The tokenizer lacks them; it is found before hours of work.
     """
     from megaenc.data.tokenizer.special_tokens import FLAG, read_template, resolve_special_tokens
 
@@ -133,7 +149,10 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
 
 
 def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInputs) -> PunktModel:
-    """Return the installed Punkt model of the language, or train one on the inputs if there is none."""
+    """Return the installed Punkt model of the language.
+
+    If there is none, train one on the inputs.
+    """
     punkt = load_installed_punkt(settings.punkt_language)
     if punkt is not None:
         print_rank_0(f"sentences: installed Punkt model for {punkt.language}")
@@ -151,7 +170,6 @@ def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInp
 
 
 def _format_summary(corpus: CorpusMetadata) -> str:
-    """Format the counts of a corpus for the console."""
     parts = [f"{corpus.documents:,} documents"]
     if corpus.sentences is not None:
         parts.append(f"{corpus.sequences:,} sentences")
@@ -167,7 +185,10 @@ def _format_summary(corpus: CorpusMetadata) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc preprocess` (tools/preprocess_data.py): tokenize the input to .bin, .idx and .json; print the counts."""
+    """Run `megaenc preprocess`: tokenize the input and print the counts.
+
+    It is also `tools/preprocess_data.py`.
+    """
     silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)
     with exit_on_sigterm():

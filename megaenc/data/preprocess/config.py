@@ -18,37 +18,49 @@ _MINHASH = Deduplication("minhash")
 
 @dataclass(frozen=True)
 class PreprocessConfig(resolve.InputConfig):
-    """Flags of `megaenc preprocess`: input, output prefix, tokenizer, sentences, workers, partitions, deduplication."""
+    """Flags of `megaenc preprocess`."""
 
     output_prefix: str
-    """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON key."""
+    """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON
+    key."""
     tokenizer: str
     """Hugging Face fast tokenizer, a folder or a name on the Hub."""
     json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
-    """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its own."""
+    """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its
+    own."""
     append_eod: bool = False
-    """Append the tokenizer's end-of-sequence token, or without one SEP, to every document: --special-tokens eod."""
+    """Append the tokenizer's end-of-sequence token, or without one SEP, to every document:
+    --special-tokens eod."""
     special_tokens: SpecialTokensMode | None = None
-    """Special tokens around every document. template: those that the tokenizer puts around a text, such as [CLS] ... [SEP];
-    eod: EOS, or without one SEP, after it; none, the default: only the text."""
+    """Special tokens around every document. template: those that the tokenizer puts around a text,
+    such as [CLS] ... [SEP]; eod: EOS, or without one SEP, after it; none, the default: only the
+    text."""
     split_sentences: bool = False
-    """Store each sentence, not each document, as a sequence of the .idx; needed for --packing sentences."""
+    """Store each sentence, not each document, as a sequence of the .idx; needed for --packing
+    sentences."""
     punkt_language: str = "english"
-    """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
+    """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is
+    trained on the input."""
     workers: PositiveInt = field(default_factory=usable_core_count)
-    """Number of worker processes. JSONL, CSV, TSV and text lines that gigatoken can tokenize use threads up to four."""
+    """Number of worker processes. JSONL, CSV, TSV and text lines that gigatoken can tokenize use
+    threads up to four."""
     partitions: Annotated[int, Bounds(low=1, high=100_000)] = 1  # each has a few files
-    """Number of partitions of the input, shared by all nodes that run the same command; after an interruption, it resumes."""
+    """Number of partitions of the input, shared by all nodes that run the same command; after an
+    interruption, it resumes."""
     deduplicate: Literal["exact", "minhash"] | None = None
-    """Remove documents with the text of an earlier one (exact), or with most word n-grams in common (minhash; needs rensa)."""
+    """Remove documents with the text of an earlier one (exact), or with most word n-grams in common
+    (minhash; needs rensa)."""
     minhash_ngram_size: Annotated[int, Bounds(low=1, high=1000)] = _MINHASH.ngram_size
     """Number of lower-case words of an n-gram for --deduplicate minhash."""
     minhash_buckets: Annotated[int, Bounds(low=1, high=1000)] = _MINHASH.buckets
-    """Number of buckets. Documents that share one are duplicates; similarity s does so with probability 1 - (1 - s^h)^buckets."""
+    """Number of buckets. Documents that share one are duplicates; similarity s does so with
+    probability 1 - (1 - s^h)^buckets."""
     minhash_hashes_per_bucket: Annotated[int, Bounds(low=1, high=100)] = _MINHASH.hashes_per_bucket
-    """Number h of hashes that agree in a shared bucket. 14 buckets of 8 find 92 % of pairs of similarity 0.8, 5 % at 0.5."""
+    """Number h of hashes that agree in a shared bucket. 14 buckets of 8 find 92 % of pairs of
+    similarity 0.8, 5 % at 0.5."""
     skip_bad_lines: bool = False
-    """Skip and count lines, rows and files without readable text instead of stopping at the first."""
+    """Skip and count lines, rows and files without readable text instead of stopping at the
+    first."""
 
     @property
     def special_tokens_mode(self) -> SpecialTokensMode:
@@ -59,7 +71,10 @@ class PreprocessConfig(resolve.InputConfig):
 
     @property
     def uses_work_folder(self) -> bool:
-        """Return whether partitions are written and merged; duplicates are known only when all documents have been read."""
+        """Return whether partitions are written and merged.
+
+        Deduplication needs it too: duplicates are known only when all documents have been read.
+        """
         return self.partitions > 1 or self.deduplicate is not None
 
     @property
@@ -79,7 +94,7 @@ class PreprocessConfig(resolve.InputConfig):
         )
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, for too many workers or a flag without effect."""
+        """Raise InputError for too many workers or a flag without effect."""
         if self.append_eod and self.special_tokens not in (None, "eod"):
             raise InputError(
                 f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them"

@@ -1,12 +1,14 @@
-"""Removal of duplicate documents from a corpus, exact or near (MinHash), with bounded memory.
+"""Removal of duplicate documents, exact or near (MinHash), with bounded memory.
 
-Workers compute band keys of every document, uint64[bands, words]. Two documents are duplicates if all words of a band are equal;
-of documents linked by such pairs, the first of the corpus stays. The decision needs the keys of the whole corpus, not its texts,
-and does not depend on workers, partitions or nodes.
+Workers compute band keys of every document, uint64[bands, words]. Two documents are duplicates if
+all words of a band are equal; of documents linked by such pairs, the first of the corpus stays. The
+decision needs the keys of the whole corpus, not its texts, and does not depend on workers,
+partitions or nodes.
 
 - exact: one band of two words, BLAKE2b of the text.
-- MinHash: `buckets` bands of one word, a hash of `hashes_per_bucket` minimum hashes of the document's word n-grams, as FineWeb's
-  (https://arxiv.org/abs/2406.17557). A pair of Jaccard similarity s shares a band with probability 1 - (1 - s^hashes)^buckets.
+- MinHash: `buckets` bands of one word, a hash of `hashes_per_bucket` minimum hashes of the
+  document's word n-grams, as FineWeb's (https://arxiv.org/abs/2406.17557). A pair of Jaccard
+  similarity s shares a band with probability 1 - (1 - s^hashes)^buckets.
 """
 
 import hashlib
@@ -33,7 +35,10 @@ _TOP_BITS = 32
 
 @dataclass(frozen=True)
 class Deduplication:
-    """Method of removing duplicates, exact or minhash with its parameters; callable from texts to their band keys; picklable."""
+    """Method of removing duplicates, with its parameters.
+
+    It is picklable, and callable from texts to their band keys.
+    """
 
     method: Literal["exact", "minhash"]
     ngram_size: int = 5
@@ -52,7 +57,10 @@ class Deduplication:
         return 2 if self.method == "exact" else 1
 
     def describe(self) -> dict[str, Any]:
-        """Return method and parameters for plan and metadata, with the version of rensa's algorithm for minhash."""
+        """Return method and parameters for plan and metadata.
+
+        For minhash they have the version of rensa's algorithm.
+        """
         if self.method == "exact":
             return {"method": "exact"}
         parameters = {
@@ -90,7 +98,11 @@ class Deduplication:
 
     @cached_property
     def _sketch(self) -> Any:
-        """Return rensa's RMinHash, in Rust; InputError if the package is missing or of another version."""
+        """Return rensa's RMinHash, which is written in Rust.
+
+        Raises:
+            InputError: The package is missing or of another version.
+        """
         try:
             from rensa import RMinHash
 
@@ -114,7 +126,10 @@ def build_ngrams(text: str, size: int) -> list[str]:
 
 
 def _hash_rows(values: np.ndarray) -> np.ndarray:
-    """Return uint64[rows], a hash of each row of uint32[rows, columns], by splitmix64's mixing function."""
+    """Return uint64[rows], a hash of each row of uint32[rows, columns].
+
+    It uses splitmix64's mixing function.
+    """
     result = np.zeros(len(values), np.uint64)
     for column in values.T:
         result += column + np.uint64(0x9E3779B97F4A7C15)
@@ -132,8 +147,13 @@ def find_duplicates(
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
-    `read_band(band)` yields uint64[words, n], the keys of a band of successive documents. It takes 9 bytes a document, 50 each
-    of up to 134 million, or of as many as have the same key.
+    It takes 9 bytes a document, and 50 for each of up to 134 million, or of as many as have the
+    same key.
+
+    Args:
+        read_band: Function of a band's number that yields uint64[words, n], the keys of successive
+            documents.
+        label: Name of the progress line.
     """
     parents = np.arange(documents, dtype=np.int64)
     slices = max(1, -(-documents // _SLICE_DOCUMENTS))
@@ -153,7 +173,11 @@ def find_duplicates(
 def _select_keys(
     chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint64[words, n] and int64[n], keys whose first word has top bits low..high-1 and the numbers of their documents."""
+    """Select the keys whose first word has top bits low..high-1.
+
+    Returns:
+        uint64[words, n], the keys, and int64[n], the numbers of their documents.
+    """
     keys = [np.empty((1, 0), np.uint64)]
     numbers = [np.empty(0, np.int64)]
     before = 0
@@ -172,11 +196,13 @@ def _select_keys(
 def _link_equal_keys(
     parents: np.ndarray, chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64
 ) -> None:
-    """Unite documents with equal keys, of those that `_select_keys` selects, in `parents`, whose roots are smallest."""
+    """Unite documents with equal keys in the forest `parents`.
+
+    Only the keys that `_select_keys` selects count. Roots are the smallest numbers of their trees.
+    """
     keys, numbers = _select_keys(chunks, low, high)
-    order = (
-        np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")
-    )  # ascending numbers within equal keys
+    # Numbers ascend within equal keys.
+    order = np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")
     same = np.ones(max(0, len(order) - 1), bool)
     for word in keys:
         in_order = word[order]
@@ -190,7 +216,10 @@ def _link_equal_keys(
 
 
 def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Unite the trees of documents `first[i]` and `second[i]` in the forest `parents`; the smallest number becomes the root."""
+    """Unite the trees of documents `first[i]` and `second[i]` in the forest `parents`.
+
+    The smallest number becomes the root.
+    """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -209,7 +238,10 @@ def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
 
 
 def _find_roots(parents: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the root of each document of `numbers` in the forest `parents`, and shorten the paths to them."""
+    """Return the roots of the documents `numbers` in the forest `parents`.
+
+    The paths to them are shortened.
+    """
     roots = parents[numbers]
     while (above := parents[roots]).size and (above != roots).any():
         roots = above

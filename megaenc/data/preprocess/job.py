@@ -1,4 +1,4 @@
-"""Inputs, outputs and tokenizer of one preprocessing run, and the writing of its corpora."""
+"""Inputs, outputs and tokenizer of one preprocessing run, which writes corpora."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,10 @@ _MAX_THREADS = 4
 
 @dataclass
 class CorpusOutputs:
-    """Corpora that are being written: by JSON key a writer, the number of duplicates removed, and at the end the metadata."""
+    """Corpora that are being written, in the order of the JSON keys.
+
+    Each has a writer, the number of duplicates removed, and at the end metadata.
+    """
 
     writers: list[IndexedWriter]
     removed: list[int]
@@ -56,7 +59,10 @@ class PreprocessJob:
     vocab_size: int
 
     def build_plan(self) -> dict[str, object]:
-        """Return plan.json's contents, all that decides the partitions: flags, input file stats, models and version."""
+        """Return the contents of plan.json, all that decides the bytes of partitions.
+
+        These are flags, paths, sizes and times of input files, models and version.
+        """
         files = hashlib.sha256()
         for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
@@ -81,11 +87,15 @@ class PreprocessJob:
         }
 
     def start_workers(self, count: int) -> AbstractContextManager[Tokenize]:
-        """Start a pool of threads if as fast as processes, which need a second and a tokenizer each, else of processes."""
+        """Start a pool of `count` threads or processes that tokenize blocks.
+
+        Threads are used if they are as fast as processes, which need a second and a tokenizer each.
+        """
         tokenizer = self.block_tokenizer
+        # Blocks of these sources are small.
         in_lines = all(
             isinstance(source, (LineFile, DelimitedFile)) for source in self.inputs.sources
-        )  # small blocks
+        )
         in_rust = tokenizer.encoder.is_fast and tokenizer.punkt is None
         in_rust &= tokenizer.deduplication is None or tokenizer.deduplication.method == "exact"
         return start_pool(tokenizer, count, threads=in_lines and in_rust and count <= _MAX_THREADS)
@@ -98,9 +108,14 @@ class PreprocessJob:
         ranges: Sequence[resolve.DocumentRange] | None,
         report: Callable[[float, Counts, float], None],
     ) -> Counts:
-        """Tokenize `ranges` of the input (None: all of it), pass the documents to the writers and return their counts.
+        """Tokenize part of the input, pass it to the writers and return its counts.
 
-        `report` is called after each block with the bytes of `ranges` read until then, the counts and the MB/s.
+        Args:
+            band_keys: By key a list to which the band keys of documents are added; empty without
+                deduplication.
+            ranges: Ranges of the input; None: all of it.
+            report: Called after each block with the bytes of `ranges` read until then, the counts
+                and the MB/s.
         """
         counts = dict.fromkeys(("documents", "skipped", "size"), 0)
         first = 0.0 if ranges is None else resolve.measure_ranges(self.inputs, ranges)[0]
@@ -118,7 +133,7 @@ class PreprocessJob:
                 speed = counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9)
                 report(max(0.0, block.position - first), counts, speed)
         except InputError as error:
-            # A file that changes may look damaged or kill the worker that maps it: report the change instead.
+            # A file that changes may look damaged or kill the worker that maps it.
             self.inputs.check_unchanged(ranges)
             if isinstance(error, WorkerProcessDied) and "memory" in str(error):
                 raise InputError(f"{error}; try fewer --workers, which need less memory") from None
@@ -148,9 +163,11 @@ class PreprocessJob:
 
     @contextlib.contextmanager
     def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
-        """Yield all corpora to fill; after the block write their metadata and rename the files.
+        """Yield all corpora to fill; afterwards write metadata and rename the files.
 
-        `check` is called before with the sha256 of each file by name; it may refuse by raising InputError.
+        Args:
+            check: Called before renaming with the sha256 of each file by name; it may refuse by
+                raising InputError.
         """
         count = len(self.prefixes)
         hashes: dict[str, str] = {}
@@ -180,7 +197,7 @@ class PreprocessJob:
     def _build_metadata(
         self, outputs: CorpusOutputs, place: int, bin_path: Path, idx_path: Path
     ) -> CorpusMetadata:
-        """Finish the writer number `place`, which writes the .idx, and return its corpus's metadata."""
+        """Finish writer number `place`, which writes the .idx, and return the metadata."""
         writer = outputs.writers[place]
         hashes = writer.finish()
         removed = outputs.removed[place]

@@ -1,4 +1,7 @@
-"""Output files of preprocessing: names, checks for existing files and remains of interrupted runs."""
+"""Output files of preprocessing: their names, and checks for existing ones.
+
+Remains of interrupted runs may be overwritten.
+"""
 
 import contextlib
 import hashlib
@@ -13,15 +16,16 @@ from megaenc.output_paths import refuse_existing
 
 MERGE_RECORD = "merged"
 """File of a work folder with the sha256, by file name, of the outputs that a merge renames."""
-_SUFFIXES = (
-    ".bin",
-    ".json",
-    ".idx",
-)  # in the order of renaming: a corpus without .idx cannot be opened
+# In the order of renaming: a corpus without .idx cannot be opened.
+_SUFFIXES = (".bin", ".json", ".idx")
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
-    """Return the corpus prefix of each key, OUTPUT_PREFIX_KEY_document; InputError for unusable keys or file names."""
+    """Return the corpus prefix of each JSON key, OUTPUT_PREFIX_KEY_document.
+
+    Raises:
+        InputError: Keys or file names are unusable.
+    """
     if not Path(output_prefix).name or output_prefix.endswith("/"):
         raise InputError(
             f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus"
@@ -47,22 +51,25 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
 
 
 def output_files(prefixes: Sequence[Path]) -> list[Path]:
-    """Return the paths of all files of the corpora in order of renaming: every .bin, then every .json, then every .idx."""
+    """Return the paths of all files of the corpora, in order of renaming.
+
+    These are every .bin, then every .json, then every .idx.
+    """
     return [Path(f"{prefix}{suffix}") for suffix in _SUFFIXES for prefix in prefixes]
 
 
 def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) -> None:
     """Raise InputError if a .bin, .json or .idx of one of the corpora exists.
 
-    Files with the sha256 that the record of a merge in `work_folder` lists may be overwritten: an interrupted merge wrote them.
+    Files with the sha256 that the record of a merge in `work_folder` lists may be overwritten: an
+    interrupted merge wrote them.
     """
     paths = output_files(prefixes)
     existing = [path for path in paths if os.path.lexists(path)]
     recorded: dict[str, str] = {}
     if work_folder is not None and existing:
-        recorded = read_json_or_empty(
-            work_folder / MERGE_RECORD
-        )  # a merge writes it before the first output appears
+        # A merge writes it before the first output appears.
+        recorded = read_json_or_empty(work_folder / MERGE_RECORD)
         if not recorded and existing == paths:
             raise InputError(
                 f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is "
@@ -76,7 +83,11 @@ def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) ->
 
 
 def compute_sha256(path: Path) -> str:
-    """Return the sha256 of a file in hex; InputError if it cannot be read."""
+    """Return the sha256 of a file in hex.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,7 @@
-"""Writing of corpora in partitions by one process or many: each takes unclaimed partitions, one merges, the others wait."""
+"""Writing of corpora in partitions, by one process or many.
+
+Each process takes unclaimed partitions; then one merges, and the others wait.
+"""
 
 import time
 
@@ -17,7 +20,11 @@ POLL_SECONDS = 2.0
 
 
 def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
-    """Write the missing partitions that no other process writes, merge all unless another process does; return the metadata."""
+    """Write the corpora of a job in partitions and return their metadata.
+
+    Missing partitions are written unless another process writes them, then all are merged unless
+    another process does so.
+    """
     ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
     count = len(ranges)
     if count < job.settings.partitions:
@@ -56,7 +63,11 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
 def write_missing(
     job: PreprocessJob, folder: WorkFolder, ranges: list[list[resolve.DocumentRange]]
 ) -> None:
-    """Write missing partitions that no other process claims, until all are done; FileNotFoundError if the folder is gone."""
+    """Write missing partitions that no other process claims, until all are done.
+
+    Raises:
+        FileNotFoundError: The folder is gone.
+    """
     missing = folder.missing_partitions()
     if len(missing) < folder.count:
         print_rank_0(
@@ -72,7 +83,10 @@ def write_missing(
     ):
 
         def show(written: float = 0.0, description: str = "tokenizing", **fields: float) -> None:
-            """Show the partitions that were done at the last look at them, and the bytes of this process's own."""
+            """Show the bytes and partitions done.
+
+            Partitions are those of the last look at them, bytes those of this process's own.
+            """
             partitions = f"{len(sizes) - len(left)}/{len(sizes)}"
             done = sum(sizes) - sum(left.values())
             line.update(done + written, description=description, partitions=partitions, **fields)
@@ -104,16 +118,19 @@ def write_missing(
 
 
 def merge_partitions(job: PreprocessJob, folder: WorkFolder) -> list[CorpusMetadata]:
-    """Merge the partitions and remove the folder, or wait for another process that does; return the metadata.
+    """Merge the partitions, remove their folder and return the corpora's metadata.
 
-    Raises FileNotFoundError if that other process has removed the folder.
+    If another process merges, wait for it.
+
+    Raises:
+        FileNotFoundError: That process has removed the folder.
     """
 
     def check(hashes: dict[str, str]) -> None:
         if folder.is_gone():
             raise FileNotFoundError(folder.path)
         folder.record_merge(hashes)
-        # Outputs with these very hashes are of a merge that was interrupted, or overtaken during a pause.
+        # Outputs with these hashes are of a merge that was interrupted, or overtaken in a pause.
         refuse_outputs(job.prefixes, folder.path)
 
     with _wait_for_merge(folder):
@@ -125,7 +142,7 @@ def merge_partitions(job: PreprocessJob, folder: WorkFolder) -> list[CorpusMetad
 
 
 def _wait_for_merge(folder: WorkFolder) -> Claim:
-    """Return the claim on the merge, waiting while another live process holds it."""
+    """Return the claim on the merge, after waiting while a live process holds it."""
     with ProgressLine("waiting for another process to merge", None, closing=False) as line:
         while (claim := folder.acquire(None)) is None:
             line.update(0)

@@ -1,4 +1,4 @@
-"""Sentence splitting with nltk's Punkt, by an installed model of a language or one trained on the input."""
+"""Sentence splitting with nltk's Punkt, by an installed or a trained model."""
 
 import copy
 import hashlib
@@ -21,14 +21,17 @@ _CONTEXT = 1_000  # characters that must follow a sentence end for it to count
 
 @dataclass(frozen=True)
 class PunktModel:
-    """Sentence model of nltk's Punkt: language (`learnt` if trained on the input) and parameters; picklable."""
+    """Sentence model of nltk's Punkt: language and parameters; picklable."""
 
     language: str
     """`english` and so on for an installed model, `learnt` for one trained on the input."""
     parameters: "PunktParameters"
 
     def describe(self) -> dict[str, Any]:
-        """Return `method` (punkt), `language` and `fingerprint` (sha256 of the parameters) for the corpus metadata."""
+        """Return `method`, `language` and `fingerprint` for the corpus metadata.
+
+        The fingerprint is the sha256 of the parameters.
+        """
         parameters = self.parameters
         orthography = sorted(
             (word, flags) for word, flags in parameters.ortho_context.items() if flags
@@ -44,9 +47,12 @@ class PunktModel:
 
 
 def load_installed_punkt(language: str) -> PunktModel | None:
-    """Return nltk's installed Punkt model of `language`, None if not installed; InputError for an invalid name.
+    """Return nltk's installed Punkt model of `language`, or None if there is none.
 
-    Downloads nothing.
+    Nothing is downloaded.
+
+    Raises:
+        InputError: The name of the language is invalid.
     """
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -61,7 +67,10 @@ def load_installed_punkt(language: str) -> PunktModel | None:
 
 
 def train_punkt(texts: Iterable[str]) -> PunktModel:
-    """Return a Punkt model trained on the first 4,000,000 characters of `texts`; the same texts give the same model."""
+    """Return a Punkt model trained on the beginning of `texts`.
+
+    It is trained on 4,000,000 characters; the same texts give the same model.
+    """
     from nltk.tokenize.punkt import PunktTrainer
 
     _disable_regex_timeouts()
@@ -79,9 +88,9 @@ def train_punkt(texts: Iterable[str]) -> PunktModel:
 
 
 def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
-    """Return a function that splits a text by `punkt` into a list of sentences, whose concatenation is the text.
+    """Return a function that splits a text into the list of its sentences.
 
-    White space between two sentences belongs to the second.
+    Their concatenation is the text: white space between two sentences belongs to the second.
     """
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
@@ -120,7 +129,10 @@ class _Orthography(dict):
 
 
 def _disable_regex_timeouts() -> None:
-    """Disable the time limit of nltk's regular expressions, so that results do not depend on the machine's load."""
+    """Disable the time limit of nltk's regular expressions.
+
+    Results would depend on the machine's load.
+    """
     try:
         from nltk import redos
     except ImportError:  # before nltk 3.10 there is no limit

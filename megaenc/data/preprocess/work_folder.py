@@ -1,10 +1,11 @@
-"""Work folder of `--partitions`: partitions of a corpus, each written atomically, shared by processes on any number of nodes.
+"""Work folder of `--partitions`, shared by processes on any number of nodes.
 
-Files: plan.json, with which the folder appears; part-00001-KEY.bin, .idx and, for deduplication, .keys for each key, then
-part-00001.json, written last; `merged`, hashes of the outputs about to be renamed; claims.
+Each partition of a corpus is written atomically. Files: plan.json, with which the folder appears;
+part-00001-KEY.bin, .idx and, for deduplication, .keys for each key, then part-00001.json, written
+last; `merged`, hashes of the outputs about to be renamed; claims.
 
-The bytes of a partition and of the merged outputs depend only on the plan. Two processes that write the same ones, which claims
-make rare, replace files by equal files.
+The bytes of a partition and of the merged outputs depend only on the plan. Two processes that write
+the same ones, which claims make rare, replace files by equal files.
 """
 
 import contextlib
@@ -39,7 +40,10 @@ _OWN_FILES = re.compile(
 
 @dataclass
 class Partition:
-    """Partition that is being written: by JSON key a writer and, for deduplication, the band keys of successive documents."""
+    """Partition that is being written, in the order of the JSON keys.
+
+    Each key has a writer and, for deduplication, the band keys of successive documents.
+    """
 
     writers: list[IndexedWriter]
     band_keys: list[list[np.ndarray]]
@@ -47,9 +51,10 @@ class Partition:
 
 
 class WorkFolder:
-    """Partitions 0..count-1 in a folder of `plan`, on which their content depends, with a field per flag.
+    """Folder of partitions 0..count-1 of a plan, on which their bytes depend.
 
-    Each has a .bin and .idx per key and a JSON record of plan, counts and hashes.
+    The plan has a field per flag. Each partition has a .bin and .idx per key and a JSON record of
+    plan, counts and hashes.
     """
 
     def __init__(
@@ -72,9 +77,12 @@ class WorkFolder:
         self._claims = ClaimFolder(self.path)
 
     def open(self) -> None:
-        """Join the processes that work in the folder, or create it; InputError for foreign files or another plan.
+        """Join the processes that work in the folder, or create it.
 
         The folder appears with its plan by one rename.
+
+        Raises:
+            InputError: It holds foreign files or another plan.
         """
         plan = self.path / _PLAN
         while True:
@@ -83,14 +91,18 @@ class WorkFolder:
             if plan.exists():
                 self._check_plan(plan)
                 return
-            if self.path.exists():  # it appears with its plan and goes as a whole, so that the files are of somebody else
+            # It appears with its plan and goes as a whole: the files are of somebody else.
+            if self.path.exists():
                 raise InputError(
                     f"{self.path}: holds no {_PLAN} of a corpus, expected the one next to its partitions; "
                     "choose another --output-prefix"
                 )
 
     def is_gone(self) -> bool:
-        """Return whether there is no folder of this plan: it was removed after the merge, or replaced."""
+        """Return whether there is no folder of this plan.
+
+        It was removed after the merge, or replaced.
+        """
         return read_json_or_empty(self.path / _PLAN) != self._plan
 
     def missing_partitions(self) -> list[int]:
@@ -98,13 +110,20 @@ class WorkFolder:
         return [number for number in range(self.count) if not self.is_complete(number)]
 
     def is_complete(self, number: int) -> bool:
-        """Return whether a partition has a valid JSON record of this plan, and files of the recorded sizes."""
+        """Return whether a partition is complete.
+
+        It has a valid JSON record of this plan, and files of the recorded sizes.
+        """
         return self._read_record(number) is not None
 
     def acquire(self, number: int | None) -> Claim | None:
-        """Return a claim on a partition, or on the merge if None; None if a live process holds it; InputError if unwritable.
+        """Return a claim on a partition, or on the merge if `number` is None.
 
-        Raises FileNotFoundError if the folder is gone.
+        None if a live process holds it.
+
+        Raises:
+            InputError: The folder cannot be written to.
+            FileNotFoundError: The folder is gone.
         """
         try:
             return self._claims.acquire("merge" if number is None else self._name(number))
@@ -115,9 +134,12 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def new_partition(self, number: int) -> Iterator[Partition]:
-        """Yield a partition to fill, whose files appear after the block, the record last, or not at all.
+        """Yield a partition to fill, whose files appear after the block or not at all.
 
-        Raises InputError if the folder is gone.
+        The record appears last.
+
+        Raises:
+            InputError: The folder is gone.
         """
 
         def check() -> None:
@@ -155,10 +177,15 @@ class WorkFolder:
             record.write_text(json.dumps(content) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> tuple[dict[str, int], list[int]]:
-        """Append all partitions to `writers`, one per key, without duplicates if these are to be removed.
+        """Append all partitions to `writers`, one per key, without duplicates.
 
-        Returns the sums of the partitions' counts and the number of duplicates of each key. Raises InputError if a partition
-        changed or is missing.
+        Duplicates stay if there is no deduplication.
+
+        Returns:
+            The sums of the partitions' counts, and the number of duplicates of each key.
+
+        Raises:
+            InputError: A partition changed or is missing.
         """
         if missing := self.missing_partitions():
             raise InputError(
@@ -190,11 +217,15 @@ class WorkFolder:
         return counts, removed
 
     def record_merge(self, hashes: dict[str, str]) -> None:
-        """Write `hashes`, the sha256 by file name of the outputs to rename next, to the work folder's file `merged`."""
+        """Write the sha256 by file name of the outputs to rename next to `merged`."""
         atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
 
     def remove(self) -> None:
-        """Remove the folder after the merge. Raises InputError if that fails."""
+        """Remove the folder after the merge.
+
+        Raises:
+            InputError: It cannot be removed.
+        """
         try:
             if not self.is_gone():
                 _remove_folder(self.path)
@@ -206,7 +237,10 @@ class WorkFolder:
             ) from None
 
     def leave(self) -> int:
-        """Return the number of partitions after an error; remove the folder if it holds none and no claim."""
+        """Return the number of partitions after an error.
+
+        The folder is removed if it holds none and no claim.
+        """
         with contextlib.suppress(OSError):  # the first error is the one to report
             names = [name for name in os.listdir(self.path) if not name.startswith(".")]
             if names == [_PLAN] and not self.is_gone():
@@ -216,7 +250,10 @@ class WorkFolder:
     def _find_kept(
         self, place: int, records: Sequence[dict[str, Any]]
     ) -> Sequence[np.ndarray | None]:
-        """Return bool[documents] for each partition: which documents of key number `place` stay; None if all."""
+        """Return for each partition which documents of key number `place` stay.
+
+        Each is bool[documents], or None for all.
+        """
         if self._deduplication is None:
             return [None] * len(records)
         paths = [self._files(number)[2 * len(self._keys) + place] for number in range(self.count)]
@@ -239,7 +276,7 @@ class WorkFolder:
         return f"part-{number + 1:05}"
 
     def _files(self, number: int) -> list[Path]:
-        """Return the .bin of each key, then the .idx of each, then with deduplication the .keys of each."""
+        """Return the .bin of each key, then each .idx, then with deduplication each .keys."""
         return [
             self.path / f"{self._name(number)}-{key}.{suffix}"
             for suffix in self._suffixes
@@ -247,7 +284,6 @@ class WorkFolder:
         ]
 
     def _record_path(self, number: int) -> Path:
-        """Return the path of the JSON record of a partition."""
         return self.path / f"{self._name(number)}.json"
 
     @contextlib.contextmanager
@@ -261,7 +297,10 @@ class WorkFolder:
             ) from None
 
     def _read_record(self, number: int) -> dict[str, Any] | None:
-        """Return the record of a partition, or None if it is missing, invalid, of another plan or of other file sizes."""
+        """Return the record of a partition, or None if it is not valid.
+
+        It must exist, belong to this plan and match the sizes of the files.
+        """
         try:
             record = read_json_object(self._record_path(number))
             is_complete = record["plan"] == self._digest
@@ -281,7 +320,11 @@ class WorkFolder:
             return None
 
     def _list_names(self) -> list[str]:
-        """Return the names in the folder, none if it is missing. Raises InputError for a foreign file."""
+        """Return the names in the folder; none if it is missing.
+
+        Raises:
+            InputError: It holds a foreign file.
+        """
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -295,7 +338,7 @@ class WorkFolder:
         return names
 
     def _check_plan(self, path: Path) -> None:
-        """Raise InputError with the first field of the stored plan that differs from this plan."""
+        """Raise InputError for the first field of the stored plan that differs."""
         stored_plan = read_json_object(
             path, f"the plan of the partitions next to it; remove {self.path}"
         )
@@ -309,7 +352,11 @@ class WorkFolder:
                 )
 
     def _create(self) -> None:
-        """Create the folder with its plan by a rename, unless another process does so first. Raises InputError."""
+        """Create the folder with its plan by a rename, unless another process does.
+
+        Raises:
+            InputError: It cannot be written.
+        """
         create_parent_dir(self.path, "--output-prefix")
         temporary = temporary_path(self.path)
         try:
@@ -326,7 +373,10 @@ class WorkFolder:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Rename the folder, so that no half-deleted one can be mistaken for a work folder, and delete it."""
+    """Delete the folder, after a rename.
+
+    So no half-deleted one can be mistaken for a work folder.
+    """
     rubbish = temporary_path(folder)
     os.rename(folder, rubbish)
     shutil.rmtree(rubbish, ignore_errors=True)

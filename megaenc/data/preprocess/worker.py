@@ -15,15 +15,17 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens
 
 @dataclass(frozen=True)
 class TokenizedBlock:
-    """Tokens, sequence lengths and sequences per document of a block, by key; document and byte counts, position."""
+    """Tokens of the documents of a block, by JSON key, with counts and position."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
-    """int32[sequences] per key, length of each document or, with sentence splitting, of each sentence."""
+    """int32[sequences] per key, length of each document or, with sentence splitting, of each
+    sentence."""
     counts: list[np.ndarray]
     """int32[documents] per key, number of sequences of each document."""
     band_keys: list[np.ndarray]
-    """uint64[bands, words, documents] per key, see `deduplicate`; no list entry without deduplication."""
+    """uint64[bands, words, documents] per key, see `deduplicate`; no list entry without
+    deduplication."""
     documents: int
     skipped: int
     size: int
@@ -36,9 +38,8 @@ class TokenizedBlock:
 class BlockTokenizer:
     """Callable that turns a TextBlock into a TokenizedBlock.
 
-    It parses, splits by `punkt` if set, encodes, and adds special tokens.
-
-    With `deduplication` it also computes the band keys of each document.
+    It parses, splits by `punkt` if set, encodes, and adds special tokens. With `deduplication` it
+    also computes the band keys of each document.
     """
 
     encoder: FastEncoder
@@ -50,7 +51,11 @@ class BlockTokenizer:
     deduplication: Deduplication | None = None
 
     def __call__(self, block: TextBlock) -> TokenizedBlock:
-        """Parse and tokenize a block. Raises InputError for a bad document unless `skip_bad`."""
+        """Parse and tokenize a block.
+
+        Raises:
+            InputError: A document is bad, unless `skip_bad`.
+        """
         documents = block.parse(self.keys, self.skip_bad)
         columns = [
             self._tokenize_column([texts[at] for texts in documents.texts])
@@ -71,13 +76,17 @@ class BlockTokenizer:
 
     @cached_property
     def _split_sentences(self) -> Callable[[str], list[str]]:
-        """Return the sentence splitter, built once per worker."""
         return build_sentence_splitter(self.punkt)
 
     def _tokenize_column(
         self, texts: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Tokenize the texts of one key; return tokens, length of each sequence, sequences and band keys of each document."""
+        """Tokenize the texts of one key.
+
+        Returns:
+            The tokens, the length of each sequence, the number of sequences of each document, and
+            their band keys (None without deduplication). Documents without tokens are left out.
+        """
         if self.punkt is None:
             tokens, lengths = self.encoder.encode_concatenated(texts)
             sequence_counts = np.ones(len(texts), np.int64)
@@ -106,9 +115,10 @@ class BlockTokenizer:
     ) -> np.ndarray:
         """Return `tokens` with the special ones around each document.
 
-        They belong to its first and last sequence.
+        They belong to its first and last sequence, whose `lengths` grow in place.
 
-        `lengths` of these sequences grow in place; `counts` are the sequences of each document.
+        Args:
+            counts: Number of sequences of each document.
         """
         before = self.special_tokens.before
         after = self.special_tokens.after

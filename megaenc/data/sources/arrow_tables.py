@@ -1,4 +1,7 @@
-"""Text columns of Parquet files, data sets written by `save_to_disk` and data sets on the Hugging Face Hub."""
+"""Text columns of Parquet files and of saved or Hub data sets.
+
+Saved data sets are written by the `save_to_disk` method of datasets.
+"""
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +29,7 @@ _HUB_FILE_BYTES = 1 << 28  # assumed size of a Hub file, for partitions of simil
 
 @dataclass(frozen=True)
 class TableBlock(TextBlock):
-    """Block of table rows, each a document: text columns as an Arrow stream, table name, first row number, and position."""
+    """Block of table rows, each a document."""
 
     name: str
     first_row: int
@@ -38,7 +41,6 @@ class TableBlock(TextBlock):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        """Yield the number of each row with its texts under `keys` or the error in it."""
         numbers = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
             columns = [_read_column(batch.column(key)) for key in keys]
@@ -59,10 +61,17 @@ class TableBlock(TextBlock):
 
 
 class ParquetFile(TextSource):
-    """Text source of a Parquet file: rows are documents, and split points are numbers of row groups."""
+    """Text source of a Parquet file, whose rows are documents.
+
+    Split points are numbers of row groups.
+    """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
-        """Read the footer. Raises InputError if it is not Parquet or lacks a text column for one of `keys`."""
+        """Read the footer of the file.
+
+        Raises:
+            InputError: It is not Parquet or lacks a text column for one of `keys`.
+        """
         self.name = path
         self._keys = keys
         self.file_stats = stat_files([path])
@@ -80,13 +89,13 @@ class ParquetFile(TextSource):
         self._starts = [0, *accumulate(rows)]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first row group at or after share `offset` / `size` of the rows."""
+        """Return the first row group at or after share `offset` / `size` of the rows."""
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of row groups start..stop-1 as TableBlocks, with `before` bytes added to their positions.
+        """Yield the rows of row groups start..stop-1 as TableBlocks.
 
-        Never holds a whole row group in memory.
+        `before` bytes are added to their positions. No whole row group is ever held in memory.
         """
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(
@@ -97,7 +106,11 @@ class ParquetFile(TextSource):
         )
 
     def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield the record batches of row groups start..stop-1. Raises InputError with the row of an error."""
+        """Yield the record batches of row groups start..stop-1.
+
+        Raises:
+            InputError: A row cannot be read; names the row.
+        """
         row = 1 + self._starts[start]
         try:
             # Buffered reads and no read-ahead: a row group may be larger than memory.
@@ -132,7 +145,10 @@ class ParquetFile(TextSource):
 
 
 class SavedDatasetFile(TextSource):
-    """Text source of one Arrow file written by `save_to_disk`: rows are documents, and split points are row numbers."""
+    """Text source of one Arrow file written by `save_to_disk`.
+
+    Rows are documents, and split points are row numbers.
+    """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         self.name = path
@@ -141,7 +157,11 @@ class SavedDatasetFile(TextSource):
         self.size, self.end = self.file_stats[0][1], self._map_table().num_rows
 
     def _map_table(self) -> pa.Table:
-        """Memory-map the table. Raises InputError if it is not Arrow data."""
+        """Memory-map the table.
+
+        Raises:
+            InputError: The file is not Arrow data.
+        """
         try:
             return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
         except (pa.ArrowException, OSError) as error:
@@ -150,11 +170,14 @@ class SavedDatasetFile(TextSource):
             ) from None
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first row at or after share `offset` / `size` of the rows."""
+        """Return the first row at or after share `offset` / `size` of the rows."""
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield rows start..stop-1 as TableBlocks, with `before` bytes added to their positions."""
+        """Yield rows start..stop-1 as TableBlocks.
+
+        `before` bytes are added to their positions.
+        """
         batches = (
             self._map_table()
             .select(list(self._keys))
@@ -169,7 +192,11 @@ class SavedDatasetFile(TextSource):
 def find_saved_dataset_files(
     folder: str, split: str, keys: Sequence[str]
 ) -> list[SavedDatasetFile]:
-    """Return a source per Arrow file of the data set that `save_to_disk` wrote, of its `split`; InputError if unusable."""
+    """Return a source per Arrow file of a data set that `save_to_disk` wrote.
+
+    Raises:
+        InputError: The data set, its `split` or its columns are unusable.
+    """
     import datasets
 
     try:
@@ -191,12 +218,19 @@ def find_saved_dataset_files(
 
 
 class HubDataset(TextSource):
-    """Text source streamed from a Hub data set: rows are documents, split points are file numbers, its size is a guess."""
+    """Text source streamed from a data set on the Hugging Face Hub.
+
+    Rows are documents, split points are file numbers. The size is a guess.
+    """
 
     is_size_known = False
 
     def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
-        """Open the data set. Raises InputError if it does not exist or the Hub does not answer."""
+        """Open the data set.
+
+        Raises:
+            InputError: It does not exist, or the Hub does not answer.
+        """
         import datasets
 
         self.name = name
@@ -220,11 +254,17 @@ class HubDataset(TextSource):
         self.size = self.end * _HUB_FILE_BYTES
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first file at or after byte `offset`, taking each file as 256 MiB."""
+        """Return the number of the first file at or after byte `offset`.
+
+        Each file counts as 256 MiB.
+        """
         return -(-offset // _HUB_FILE_BYTES)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of files start..stop-1 as TableBlocks, all at position `before`, the true one being unknown."""
+        """Yield the rows of files start..stop-1 as TableBlocks.
+
+        All are at position `before`, because the true one is unknown.
+        """
         return _group_into_blocks(self.name, self._read_batches(start, stop), 1, lambda row: before)
 
     def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
@@ -248,7 +288,10 @@ class HubDataset(TextSource):
 
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
-    """Raise InputError unless the table `name` has exactly one column for each of `keys`, of text, in `schema`."""
+    """Raise InputError unless a table has one text column for each of `keys`.
+
+    `name` names the table in errors.
+    """
     check_columns(name, schema.names, keys)
     for key in keys:
         kind = schema.field(key).type
@@ -264,7 +307,11 @@ def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> Non
 def _group_into_blocks(
     name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]
 ) -> Iterator[TableBlock]:
-    """Group rows into blocks of about BLOCK_BYTES or one long row; `position` maps rows read so far to a block's position."""
+    """Group rows into blocks of about BLOCK_BYTES or one long row.
+
+    Args:
+        position: Function from the rows read so far to the position of a block.
+    """
     parts = []
     size = 0
     for batch in batches:
@@ -290,7 +337,6 @@ def _group_into_blocks(
 def _build_block(
     name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]
 ) -> TableBlock:
-    """Build a block from slices of record batches."""
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, parts[0].schema) as writer:
         for part in parts:
@@ -316,7 +362,7 @@ def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _read_column(column: pa.Array) -> list[str | bytes | None]:
-    """Return the values of a text column; those that are not UTF-8 as bytes."""
+    """Return the values of a text column; those that are not UTF-8 stay bytes."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

@@ -1,7 +1,8 @@
 """Base class and plain-file classes of text sources.
 
-A source has split points, numbers from 0 to its `end`, at which a partition may begin: bytes of a plain file, row groups of a
-Parquet file, rows of a saved data set, files of a group or of a data set on the Hub.
+A source has split points, numbers from 0 to its `end`, at which a partition may begin: bytes of a
+plain file, row groups of a Parquet file, rows of a saved data set, files of a group or of a data
+set on the Hub.
 """
 
 import bisect
@@ -16,7 +17,10 @@ from megaenc.errors import InputError
 
 
 class TextSource(ABC):
-    """Base class of a text source: documents in a fixed order, read between split points, with size and file stats."""
+    """Base class of a text source: documents in a fixed order.
+
+    They are read between split points.
+    """
 
     name: str
     """Path, or name on the Hub."""
@@ -29,20 +33,33 @@ class TextSource(ABC):
     """(path, bytes, modification time in ns) of each file before it was read; empty for the Hub."""
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return (path, bytes, modification time in ns) of files between two split points; by default of all files."""
+        """Return the `file_stats` of the files between two split points.
+
+        By default, these are all files.
+        """
         return self.file_stats
 
     @abstractmethod
     def find_split_point(self, offset: int) -> int:
-        """Return the first split point (byte, row, file) at or after share `offset` / `size`; never falls with `offset`."""
+        """Return the first split point at or after share `offset` / `size`.
+
+        It never falls when `offset` rises.
+        """
 
     @abstractmethod
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the documents from split point `start` to `stop` as blocks; `before` bytes are added to positions."""
+        """Yield the documents from split point `start` to `stop` as blocks.
+
+        `before` bytes are added to their positions.
+        """
 
 
 def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (absolute path, bytes, modification time in ns) of each file, in order; InputError for one that is missing."""
+    """Return (absolute path, bytes, modification time in ns) of each file, in order.
+
+    Raises:
+        InputError: A file is missing.
+    """
     stats = []
     for path in paths:
         try:
@@ -54,10 +71,17 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 class LineFile(TextSource):
-    """Text source of a JSONL file, or of a text file in which each line or paragraph is a document."""
+    """Text source of a JSONL file, or of lines or paragraphs of a text file.
+
+    Each of them is a document.
+    """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
-        """Open `path`; `sample_by` is `line` or `paragraph` for a text file, None for JSONL."""
+        """Open `path`.
+
+        Args:
+            sample_by: `line` or `paragraph` for a text file, None for JSONL.
+        """
         self.name = path
         self._sample_by = sample_by
         self._encoding = encoding
@@ -67,7 +91,10 @@ class LineFile(TextSource):
         self.end = 1 if self._is_indivisible else self.size
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first line start at or after byte `offset`; for compressed files and paragraphs 0 or 1, the end."""
+        """Return the first line start at or after byte `offset`.
+
+        For compressed files, paragraphs and encodings other than UTF-8 it is 0 or 1, the end.
+        """
         return (
             min(offset, 1)
             if self._is_indivisible
@@ -75,7 +102,10 @@ class LineFile(TextSource):
         )
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the lines that begin in bytes start..stop-1 as LineBlocks; compressed files and paragraphs whole."""
+        """Yield the lines that begin in bytes start..stop-1 as LineBlocks.
+
+        Compressed files, paragraphs and encodings other than UTF-8 are read whole.
+        """
         byte_range = (0, None) if self._is_indivisible else (start, stop)
         if start == stop:
             return iter(())
@@ -85,7 +115,10 @@ class LineFile(TextSource):
 
 
 class TextGroup(TextSource):
-    """Text source of several text files, each a document; split points are file numbers."""
+    """Text source of several text files, each a document.
+
+    Split points are file numbers.
+    """
 
     def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:
         self.name = paths[0]
@@ -97,15 +130,21 @@ class TextGroup(TextSource):
         self.end = len(paths)
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return (path, bytes, modification time in ns) of files start..stop-1."""
+        """Return the `file_stats` of files start..stop-1."""
         return self.file_stats[start:stop]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first file that starts at or after byte `offset` of all files laid end to end."""
+        """Return the number of the first file that starts at or after byte `offset`.
+
+        The files count as laid end to end.
+        """
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield files start..stop-1 as FileBlocks of about 1 MiB, with `before` bytes added to their positions."""
+        """Yield files start..stop-1 as FileBlocks of about 1 MiB.
+
+        `before` bytes are added to their positions.
+        """
         while start < stop:
             done = self._ends[start - 1] if start else 0
             end = max(

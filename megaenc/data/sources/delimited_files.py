@@ -1,7 +1,7 @@
 """CSV and TSV files whose first line names their columns.
 
-The reading process splits rows into cells: a CSV file cannot be cut at line
-ends, because quoted cells may contain them.
+The reading process splits rows into cells: a CSV file cannot be cut at line ends, because quoted
+cells may contain them.
 """
 
 import csv
@@ -69,10 +69,8 @@ class DelimitedFile(TextSource):
         """Read the header. A file without any row has no documents.
 
         Args:
-            path: Name of the file.
             keys: Columns of the texts.
             is_csv: Whether cells may be quoted.
-            encoding: Encoding of the file.
             delimiter: Character between cells; None for a comma in CSV, a tab in TSV.
 
         Raises:
@@ -176,7 +174,6 @@ def split_csv(
     Args:
         path: Name of the file, for errors.
         lines: All lines, with their line ends.
-        delimiter: Character between cells.
 
     Raises:
         InputError: Quotes are wrong, or a cell is too long.

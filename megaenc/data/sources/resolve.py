@@ -1,4 +1,7 @@
-"""Resolution of `--input` to sources: files of several kinds, folders, saved data sets and data sets on the Hub."""
+"""Resolution of `--input` to text sources.
+
+These are files of several kinds, folders, saved data sets and data sets on the Hub.
+"""
 
 import bisect
 import os
@@ -47,9 +50,11 @@ class InputConfig:
     """Flags for text input, the same in all commands that read text."""
 
     input: tuple[str, ...]
-    """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of Hugging Face Hub data sets."""
+    """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of
+    Hugging Face Hub data sets."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
-    """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between blank lines, or a line."""
+    """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between
+    blank lines, or a line."""
     dataset_config: str | None = field(default=None, kw_only=True)
     """Configuration of a data set on the Hub, such as sample-10BT."""
     dataset_split: str = field(default="train", kw_only=True)
@@ -57,38 +62,50 @@ class InputConfig:
     encoding: str = field(default=UTF8, kw_only=True)
     """Encoding of JSONL, CSV, TSV and text files, such as latin1, cp1252 or utf-16."""
     delimiter: str | None = field(default=None, kw_only=True)
-    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a tab in TSV."""
+    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a
+    tab in TSV."""
 
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """Text input of a command: its sources in order, a metadata entry for each --input, and messages for the user."""
+    """Text input of a command: its sources in order, metadata and messages."""
 
     sources: list[TextSource]
     origins: list[dict[str, Any]]
-    """Metadata of each --input: `path` (name without folder), `bytes` on disk (None if unknown), `files` of a folder, `config`
-    and `split` of a data set.
-    """
+    """Metadata of each --input: `path` (name without folder), `bytes` on disk (None if unknown),
+    `files` of a folder, `config` and `split` of a data set."""
     messages: list[str]
     """Lines to print for the user."""
 
     @property
     def size(self) -> int:
-        """Return the bytes on disk of all sources, with 256 MiB assumed for each file of a Hub data set."""
+        """Return the bytes on disk of all sources.
+
+        256 MiB are assumed for each file of a Hub data set.
+        """
         return sum(source.size for source in self.sources)
 
     @property
     def known_size(self) -> int | None:
-        """Return the bytes on disk of all sources, or None if one is a Hub data set, whose size is unknown."""
+        """Return the bytes on disk of all sources, or None if one is a Hub data set."""
         return self.size if all(source.is_size_known for source in self.sources) else None
 
     def file_stats(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, bytes, modification time in ns) of each file when resolved; (name, files, 0) of a Hub data set."""
+        """Yield (path, bytes, modification time in ns) of each file when resolved.
+
+        For a Hub data set it is (name, number of files, 0).
+        """
         for source in self.sources:
             yield from source.file_stats or [(source.name, source.end, 0)]
 
     def check_unchanged(self, ranges: "Sequence[DocumentRange] | None" = None) -> None:
-        """Raise InputError if a local file of `ranges` (None: all) is gone or changed its size or modification time."""
+        """Raise InputError if a local file is gone or changed since it was resolved.
+
+        Its size and modification time are compared.
+
+        Args:
+            ranges: Ranges whose files are checked; None: all.
+        """
         for document_range in full_ranges(self) if ranges is None else ranges:
             for path, size, changed in self.sources[document_range.source].file_stats_between(
                 document_range.start, document_range.stop
@@ -110,7 +127,10 @@ class ResolvedInputs:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of source number `source` of the input, from split point `start` up to split point `stop`."""
+    """Documents of source number `source`, between two split points.
+
+    They begin at `start` and end before `stop`.
+    """
 
     source: int
     start: int
@@ -118,7 +138,11 @@ class DocumentRange:
 
 
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
-    """Return every --input's sources, metadata and messages; InputError if one, its columns or a flag cannot be used."""
+    """Return the sources of every --input, with their metadata and messages.
+
+    Raises:
+        InputError: An input, its columns or a flag cannot be used.
+    """
     if not settings.input:
         raise InputError(f"--input: missing, expected {EXPECTED}")
     settings = replace(settings, encoding=find_encoding(settings.encoding))
@@ -200,7 +224,11 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
 def read_blocks(
     inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None
 ) -> Iterator[TextBlock]:
-    """Yield the unparsed TextBlocks of `ranges` (None: of all input), in order; InputError for unreadable input."""
+    """Yield the unparsed TextBlocks of `ranges` (None: of all input), in order.
+
+    Raises:
+        InputError: The input cannot be read.
+    """
     before = [0, *accumulate(source.size for source in inputs.sources)]
     for document_range in full_ranges(inputs) if ranges is None else ranges:
         yield from inputs.sources[document_range.source].read_blocks(
@@ -209,7 +237,11 @@ def read_blocks(
 
 
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
-    """Yield the text under `key` of each document of the input, in order; InputError for unreadable input or documents."""
+    """Yield the text under `key` of each document of the input, in order.
+
+    Raises:
+        InputError: The input or a document cannot be read.
+    """
     for block in read_blocks(inputs):
         for (text,) in block.parse([key], False).texts:
             yield text
@@ -221,7 +253,10 @@ def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
 
 
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
-    """Return at most `count` partitions of the input, in order and of similar size in bytes, each a list of ranges."""
+    """Return at most `count` partitions of the input, each a list of ranges.
+
+    They are in order and of similar size in bytes.
+    """
     ends = list(accumulate(source.size for source in inputs.sources))
     edges = [(0, 0)]
     for number in range(1, count) if inputs.size else ():
@@ -244,7 +279,10 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
 
 
 def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> tuple[float, float]:
-    """Return the bytes on disk before the first of consecutive `ranges` and those in all of them, estimated by split points."""
+    """Return the bytes on disk before consecutive `ranges`, and those in them.
+
+    Both are estimated by split points.
+    """
     before = [0, *accumulate(source.size for source in inputs.sources)]
     edges = [
         before[each.source]
@@ -257,16 +295,17 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
 def _build_sources(
     files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]
 ) -> Iterator[TextSource]:
-    """Yield a source for each (kind, path), grouping text files that are documents."""
+    """Yield a source for each (kind, path), or for a group of whole text files."""
     for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
             yield TextGroup([path for _, path in paths], settings.encoding)
             continue
         for _, path in paths:
             if kind in ("parquet", "saved"):
+                # A slow import of pyarrow, not needed for JSONL.
                 from megaenc.data.sources import (
                     arrow_tables,
-                )  # slow import of pyarrow, not needed for JSONL
+                )
 
                 is_file = kind == "parquet"
                 yield from (
@@ -285,7 +324,13 @@ def _build_sources(
 
 
 def _classify_file(path: Path) -> tuple[str, str]:
-    """Return (kind, path) of an --input that is no folder of files, by its suffix or the first bytes of Parquet, else JSONL."""
+    """Return (kind, path) of an --input that is no folder of files.
+
+    The kind follows from the first bytes of Parquet or the suffix; it is jsonl by default.
+
+    Raises:
+        InputError: The file is missing, empty or unreadable.
+    """
     if _is_saved_dataset(path):
         return "saved", str(path)
     if not os.path.exists(path):
@@ -303,9 +348,10 @@ def _classify_file(path: Path) -> tuple[str, str]:
 
 
 def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
-    """Return (kind, path) of the readable files under `folder`, sorted by path; hidden names are skipped.
+    """Return (kind, path) of the readable files under `folder`, sorted by path.
 
-    Links are followed, but each folder is read only once, under its first path. Appends to `messages`.
+    Hidden names are skipped. Links are followed, but each folder is read only once, under its first
+    path. What was found and left out is appended to `messages`.
     """
     entries = []
     unknown = []
@@ -367,7 +413,11 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
 
 
 def _folder_identity(folder: str | Path) -> tuple[int, int]:
-    """Return (device, inode) of a folder. Raises InputError if it cannot be read."""
+    """Return (device, inode) of a folder.
+
+    Raises:
+        InputError: It cannot be read.
+    """
     try:
         stat = os.stat(folder)
     except OSError as error:
@@ -387,8 +437,8 @@ def _kind_from_suffix(name: str) -> str | None:
 
 
 def _is_saved_dataset(path: Path) -> bool:
+    """Return whether a folder was written by the `save_to_disk` method of datasets."""
     # os.path, because Path raises an error for a name that is too long.
-    """Return whether the folder was written by the `save_to_disk` method of datasets."""
     has_splits = os.path.isfile(path / "dataset_dict.json")
     return has_splits or all(
         os.path.isfile(path / name) for name in ("state.json", "dataset_info.json")
@@ -396,7 +446,10 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _may_be_on_hub(name: str) -> bool:
-    """Return whether `name` has the form of a Hub name (`owner/name` or `name`) and not that of a local path."""
+    """Return whether `name` looks like a Hub name and not like a local path.
+
+    Hub names are `owner/name` and `name`.
+    """
     is_path = (
         _kind_from_suffix(name) is not None
         or strip_compression_suffix(name) != name

@@ -1,6 +1,7 @@
 """JSONL and plain text files, read as blocks of whole lines, paragraphs or files.
 
-gzip and Zstandard are detected by a file's first bytes. One process reads blocks, which is cheap; workers parse them.
+gzip and Zstandard are detected by a file's first bytes. One process reads blocks, which is cheap;
+workers parse them.
 """
 
 import codecs
@@ -37,16 +38,12 @@ _SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 """First bytes of a Zstandard file that begins with other data, as pzstd writes them."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF8 = "utf-8"
-_COMPRESSION_ERRORS = (
-    EOFError,
-    zlib.error,
-    zstd.ZstdError,
-    gzip.BadGzipFile,
-)  # from damaged or truncated data
+# From damaged or truncated data.
+_COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)
 
 
 class ParsedDocuments(NamedTuple):
-    """Documents of one parsed block: a tuple of texts, one per key, for each; and the number of bad documents left out."""
+    """Documents of one parsed block."""
 
     texts: list[tuple[str, ...]]
     """One tuple per document, with a text per requested key."""
@@ -55,7 +52,10 @@ class ParsedDocuments(NamedTuple):
 
 
 class TextBlock(ABC):
-    """Base class of a block of unparsed documents (lines, table rows or whole files); fits into memory and is picklable."""
+    """Base class of a block of unparsed documents: lines, table rows or whole files.
+
+    It fits into memory and is picklable.
+    """
 
     position: int
     """Bytes on disk (compressed) read so far in the whole input, for progress."""
@@ -67,7 +67,11 @@ class TextBlock(ABC):
         return len(self.data)
 
     def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
-        """Return each document's texts under `keys`; count bad documents if `skip_bad`, else InputError with the place."""
+        """Return the texts of each document under `keys`, and count bad documents.
+
+        Raises:
+            InputError: A document is bad, unless `skip_bad`; names its place.
+        """
         texts = []
         skipped = 0
         for number, document in self._parse_documents(keys):
@@ -83,7 +87,7 @@ class TextBlock(ABC):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        """Yield the number of each document with its texts under `keys` or the error in it."""
+        """Yield the number of each document with its texts under `keys` or its error."""
 
     @abstractmethod
     def _describe_location(self, number: int) -> str:
@@ -92,7 +96,7 @@ class TextBlock(ABC):
 
 @dataclass(frozen=True)
 class LineBlock(TextBlock):
-    """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file, with their path and line numbers."""
+    """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file."""
 
     path: str
     range_start: int
@@ -107,7 +111,6 @@ class LineBlock(TextBlock):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        """Yield the line number of each document with its texts under `keys` or the error in it."""
         for number, line in self._split():
             if self.sample_by is None and (texts := _parse_json_fast(line, keys)) is not None:
                 yield number, texts
@@ -122,7 +125,10 @@ class LineBlock(TextBlock):
                     yield number, error
 
     def _split(self) -> Iterator[tuple[int, bytes]]:
-        """Return the number and bytes of each line, or of each paragraph with the number of its first line."""
+        """Return the number and bytes of each line or paragraph.
+
+        The number of a paragraph is that of its first line.
+        """
         is_start = self.first_line == 1 and not self.range_start
         data = self.data.removeprefix(codecs.BOM_UTF8) if is_start else self.data
         # Only line feeds end lines; Unicode's other line separators are text.
@@ -142,7 +148,10 @@ class LineBlock(TextBlock):
 
 @dataclass(frozen=True)
 class FileBlock(TextBlock):
-    """Block of text files that are one document each, with the same text under every key; read only when parsed."""
+    """Block of text files that are one document each, read only when parsed.
+
+    The text is the same under every key.
+    """
 
     paths: tuple[str, ...]
     position: int
@@ -150,7 +159,6 @@ class FileBlock(TextBlock):
 
     @cached_property
     def _contents(self) -> list[bytes]:
-        """Return the decompressed bytes of each file."""
         contents = []
         for path in self.paths:
             with open_decompressed(path, self.encoding) as (_, stream):
@@ -159,19 +167,19 @@ class FileBlock(TextBlock):
 
     @property
     def size(self) -> int:
-        """Return the number of decompressed bytes of all files, reading them at the first use."""
+        """Return the number of decompressed bytes of all files.
+
+        They are read at the first use.
+        """
         return sum(map(len, self._contents))
 
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        """Yield the number of each file with its text, once per key, or the error in it."""
         for number, content in enumerate(self._contents):
             try:
-                yield (
-                    number,
-                    (decode_utf8(content),) * len(keys),
-                )  # unchanged except for a byte order mark
+                # Unchanged except for a byte order mark.
+                yield (number, (decode_utf8(content),) * len(keys))
             except InputError as error:
                 yield number, error
 
@@ -181,15 +189,16 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a plain, gzip or Zstandard file.
+    """Open a plain, gzip or Zstandard file as a stream of UTF-8.
 
-    Yields the raw file and a stream of its text as UTF-8.
-
-    They are the same object for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is converted.
-    The raw file's `tell` counts bytes on disk.
+    Yields:
+        The raw file, whose `tell` counts bytes on disk, and the stream. They are the same object
+        for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is
+        converted.
 
     Raises:
-        InputError: From inside the block, if the file cannot be read, its compressed data are broken, or it is not in `encoding`.
+        InputError: From inside the block, if the file cannot be read, its compressed data are
+            broken, or it is not in `encoding`.
     """
     try:
         with open(path, "rb") as raw:
@@ -246,12 +255,12 @@ class _Utf8Stream(io.RawIOBase):
 def find_encoding(name: str) -> str:
     """Return the usual name of an encoding of text.
 
-    Raises InputError, naming --encoding, if there is no such encoding.
+    Raises:
+        InputError: There is no such encoding; names --encoding.
     """
     try:
-        with contextlib.suppress(
-            UnicodeError
-        ):  # one blank is not a whole character in some encodings
+        # One blank is not a whole character in some encodings.
+        with contextlib.suppress(UnicodeError):
             b" ".decode(name)
         encoding = codecs.lookup(name).name
         codecs.getincrementaldecoder(encoding)
@@ -267,7 +276,11 @@ def strip_compression_suffix(name: str) -> str:
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether a file starts with the first bytes of gzip or Zstandard; InputError if it cannot be read."""
+    """Return whether a file starts with the first bytes of gzip or Zstandard.
+
+    Raises:
+        InputError: It cannot be read.
+    """
     with open_decompressed(path) as (raw, content):
         return content is not raw
 
@@ -280,10 +293,14 @@ def read_line_blocks(
     sample_by: str | None = None,
     encoding: str = UTF8,
 ) -> Iterator[LineBlock]:
-    """Yield LineBlocks of about 4 MiB of the lines that begin in bytes start..stop-1; `before` is added to positions.
+    """Yield the lines that begin in bytes start..stop-1 as LineBlocks of about 4 MiB.
 
-    `start` must be the beginning of a line; compressed files, and those in another `encoding`, can only be read as a whole.
-    `sample_by`: see LineBlock; with `paragraph`, blocks hold whole paragraphs.
+    Args:
+        start: Beginning of a line; 0 for compressed files and those in another `encoding`, which
+            are read as a whole.
+        stop: End in bytes; None: that of the file.
+        before: Bytes added to positions.
+        sample_by: See LineBlock; with `paragraph`, blocks hold whole paragraphs.
     """
     first_line = 1
     with open_decompressed(path, encoding) as (raw, stream):
@@ -303,9 +320,8 @@ def read_line_blocks(
                     data += _read_rest_of_paragraph(stream)
                 if remaining is not None:
                     remaining -= len(data)
-                    if (
-                        remaining < 0 or not data
-                    ):  # `stop` was a line start or the file's end when the input was resolved
+                    # `stop` was a line start or the file's end when the input was resolved.
+                    if remaining < 0 or not data:
                         reason = (
                             "the end of the file before"
                             if remaining > 0
@@ -332,7 +348,10 @@ def read_line_blocks(
 
 
 def find_line_start(path: str, offset: int) -> int:
-    """Return the first byte from `offset` on at which a line of an uncompressed file begins, or the file's length."""
+    """Return the first byte from `offset` on at which a line of a file begins.
+
+    It is the file's length if there is none. The file must not be compressed.
+    """
     if offset <= 0:
         return 0
     with open_decompressed(path) as (raw, _):
@@ -343,7 +362,11 @@ def find_line_start(path: str, offset: int) -> int:
 
 
 def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the strings under `keys` of a mapping as a tuple; InputError if a key is missing or its value no string."""
+    """Return the strings under `keys` of a mapping as a tuple.
+
+    Raises:
+        InputError: A key is missing, or its value is no string.
+    """
     for key in keys:
         if key not in record:
             raise InputError(format_missing_key("key", key, record))
@@ -359,7 +382,10 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
-    """Return an error message for a missing `kind`, key or column, with the `names` that exist and the flag that selects one."""
+    """Return an error message for a missing key or column.
+
+    It has the `names` that exist and the flag that selects one; `kind` is `key` or `column`.
+    """
     return f"no {kind} `{key}`; found {format_names(names)}; set --json-key"
 
 
@@ -374,7 +400,10 @@ def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> Non
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Return the first eight names in backquotes, joined by commas, for errors; `no key at all` if there are none."""
+    """Return the first eight names in backquotes, joined by commas, for errors.
+
+    `no key at all` if there are none.
+    """
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 
 
@@ -382,7 +411,8 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
     """Decode UTF-8; `utf-8-sig` for the start of a file.
 
     Raises:
-        InputError: The data are not UTF-8; names the format, or an encoding to give, if they look like a known one.
+        InputError: The data are not UTF-8; names the format, or an encoding to give, if they look
+            like a known one.
     """
     if encoding == "utf-8-sig" and (guess := guess_encoding(data)) != UTF8:
         raise InputError(
@@ -405,7 +435,7 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
 def guess_encoding(start: bytes) -> str:
     """Return the encoding that the first bytes of a text look like.
 
-    One of utf-16, utf-16le, utf-16be and utf-8.
+    It is one of utf-16, utf-16le, utf-16be and utf-8.
     """
     if start.startswith(_UTF16_MARKS):
         return "utf-16"
@@ -419,9 +449,8 @@ def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
 
     `error` is that of decoding it as UTF-8.
     """
-    return (
-        "cp1252" if error.object[error.start] < 0xA0 else "latin1"
-    )  # such bytes are control characters in Latin-1
+    # Bytes below 0xA0 are control characters in Latin-1.
+    return "cp1252" if error.object[error.start] < 0xA0 else "latin1"
 
 
 def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
@@ -435,7 +464,6 @@ def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
 
 
 def _count_lines_before(path: str, start: int) -> int:
-    """Count the lines before byte `start` of a file."""
     if not start:
         return 0
     count = 0
@@ -455,9 +483,10 @@ def _compile_key(key: str) -> re.Pattern[bytes]:
 
 
 def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
-    """Parse a line as `_parse_json` in a third of the time; return None if it must be parsed by that one, as for every error.
+    """Parse a line as `_parse_json` in a third of the time, or return None.
 
-    A line accepted here has the same result there. Only `_parse_json` accepts byte order marks and unpaired surrogates.
+    None means that it must be parsed by `_parse_json`, as in every error. A line accepted here has
+    the same result there. Only `_parse_json` accepts byte order marks and unpaired surrogates.
     """
     try:
         record = from_json(line, cache_strings="keys")
@@ -470,7 +499,11 @@ def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None
 
 
 def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
-    """Parse a line of JSON and return its texts under `keys`. Raises InputError."""
+    """Parse a line of JSON and return its texts under `keys`.
+
+    Raises:
+        InputError: It is not an object with one text under each key.
+    """
     counts: Counter[str] = Counter()
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-r"""Encoding of plain text to token ids by gigatoken if its ids equal those of the Hugging Face tokenizer, else by the latter.
+r"""Encoding of plain text to token ids by gigatoken or the Hugging Face tokenizer.
 
-No token is added before or after the text, and special tokens spelled out in it are text: the ids are those of
-`tokenizer(text, add_special_tokens=False, split_special_tokens=True)`. Unpaired surrogates (JSON can hold one, `"\ud800"`;
-no Unicode encoding can) are replaced with U+FFFD beforehand.
+gigatoken is used if its ids equal those of the Hugging Face tokenizer. No token is added before or
+after the text, and special tokens spelled out in it are text: the ids are those of `tokenizer(text,
+add_special_tokens=False, split_special_tokens=True)`. Unpaired surrogates (JSON can hold one,
+`"\ud800"`; no Unicode encoding can) are replaced with U+FFFD beforehand.
 """
 
 import json
@@ -15,8 +16,9 @@ from tokenizers import Tokenizer
 
 from megaenc.errors import InputError, first_error_line
 
-# Texts on which tokenizers have differed: white space, contractions, digits, scripts without spaces, combining marks, joiners,
-# control characters, characters beyond the basic plane, long runs.
+# Texts on which tokenizers have differed: white space, contractions, digits, scripts without
+# spaces, combining marks, joiners, control characters, characters beyond the basic plane,
+# long runs.
 PROBES = (
     "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; and 3.14159 or 1,000,000 of them.",
     " leading, trailing and  double   spaces \t tabs\t\tand\n\nnew lines\r\nof\rtwo kinds \n \n",
@@ -41,7 +43,8 @@ PROBES = (
 def load_backend(tokenizer_json: str) -> Tokenizer:
     """Return the backend of a fast tokenizer from its serialization.
 
-    Raises InputError for one that cannot be loaded again, such as one whose ids repeat.
+    Raises:
+        InputError: It cannot be loaded again, as one whose ids repeat.
     """
     try:
         return Tokenizer.from_str(tokenizer_json)
@@ -52,19 +55,24 @@ def load_backend(tokenizer_json: str) -> Tokenizer:
 
 
 class FastEncoder:
-    """Encoder of documents by gigatoken where its ids match, else by tokenizers; picklable, and needs no transformers."""
+    """Encoder of documents by gigatoken if its ids match, else by tokenizers.
+
+    It is picklable, and needs no transformers.
+    """
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:
-        """Build an encoder from `tokenizer_json`, the serialized backend of a Hugging Face fast tokenizer.
+        """Build an encoder from the serialized backend of a Hugging Face fast tokenizer.
 
-        use_gigatoken: whether gigatoken may be used; None compares its ids with the reference first.
+        Args:
+            use_gigatoken: Whether gigatoken may be used; None compares its ids with the reference
+                first.
         """
         self._reference = load_backend(tokenizer_json)
         self._reference.no_padding()
         self._reference.no_truncation()
         self._reference.encode_special_tokens = True  # a special token spelled in the text is text
         config = json.loads(tokenizer_json)
-        # Special tokens are text here, so gigatoken does not get them; other added tokens stay tokens.
+        # Special tokens are text, so gigatoken does not get them; other added tokens stay tokens.
         added = [token for token in config.get("added_tokens") or [] if not token.get("special")]
         spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
         self._spells_added_token = (
@@ -89,7 +97,10 @@ class FastEncoder:
 
     @property
     def is_fast(self) -> bool:
-        """Return whether gigatoken encodes documents (except those with an added non-special token), not tokenizers."""
+        """Return whether gigatoken encodes documents, not tokenizers.
+
+        Documents with an added token that is not special are encoded by tokenizers in any case.
+        """
         return self._gigatoken is not None
 
     def __reduce__(self):
@@ -107,7 +118,11 @@ class FastEncoder:
         ]
 
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts concatenated, uint32[tokens], and the token count of each text, int64[texts]."""
+        """Return the ids of all texts concatenated, and the token count of each text.
+
+        Returns:
+            uint32[tokens] and int64[texts].
+        """
         if self._gigatoken is None or self._spells_added_token is not None:
             rows = self(texts)
             return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(
@@ -116,7 +131,6 @@ class FastEncoder:
         return _encode_batch(self._gigatoken, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode each text with the Hugging Face tokenizer."""
         if not texts:
             return []
         return [
@@ -125,7 +139,10 @@ class FastEncoder:
         ]
 
     def _matches_reference(self, gigatoken: Any) -> bool:
-        """Return whether gigatoken gives the reference's ids on PROBES and on words of the vocabulary."""
+        """Return whether gigatoken gives the reference's ids.
+
+        They are compared on PROBES and on words of the vocabulary.
+        """
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
         texts = [
@@ -152,7 +169,10 @@ class FastEncoder:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return `text` with unpaired surrogates replaced by U+FFFD and paired ones by the character that they encode."""
+    """Return `text` with unpaired surrogates replaced by U+FFFD.
+
+    Paired ones become the character that they encode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -161,7 +181,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def _load_gigatoken(tokenizer_json: str) -> Any:
-    """Load gigatoken's tokenizer for a serialized backend; return None if it is not supported."""
+    """Load gigatoken's tokenizer for a serialized backend; None if not supported."""
     try:
         from gigatoken.gigatoken_rs import load_hf_json
 
@@ -171,7 +191,11 @@ def _load_gigatoken(tokenizer_json: str) -> Any:
 
 
 def _encode_batch(gigatoken: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode texts with gigatoken in this thread; return concatenated ids and the length of each text."""
+    """Encode texts with gigatoken in this thread.
+
+    Returns:
+        uint32[tokens], the ids concatenated, and the length of each text.
+    """
     try:
         # The caller decides on the number of threads.
         layout = gigatoken.encode_batch(list(texts), parallel=False).layout

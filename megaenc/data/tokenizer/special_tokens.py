@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SpecialTokensMode = Literal["template", "eod", "none"]
-"""template: the tokenizer's own, such as [CLS] text [SEP]; eod: EOS, or without one SEP, after the text; none: only the text."""
+"""template: the tokenizer's own, such as [CLS] text [SEP]; eod: EOS, or without one SEP, after the
+text; none: only the text."""
 SpecialTokensChoice = Literal["", "template", "eod", "none"]
 """A mode, or empty for that of the tokenizer."""
 FLAG = "--special-tokens"
@@ -33,7 +34,8 @@ class SpecialTokens:
     def from_json(cls, values: Any, place: str) -> Self:
         """Return the SpecialTokens of a JSON object as `to_json` gives it.
 
-        Raises InputError, naming `place`, for another object.
+        Raises:
+            InputError: The object is another one; names `place`.
         """
         try:
             tokens = cls(values["mode"], tuple(values["before"]), tuple(values["after"]))
@@ -76,7 +78,7 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
     """Return the special tokens that the tokenizer itself puts around one text.
 
     Raises:
-        InputError: no text has a token.
+        InputError: No text has a token.
     """
     for text in _iterate_texts(tokenizer):
         encoding = tokenizer(text)
@@ -110,11 +112,12 @@ def resolve_special_tokens(
 ) -> SpecialTokens:
     """Return the special tokens of a mode for a tokenizer.
 
-    A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text has a token. Without a mode it
-    is the template, and `none` for a tokenizer without any token to add.
+    A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text
+    has a token. Without a mode it is the template, and `none` for a tokenizer without any token to
+    add.
 
     Raises:
-        InputError: a mode is given, by `flag`, and the tokenizer has no token to add.
+        InputError: A mode is given, by `flag`, and the tokenizer has no token to add.
     """
     if mode == "none":
         return SpecialTokens()
@@ -138,9 +141,8 @@ def set_special_tokens(
 ) -> "PreTrainedTokenizerFast":
     """Return a tokenizer that adds exactly `special` to a text.
 
-    The same one if it does so already, else a changed copy.
-
-    The copy ends, or begins, the second text of a pair as the first one: `A <eos> B <eos>`.
+    It is the same one if it does so already, else a changed copy. The copy ends, or begins, the
+    second text of a pair as the first one: `A <eos> B <eos>`.
     """
     if special.is_same(read_template(tokenizer)):
         return tokenizer

@@ -30,24 +30,23 @@ MIN_VOCABULARY = 258  # 256 bytes and two special tokens
 MAX_VOCABULARY = 2**31 - 1  # 32-bit token ids
 MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
 MAX_WORD_BYTES = 1000
-"""Length at which training cuts words, runs of spaces and the like; its time grows with the square of a word's length."""
+"""Length at which training cuts words, runs of spaces and the like; its time grows with the square
+of a word's length."""
 
 _STOP_SECONDS = 1  # for the texts being read when a signal comes
 
-# The template that transformers gives to a tokenizer without one, whose two fingerprints are therefore equal.
+# The template that transformers gives to a tokenizer without one, whose two fingerprints are
+# therefore equal.
 _EMPTY_TEMPLATE = {
     "type": "TemplateProcessing",
     "single": [{"Sequence": {"id": "A", "type_id": 0}}],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
     "special_tokens": {},
 }
-_TEXT_SUFFIXES = (
-    ".json",
-    ".jinja",
-    ".model",
-    ".txt",
-)  # of the files that transformers reads for a tokenizer
-# Without the pad role: no corpus holds padding, and a pad token added for fine-tuning keeps the tokenizer the same.
+# Of the files that transformers reads for a tokenizer.
+_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+# Without the pad role: no corpus holds padding, and a pad token added for fine-tuning keeps the
+# tokenizer the same.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -55,7 +54,8 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
     """Return the Hugging Face fast tokenizer in a folder or of a Hub name.
 
     Raises:
-        InputError: it is missing, unreadable or slow; the message begins with `flag`, which names it.
+        InputError: It is missing, unreadable or slow; the message begins with `flag`, which names
+            it.
     """
     name = str(name_or_dir)
     folder = Path(name)
@@ -77,9 +77,8 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
-    except (
-        BaseException
-    ) as error:  # OSError, KeyError, JSON and HTTP errors, panics of Rust and more
+    except BaseException as error:
+        # OSError, KeyError, JSON and HTTP errors, panics of Rust and more.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
@@ -105,8 +104,10 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
 def _build_class_config(folder: Path, flag: str) -> Any:
     """Build the model config from which transformers chooses the tokenizer's class.
 
-    It has only the relevant fields of config.json. Raises InputError for a file in the folder that could block or that leads to
-    another folder.
+    It has only the relevant fields of config.json.
+
+    Raises:
+        InputError: A file in the folder could block or leads to another folder.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -152,7 +153,7 @@ def _build_class_config(folder: Path, flag: str) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """Return the Vocabulary of a tokenizer: number of ids, end, mask and special ids, fingerprint, word codes."""
+    """Return the Vocabulary of a tokenizer."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -169,7 +170,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
 
 
 def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
-    """Return the FastEncoder of `tokenizer`, which encodes plain text without special tokens; the last four are cached."""
+    """Return the FastEncoder of a tokenizer; the last four are cached."""
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
 
@@ -179,22 +180,25 @@ _encoder = lru_cache(maxsize=4)(FastEncoder)
 def encode_documents(
     tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]
 ) -> list[np.ndarray]:
-    """Return the ids of each text as uint32[tokens]; no token is added, and special tokens spelled in a text are text."""
+    """Return the ids of each text as uint32[tokens].
+
+    No token is added, and special tokens spelled in a text are text.
+    """
     return get_encoder(tokenizer)(texts)
 
 
 def decode_in_spans(
     tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]
 ) -> list[tuple[int, str]]:
-    """Return (token count, text) of consecutive spans of `ids`, the shortest that split no character.
+    """Return (token count, text) of the shortest spans of `ids` of whole characters.
 
-    A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The concatenated texts are the text of
-    all ids. Takes quadratic time.
+    A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The spans
+    are consecutive, and their concatenated texts are the text of all ids. Takes quadratic time.
     """
     decode = tokenizer.backend_tokenizer.decode
     ids = [int(token) for token in ids]
     full_text = decode(ids, skip_special_tokens=False)
-    # A position is between two characters if the text decoded up to it is a prefix of the whole text.
+    # A position is between two characters if the text decoded up to it is a prefix of the whole.
     cuts = []
     shortest = len(full_text)
     for end in range(len(ids), 0, -1):
@@ -216,16 +220,17 @@ def decode_in_spans(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer of at most `vocab_size` ids trained on `texts`; the same texts give the same one.
+    """Return a byte-level BPE tokenizer of at most `vocab_size` ids.
 
-    `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1) hides a token. Encoding and decoding preserve any text. Small
-    corpora may give fewer ids. Longer words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training
-    at once.
+    The same `texts` give the same one. `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1)
+    hides a token. Encoding and decoding preserve any text. Small corpora may give fewer ids. Longer
+    words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training at once.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    # Words include the space before them, so the mask token absorbs it: "The <|mask|> sat" hides " cat".
+    # Words include the space before them, so the mask token absorbs it:
+    # "The <|mask|> sat" hides " cat".
     mask = AddedToken(MASK, lstrip=True, normalized=False, special=True)
     eos = AddedToken(EOS, normalized=False, special=True)
     backend = Tokenizer(models.BPE())
@@ -289,7 +294,8 @@ def _train_interruptibly(backend: "Tokenizer", trainer: "BpeTrainer", texts: Ite
 def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bool = True) -> str:
     """Compute the sha256 of everything in a tokenizer that decides ids.
 
-    `with_template`: ids around a text too.
+    Args:
+        with_template: Include the ids that the template puts around a text.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]

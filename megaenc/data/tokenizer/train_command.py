@@ -1,4 +1,7 @@
-"""Command `megaenc tokenizer`: training of a byte-level BPE tokenizer, saved as a Hugging Face tokenizer folder."""
+"""Command `megaenc tokenizer`: training of a byte-level BPE tokenizer.
+
+It is saved as a Hugging Face tokenizer folder.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig(InputConfig):
-    """Flags of `megaenc tokenizer`: text input, output folder, maximum vocabulary size, and JSON key of the text."""
+    """Flags of `megaenc tokenizer`."""
 
     output: str
     """Folder to write; must be empty or missing."""
@@ -34,7 +37,11 @@ class TrainTokenizerConfig(InputConfig):
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train a tokenizer on the input, write its folder atomically and print its size; InputError for unusable paths."""
+    """Train a tokenizer on the input, write its folder atomically and print its size.
+
+    Raises:
+        InputError: Input or output is unusable.
+    """
     output = Path(settings.output)
     refuse_existing(output, "--output")
     report_stale_files(output)
@@ -68,7 +75,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc tokenizer`: train a byte-level BPE tokenizer on the input, write its folder and print its size."""
+    """Run `megaenc tokenizer`: train a tokenizer on the input and write its folder."""
     silence_libraries()
     settings = flags.parse(
         TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__

@@ -1,4 +1,4 @@
-"""Properties of a tokenizer that the rest of the package needs, free of transformers."""
+"""Properties of a tokenizer that the other packages need, free of transformers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,10 @@ import numpy as np
 
 
 class TokenEnd(IntEnum):
-    """Kind of a token by its last character; BREAK: a word begins after it in any case; SAME: the kind of the token before."""
+    """Kind of a token by its last character.
+
+    A word begins after a BREAK in any case. SAME is the kind of the token before.
+    """
 
     LETTER = 0
     DIGIT = 1
@@ -26,7 +29,10 @@ class TokenEnd(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Facts of a tokenizer: number of ids (0..size-1, added tokens included), end, mask and special ids, and fingerprint."""
+    """Properties of a tokenizer: number of ids, ids of special tokens, fingerprint.
+
+    Ids are 0..size-1, added tokens included.
+    """
 
     size: int
     eos_id: int | None
@@ -36,9 +42,8 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     """Ids that are not text, ascending; never hidden, nor predicted, except `eos_id` by `clm`."""
     fingerprint: str
-    """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are stored. Empty for a made-up
-    vocabulary, which fits any file.
-    """
+    """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are
+    stored. Empty for a made-up vocabulary, which fits any file."""
     code_words: Callable[[], bytes] = field(default=bytes, repr=False, compare=False)
     """Compute `word_codes`, which takes a second for 128,000 ids."""
     hash_text_rules: Callable[[], str] = field(default=str, repr=False, compare=False)
@@ -46,9 +51,10 @@ class Vocabulary:
 
     @cached_property
     def word_codes(self) -> bytes:
-        """Return uint16 per id, little-endian, empty if unknown.
+        """Return the word code of each id, little-endian uint16; empty if unknown.
 
-        Bits 0 to 6: whether a word begins with the token after each of the first seven kinds of `TokenEnd`; high byte: its own.
+        Bits 0 to 6: whether a word begins with the token after each of the first seven kinds of
+        `TokenEnd`; high byte: its own.
         """
         return self.code_words()
 
@@ -65,7 +71,10 @@ class Vocabulary:
         return self.fingerprint in fingerprints or self.text_fingerprint in fingerprints
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
-        """Return bool[T], whether a word begins with each of `tokens`, int64[T]; all true without `word_codes`."""
+        """Return bool[T], whether a word begins with each of `tokens`, int64[T].
+
+        All are true without `word_codes`.
+        """
         starts = np.ones(len(tokens), dtype=bool)
         if not self.word_codes or not len(tokens):
             return starts

@@ -1,4 +1,7 @@
-"""Word boundaries between token ids: the bytes of `Vocabulary.word_codes`, computed from a tokenizer."""
+"""Word boundaries between token ids, computed from a tokenizer.
+
+They are the bytes of `Vocabulary.word_codes`.
+"""
 
 import re
 from collections.abc import Callable
@@ -14,21 +17,24 @@ _CONTEXTS = ("a", "1", ".", "..", "a'", "a ", "a\n")  # end in each of the first
 _ALWAYS = (1 << len(_CONTEXTS)) - 1
 _BREAK = _ALWAYS | TokenEnd.BREAK << 8
 _CHARACTER = re.compile(rb"[\x00-\x7f\xc0-\xff][\x80-\xbf]*")  # of UTF-8, complete or cut
-# First bytes of characters that are mostly neither letter nor digit: Latin-1 signs, punctuation, full-width signs, emoji.
+# First bytes of characters that are mostly neither letter nor digit: Latin-1 signs, punctuation,
+# full-width signs, emoji.
 _SIGN_BYTES = b"\xc2\xe2\xef\xf0"
 
 
 def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
-    """Return `Vocabulary.word_codes` of a tokenizer with `size` ids; empty if its tokens do not show where words begin.
+    """Return `Vocabulary.word_codes` of a tokenizer with `size` ids.
 
-    A word is a pre-token: a piece of text that the tokenizer never joins with its neighbours. Tokens show it as follows.
+    It is empty if the tokens do not show where words begin. A word is a pre-token: a piece of text
+    that the tokenizer never joins with its neighbours. Tokens show it as follows.
 
-    - byte-level BPE: the tokenizer's own pre-tokenizer splits, or not, a text that ends as the token before (`TokenEnd`) from the
-      token's first characters. So words differ if a split depends on more: an apostrophe that opens a quotation, the number of
-      digits or signs in a row, the kind of a character of which the token holds the first bytes only;
+    - byte-level BPE: the tokenizer's own pre-tokenizer splits, or not, a text that ends as the
+      token before (`TokenEnd`) from the token's first characters. So words differ if a split
+      depends on more: an apostrophe that opens a quotation, the number of digits or signs in a row,
+      the kind of a character of which the token holds the first bytes only;
     - WordPiece: the tokens without `##` begin words, which is exact;
-    - SentencePiece and metaspace: tokens with `▁`, and the first ones of a line, begin words; punctuation belongs to the word
-      before it.
+    - SentencePiece and metaspace: tokens with `▁`, and the first ones of a line, begin words;
+      punctuation belongs to the word before it.
 
     Added tokens, such as special ones, are words of their own.
     """
@@ -60,7 +66,10 @@ def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
 
 
 def _code_bytes(token: bytes, splits: Callable[[str], int]) -> int:
-    """Return the code of a token of byte-level BPE; `splits(text)` returns as bits after which contexts `text` begins a word."""
+    """Return the code of a token of byte-level BPE.
+
+    `splits(text)` returns as bits after which contexts `text` begins a word.
+    """
     characters = [_decode_character(character) for character in _CHARACTER.findall(token)]
     end = _kind_of("".join(characters)) if characters else TokenEnd.SAME
     continues_character = 0x80 <= token[0] < 0xC0
@@ -68,7 +77,10 @@ def _code_bytes(token: bytes, splits: Callable[[str], int]) -> int:
 
 
 def _decode_character(character: bytes) -> str:
-    """Return a character of UTF-8, or for the first bytes of one a character of the same kind as most that begin so."""
+    """Return a character of UTF-8, complete or cut.
+
+    For the first bytes of one, it is a character of the same kind as most that begin so.
+    """
     try:
         return character.decode()
     except UnicodeDecodeError:
@@ -76,8 +88,12 @@ def _decode_character(character: bytes) -> str:
 
 
 def _ask_pre_tokenizer(pre_tokenizer: Any, text: str) -> int:
-    """Return as bits after which of _CONTEXTS the pre-tokenizer begins a piece with `text`."""
-    # The last space or new line of several may belong to what follows: a word, which has its own space after a space.
+    """Return as bits after which of _CONTEXTS a piece of text begins with `text`.
+
+    The pre-tokenizer decides.
+    """
+    # The last space or new line of several may belong to what follows: a word, which has its own
+    # space after a space.
     after = "" if not text.isspace() else "b" if text[-1] in "\r\n" else " b"
     bits = 0
     for bit, context in enumerate(_CONTEXTS):
@@ -87,7 +103,10 @@ def _ask_pre_tokenizer(pre_tokenizer: Any, text: str) -> int:
 
 
 def _code_piece(token: str) -> int:
-    """Return the code of a token of SentencePiece, which may be a byte such as `<0x0A>`."""
+    """Return the code of a token of SentencePiece.
+
+    It may be a byte such as `<0x0A>`.
+    """
     if len(token) == 6 and token.startswith("<0x"):
         token = chr(int(token[3:5], 16))
     end = TokenEnd.LINE_END if token.endswith("\n") else TokenEnd.LETTER
@@ -95,7 +114,6 @@ def _code_piece(token: str) -> int:
 
 
 def _kind_of(text: str) -> TokenEnd:
-    """Return the kind of a token with this text."""
     last = text[-1]
     if last.isspace():
         return TokenEnd.LINE_END if last in "\r\n" else TokenEnd.SPACE
@@ -107,7 +125,10 @@ def _kind_of(text: str) -> TokenEnd:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: printable ones of Latin-1 as such, others from 256."""
+    """Return the byte of each character of byte-level BPE.
+
+    Printable ones of Latin-1 stand for themselves, others begin at 256.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
