@@ -32,8 +32,8 @@ from megaenc.processes import exit_on_sigterm
 
 # Dependencies of this package, which are installed wherever it runs.
 _PACKAGE_NAMES = """
-    PIL awkward fontTools fsspec huggingface_hub jinja2 matplotlib megatron mpmath networkx numpy psutil pydantic pygments rich
-    sympy tokenizers torch torchgen transformers typer tyro yaml
+    PIL awkward fontTools fsspec huggingface_hub jinja2 matplotlib megatron mpmath networkx numpy
+    psutil pydantic pygments rich sympy tokenizers torch torchgen transformers typer tyro yaml
 """
 _PACKAGES = _PACKAGE_NAMES.split()
 # Tests hold little prose; vendored copies belong to other packages.
@@ -57,9 +57,10 @@ PARTS = ("python", "packages")
 installed packages."""
 
 _MOST_FREQUENT_WORDS = """
-    a about after all also an and any are as at be been before but by can do does each for from has have how if in into is it its
-    like made may more most must no not of on once one only or other over same set should since so some such than that the their
-    them then there these they this to under up use used using was we when where which while will with you
+    a about after all also an and any are as at be been before but by can do does each for from has
+    have how if in into is it its like made may more most must no not of on once one only or other
+    over same set should since so some such than that the their them then there these they this to
+    under up use used using was we when where which while will with you
 """
 _STOP_WORDS = frozenset(_MOST_FREQUENT_WORDS.split())
 _NEVER_IN_PROSE = re.compile(
@@ -74,7 +75,8 @@ _LAYOUT = re.compile(
 )
 # A bullet, a field of reST, or Google's `name (type): ` before its description.
 _START = re.compile(
-    r"(?:[-*+•]|\(?(?:\d+|\w)[.)]) +|[:@](?:param|arg|key|return|raise|throw|type|ivar|cvar|var)[^:]*:?\s*"
+    r"(?:[-*+•]|\(?(?:\d+|\w)[.)]) +"
+    r"|[:@](?:param|arg|key|return|raise|throw|type|ivar|cvar|var)[^:]*:?\s*"
     r"|[`*]*[\w.*\[\]]+[`*]*(?: \(.*?\)(?=:))?: +(?=\S)"
 )
 _MARKUP = (
@@ -194,13 +196,13 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
             or path.is_symlink()
             or compute_sha256(path) != hashes[path.name]
         ):
-            foreign = "is not of `megaenc demo` because it is not listed"
-            changed = (
-                "has changed since `megaenc demo` wrote it" if path.name in hashes else foreign
-            )
-            reason = f"found a file that {changed} in {RECORD}"
+            reason = "has changed since `megaenc demo` wrote it"
+            if path.name not in hashes:
+                reason = "is not of `megaenc demo` because it is not listed"
+            reason = f"found a file that {reason} in {RECORD}"
             raise InputError(
-                f"{path}: {reason}; expected no file, or the demo's own; move the file or name another folder"
+                f"{path}: {reason}; expected no file, or the demo's own; "
+                "move the file or name another folder"
             )
     return DemoPaths.in_folder(folder) if len(present) == 2 else None
 
@@ -226,10 +228,8 @@ def is_held_out(document_id: str) -> bool:
 
     These are 2 documents in 100.
     """
-    return (
-        int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
-        < _HELD_OUT_PERCENT
-    )
+    digest = hashlib.sha256(document_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
 def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
@@ -276,11 +276,10 @@ def ensure_demo(
     if find_demo_corpus(folder) is None:  # refuses foreign files before anything is written
         for path in (demo.tokenizer, last_file):
             if os.path.lexists(path):
-                vocabulary_size = (
-                    "found a file that `megaenc demo` did not make, for its corpus is missing"
-                )
                 raise InputError(
-                    f"{path}: {vocabulary_size}; expected no file; move the file or name another folder"
+                    f"{path}: found a file that `megaenc demo` did not make, "
+                    "for its corpus is missing; expected no file; "
+                    "move the file or name another folder"
                 )
     if get_local_rank():  # only the first process of each machine builds
         while not all(
@@ -323,9 +322,9 @@ def ensure_demo(
                     )
         vocabulary_size = read_corpus_metadata(demo.data_prefix).vocab_size
         if vocabulary_size != vocab_size:
-            hint = "remove it or name another folder"
             raise InputError(
-                f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; {hint}"
+                f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; "
+                "remove it or name another folder"
             )
     return demo
 

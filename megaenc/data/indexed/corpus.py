@@ -1,5 +1,6 @@
 """A tokenized corpus on disk: PREFIX.bin, PREFIX.idx and metadata, PREFIX.json."""
 
+import contextlib
 import glob
 import hashlib
 import mmap
@@ -150,7 +151,8 @@ class Corpus:
         )
         if not is_within or np.diff(offsets).min(initial=0) < 0:
             raise error(
-                f"{self.prefix}.idx: found documents that do not lie end to end in .bin; the file is damaged, "
+                f"{self.prefix}.idx: found documents that do not lie end to end in .bin; "
+                "the file is damaged, "
                 "check it with `megaenc data verify`"
             )
         return offsets
@@ -173,9 +175,14 @@ class Corpus:
         check_ends(prefix, index, token_type)
         metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
         if metadata is not None:
-            counts = {"documents": len(index.documents) - 1, "sequences": len(index.lengths)}
-            tokens = os.stat(f"{prefix}.bin").st_size // np.dtype(token_type).itemsize
-            check_metadata(prefix, metadata, **counts, tokens=tokens, token_type=token_type)
+            check_metadata(
+                prefix,
+                metadata,
+                documents=len(index.documents) - 1,
+                sequences=len(index.lengths),
+                tokens=os.stat(f"{prefix}.bin").st_size // np.dtype(token_type).itemsize,
+                token_type=token_type,
+            )
         return cls(prefix, index, token_type, metadata)
 
     def expect_random_reads(self) -> None:
@@ -333,12 +340,12 @@ def check_index(prefix: str) -> type[np.number]:
         # Unlike Path's, `isfile` is False for a name that is too long.
         if not os.path.isfile(prefix + extension):
             raise InputError(
-                f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_suggest_prefix(prefix)}"
+                f"{prefix}{extension}: no such file; "
+                f"expected the prefix of a .bin and an .idx file{_suggest_prefix(prefix)}"
             )
     try:
-        index_bytes, bin_bytes = (
-            os.stat(prefix + extension).st_size for extension in (".idx", ".bin")
-        )
+        index_bytes = os.stat(f"{prefix}.idx").st_size
+        bin_bytes = os.stat(f"{prefix}.bin").st_size
         with open(f"{prefix}.idx", "rb") as stream:
             header = stream.read(HEADER.size)
     except OSError as error:
@@ -347,23 +354,27 @@ def check_index(prefix: str) -> type[np.number]:
         ) from None
     if index_bytes < HEADER.size:
         raise InputError(
-            f"{prefix}.idx: truncated: found {index_bytes} bytes, expected a header of {HEADER.size}"
+            f"{prefix}.idx: truncated: found {index_bytes} bytes, expected a header of "
+            f"{HEADER.size}"
         )
     magic, version, code, sequences, indices = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise InputError(
-            f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}"
+            f"{prefix}.idx: found header {magic!r}, version {version}; "
+            f"expected {MAGIC!r}, version {VERSION}"
         )
     if code not in TOKEN_TYPES:
         raise InputError(
-            f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})"
+            f"{prefix}.idx: found dtype code {code}, expected one of an integer type "
+            f"({sorted(TOKEN_TYPES)})"
         )
     # int32 lengths, int64 pointers, int64 document indices.
     expected_bytes = HEADER.size + 12 * sequences + 8 * indices
     if index_bytes != expected_bytes:
         problem = "truncated" if index_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(
-            f"{prefix}.idx: {problem}: found {index_bytes} bytes, expected {expected_bytes} for {sequences} sequences"
+            f"{prefix}.idx: {problem}: found {index_bytes} bytes, expected {expected_bytes} for "
+            f"{sequences} sequences"
         )
     if bin_bytes == 0 or indices < 2 or sequences < 1:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
@@ -411,7 +422,8 @@ def check_index_ends(
     pointers = index.pointers
     if index.documents[0] != 0 or index.documents[-1] != len(lengths):
         raise InputError(
-            f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged"
+            f"{prefix}.idx: its document indices do not end at its last sequence; "
+            "the file is damaged"
         )
     end = int(pointers[-1]) + int(lengths[-1]) * np.dtype(token_type).itemsize
     check_bin_size(prefix, end if expected_bytes is None else expected_bytes)
@@ -435,7 +447,8 @@ def check_bin_size(prefix: str, expected_bytes: int) -> None:
     if found_bytes != expected_bytes:
         problem = "truncated" if found_bytes < expected_bytes else "too long"
         raise InputError(
-            f"{prefix}.bin: {problem}: found {found_bytes} bytes, expected {expected_bytes} (by the lengths in .idx)"
+            f"{prefix}.bin: {problem}: found {found_bytes} bytes, expected {expected_bytes} (by "
+            "the lengths in .idx)"
         )
 
 
@@ -463,8 +476,10 @@ def check_metadata(
     for field, value in actual.items():
         if getattr(metadata, field) != value:
             raise InputError(
-                f"{prefix}.json: field `{field}`: found {getattr(metadata, field)}, expected {value} "
-                "(from the .bin and .idx next to it); the three files do not belong together, run `megaenc preprocess` again"
+                f"{prefix}.json: field `{field}`: "
+                f"found {getattr(metadata, field)}, expected {value} "
+                "(from the .bin and .idx next to it); "
+                "the three files do not belong together, run `megaenc preprocess` again"
             )
 
 
@@ -477,7 +492,8 @@ def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabular
     if not vocabulary.is_of_tokenizer(identity.fingerprint, identity.text_fingerprint):
         raise InputError(
             f"{prefix}.json: corpus was made with another tokenizer: found `{identity.name}` "
-            f"({identity.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
+            f"({identity.fingerprint[:12]}), expected the one given with --tokenizer "
+            f"({vocabulary.fingerprint[:12]})"
         )
     if metadata.vocab_size > vocabulary.size:
         raise InputError(
@@ -495,12 +511,11 @@ def _suggest_prefix(prefix: str) -> str:
     # os.path's functions, unlike Path's, return False for a name that is too long.
     if path.suffix in (".bin", ".idx", ".json") and os.path.isfile(path.with_suffix(".idx")):
         return f"; did you mean `{path.with_suffix('')}`?"
-    others = (
-        sorted(path.parent.glob(glob.escape(path.name) + "*.idx"))
-        if path.name and os.path.isdir(path.parent)
-        else []
-    )
-    return f"; did you mean `{others[0].with_suffix('')}`?" if others else ""
+    if path.name and os.path.isdir(path.parent):
+        others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx"))
+        if others:
+            return f"; did you mean `{others[0].with_suffix('')}`?"
+    return ""
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -509,18 +524,15 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     Raises:
         InputError: The text is no three weights, or all are zero.
     """
-    try:
-        # A number with an exponent of many digits would fill the memory.
-        weights = (
-            ()
-            if re.search(r"[eE][+-]?\d{4}", text)
-            else tuple(Fraction(part.strip()) for part in text.split(","))
-        )
-    except (ValueError, ZeroDivisionError):
-        weights = ()
+    weights = ()
+    # A number with an exponent of many digits would fill the memory.
+    if not re.search(r"[eE][+-]?\d{4}", text):
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            weights = tuple(Fraction(part.strip()) for part in text.split(","))
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
         raise InputError(
-            f"--split: found `{text}`, expected three weights, training, validation and test, such as 99,1,0"
+            f"--split: found `{text}`, expected three weights, training, validation and test, such "
+            "as 99,1,0"
         )
     return weights
 

@@ -143,7 +143,10 @@ class IndexedWriter:
         keep = np.ones(len(edges) - 1, bool) if keep is None else keep
         counts = np.diff(edges)
         keep_sequences = np.repeat(keep, counts)
-        runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
+        # int64[runs, 2], first byte and end of each run of sequences to append.
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        changes = np.flatnonzero(np.diff(np.concatenate([[False], keep_sequences, [False]])))
+        runs = ends[changes].reshape(-1, 2) * self._dtype.itemsize
         hashed = hashlib.sha256()
         start = 0
         # Hashing is most of the work.
@@ -152,9 +155,9 @@ class IndexedWriter:
                 check = pool.submit(hashed.update, data)
                 view = memoryview(data)
                 stop = start + len(data)
-                for low, high in runs[
-                    np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)
-                ].tolist():
+                first = np.searchsorted(runs[:, 1], start, "right")
+                last = np.searchsorted(runs[:, 0], stop)
+                for low, high in runs[first:last].tolist():
                     self._write(view[max(low - start, 0) : high - start])
                 start = stop
                 check.result()
@@ -223,28 +226,13 @@ def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWrit
     `files` lists every .bin, then every .idx.
     """
     with contextlib.ExitStack() as stack:
-        writers = [
-            IndexedWriter(*pair, dtype)
-            for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)
-        ]
-        for writer in writers:
+        writers = []
+        half = len(files) // 2
+        for bin_path, idx_path in zip(files[:half], files[half:], strict=True):
+            writer = IndexedWriter(bin_path, idx_path, dtype)
             stack.callback(writer.close)
+            writers.append(writer)
         yield writers
-
-
-def _find_runs(keep: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return first token and end of each run of sequences with `keep`.
-
-    Args:
-        keep: bool[sequences].
-        lengths: Tokens of each sequence.
-
-    Returns:
-        int64[runs, 2].
-    """
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    changes = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]])))
-    return ends[changes].reshape(-1, 2)
 
 
 def _check_sha256(path: Path, actual: Any, expected: str) -> None:
@@ -254,5 +242,6 @@ def _check_sha256(path: Path, actual: Any, expected: str) -> None:
     """
     if actual.hexdigest() != expected:
         raise InputError(
-            f"{path}: sha256 is {actual.hexdigest()[:12]}, expected {expected[:12]}; the file has changed since it was written"
+            f"{path}: sha256 is {actual.hexdigest()[:12]}, expected {expected[:12]}; "
+            "the file has changed since it was written"
         )

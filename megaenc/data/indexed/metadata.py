@@ -114,7 +114,8 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     values = _check_fields(path, values, CorpusMetadata)
     if values["format"] != FORMAT:
         raise InputError(
-            f"{path}: field `format`: found {values['format']}, expected {FORMAT}; preprocess the text again"
+            f"{path}: field `format`: found {values['format']}, expected {FORMAT}; "
+            "preprocess the text again"
         )
     identity = _check_fields(path, values["tokenizer"], TokenizerIdentity, within="tokenizer.")
     for name in ("bin", "idx"):
@@ -122,10 +123,8 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
             raise InputError(
                 f"{path}: no field `sha256.{name}`; expected what `megaenc preprocess` wrote"
             )
-    for name, low, high in (
-        *((count, 0, _MAX_COUNT) for count in _COUNT_FIELDS),
-        ("vocab_size", 1, _MAX_VOCABULARY),
-    ):
+    bounds = [(name, 0, _MAX_COUNT) for name in _COUNT_FIELDS]
+    for name, low, high in [*bounds, ("vocab_size", 1, _MAX_VOCABULARY)]:
         if not low <= values[name] <= high:
             raise InputError(
                 f"{path}: field `{name}`: found {str(values[name])[:40]}, expected {low} to {high}"
@@ -154,7 +153,8 @@ _COUNT_FIELDS = (
     "bin_bytes",
     "idx_bytes",
 )
-_MAX_COUNT, _MAX_VOCABULARY = (1 << 63) - 1, 1 << 31  # bytes of a file; ids that the .bin can store
+_MAX_COUNT = (1 << 63) - 1  # bytes of a file
+_MAX_VOCABULARY = 1 << 31  # ids that the .bin can store
 
 # For each annotated type: its JSON types and their name in errors. A nested dataclass is an object.
 _OBJECT_OR_LIST = "an object or list"
@@ -191,14 +191,17 @@ def _check_fields(path: Path, values: Any, kind: type, within: str = "") -> dict
             raise InputError(
                 f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote"
             )
-        value, (kinds, expected) = values[field.name], _JSON_TYPES[field.type]
+        value = values[field.name]
+        kinds, expected = _JSON_TYPES[field.type]
         if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):
             raise InputError(
-                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {expected}"
+                f"{path}: field `{within}{field.name}`: "
+                f"found {json.dumps(value)[:40]}, expected {expected}"
             )
         if isinstance(value, str) and value != escape_unprintable(value):
             raise InputError(
-                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line"
+                f"{path}: field `{within}{field.name}`: "
+                f"found {json.dumps(value)[:40]}, expected text in one line"
             )
         known[field.name] = value
     return known

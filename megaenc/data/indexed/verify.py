@@ -89,11 +89,18 @@ def _verify_files(
     sequences = len(index.lengths)
     metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
     if metadata:
-        counts = {"documents": documents, "sequences": sequences, "tokens": tokens}
-        check_metadata(prefix, metadata, **counts, token_type=dtype.type)
+        check_metadata(
+            prefix,
+            metadata,
+            documents=documents,
+            sequences=sequences,
+            tokens=tokens,
+            token_type=dtype.type,
+        )
         if metadata.append_eod and metadata.eod is None:
             raise InputError(
-                f"{prefix}.json: field `eod`: found null, expected the id that ends each document (`append_eod`)"
+                f"{prefix}.json: field `eod`: found null, expected the id that ends each document "
+                "(`append_eod`)"
             )
         if vocabulary:
             check_tokenizer(prefix, metadata, vocabulary)
@@ -117,11 +124,15 @@ def _verify_files(
         )
     # Both are reported: a wrong token under a right hash is bad preprocessing, under a wrong one a
     # bad disk.
-    if complaints := [*filter(None, (complaint, _compare_hash(digest, metadata, "bin")))]:
-        raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
+    complaints = [complaint, _compare_hash(digest, metadata, "bin")]
+    if any(complaints):
+        raise InputError(f"{prefix}.bin: {'; '.join(filter(None, complaints))}")
 
-    unchecked = [] if metadata else ["sha256", "ends of documents"]
-    unchecked += [] if metadata or vocabulary else ["token ids (give --tokenizer)"]
+    unchecked = []
+    if not metadata:
+        unchecked = ["sha256", "ends of documents"]
+        if not vocabulary:
+            unchecked.append("token ids (give --tokenizer)")
     size = sum(Path(prefix + extension).stat().st_size for extension in (".bin", ".idx"))
     return VerifiedCorpus(documents, sequences, tokens, dtype.name, size, tuple(unchecked))
 
@@ -138,7 +149,8 @@ def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
             at = int(is_wrong.argmax())
             if lengths[at] < 0:
                 raise InputError(
-                    f"{prefix}.idx: sequence {first + at}: found length {lengths[at]}, expected 0 or more"
+                    f"{prefix}.idx: sequence {first + at}: "
+                    f"found length {lengths[at]}, expected 0 or more"
                 )
             raise InputError(
                 f"{prefix}.idx: sequence {first + at}: found pointer {pointers[at]}, "
@@ -166,12 +178,14 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
             at = int(decreases.argmax())
             raise InputError(
                 f"{prefix}.idx: document {first + at}: found first sequence {indices[at]}, "
-                f"expected {indices[at - 1] if at else previous} or more (that of the previous document)"
+                f"expected {indices[at - 1] if at else previous} or more (that of the previous "
+                "document)"
             )
         previous = int(indices[-1])
     if previous != len(index.lengths):
         raise InputError(
-            f"{prefix}.idx: the last document index is {previous}, expected {len(index.lengths)}, the number of sequences"
+            f"{prefix}.idx: the last document index is {previous}, expected {len(index.lengths)}, "
+            "the number of sequences"
         )
 
 
@@ -189,8 +203,11 @@ class _TokenChecker:
         self.dtype = dtype
         self.tokens = tokens
         self._index = index
-        self._limit = metadata.vocab_size if metadata else vocabulary.size if vocabulary else None
-        special = metadata.surrounding_tokens if metadata else SpecialTokens()
+        self._limit = vocabulary.size if vocabulary else None
+        special = SpecialTokens()
+        if metadata:
+            self._limit = metadata.vocab_size
+            special = metadata.surrounding_tokens
         # Place of each special token in its document, from the end if it is negative.
         self._special = [*enumerate(special.before), *enumerate(special.after, -len(special.after))]
         self._documents = range(len(index.documents) - 1)
@@ -212,7 +229,10 @@ class _TokenChecker:
         at = int((unsigned >= self._limit).argmax())
         token = start + at
         document = bisect_right(self._documents, token, key=self._find_end)
-        place = f"document {document}, token {token - self._find_end(document - 1)} (token {token:,} of the corpus)"
+        place = (
+            f"document {document}, token {token - self._find_end(document - 1)} (token {token:,} "
+            "of the corpus)"
+        )
         return (
             f"{place}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
         )
@@ -253,16 +273,12 @@ class _TokenChecker:
             if is_wrong.any():
                 at = int(is_wrong.argmax())
                 name = {-1: "last token", 0: "first token"}.get(place, f"token {place}")
-                actual = (
-                    "no token"
-                    if is_missing[at]
-                    else f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
-                )
-                expected = (
-                    f"it to end with {token} (`eod`"
-                    if place == -1
-                    else f"{token} (`special_tokens`"
-                )
+                actual = f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
+                if is_missing[at]:
+                    actual = "no token"
+                expected = f"{token} (`special_tokens`"
+                if place == -1:
+                    expected = f"it to end with {token} (`eod`"
                 return f"document {first + at}: found {actual}, expected {expected} in the .json)"
         return ""
 
@@ -285,9 +301,16 @@ def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) 
 
     The text is empty if it does not differ, or without metadata.
     """
-    if not metadata or (actual := digest.hexdigest()) == (expected := metadata.sha256[extension]):
+    if not metadata:
         return ""
-    return f"found sha256 {actual[:12]}, expected {expected[:12]} (by the .json); the file has changed since it was written"
+    actual = digest.hexdigest()
+    expected = metadata.sha256[extension]
+    if actual == expected:
+        return ""
+    return (
+        f"found sha256 {actual[:12]}, expected {expected[:12]} (by the .json); "
+        "the file has changed since it was written"
+    )
 
 
 @handle_command_errors
@@ -336,13 +359,13 @@ def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:
 
         corpus = verify_corpus(prefix, vocabulary, tick)
     rate = corpus.bytes / 1e6 / max(time.monotonic() - started, 1e-9)
-    status = (
-        f"whole as far as can be checked without {Path(prefix).name}.json"
-        if corpus.unchecked
-        else "whole"
-    )
-    missing = f"; not checked: {', '.join(corpus.unchecked)}" if corpus.unchecked else ""
+    status = "whole"
+    missing = ""
+    if corpus.unchecked:
+        status = f"whole as far as can be checked without {Path(prefix).name}.json"
+        missing = f"; not checked: {', '.join(corpus.unchecked)}"
     print_rank_0(
-        f"{prefix}: {status}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.dtype}, "
+        f"{prefix}: {status}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of "
+        f"{corpus.dtype}, "
         f"{corpus.bytes / 1e6:,.1f} MB at {rate:,.0f} MB/s{missing}"
     )

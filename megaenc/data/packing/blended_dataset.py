@@ -41,7 +41,8 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         pairs = [(None, word) for word in words]
     else:
         raise InputError(
-            f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
+            f"--data-path {' '.join(words)}: "
+            "expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
         )
     paths = set()
     for number, (weight, prefix) in enumerate(pairs):
@@ -51,7 +52,8 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
             )
         if weight is not None and weight <= 0:
             raise InputError(
-                f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0"
+                f"--data-path {' '.join(words)}: "
+                f"found weight {words[2 * number]}, expected more than 0"
             )
         path = os.path.realpath(prefix)
         if path in paths:
@@ -119,7 +121,8 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
             prefixes = sorted(path.removesuffix(".idx") for path in glob.glob(f"{word}.idx"))
             if not prefixes:
                 raise InputError(
-                    f"--data-path {word}: no .idx file matches this pattern, expected the prefixes of corpora of "
+                    f"--data-path {word}: no .idx file matches this pattern, expected the prefixes "
+                    "of corpora of "
                     "`megaenc preprocess`, such as 'data/*_text_document'"
                 )
         for prefix in prefixes:
@@ -303,7 +306,8 @@ class BlendedDataset:
         place = sample - self.first_sample
         if self.samples is not None and place >= self.samples:
             raise InputError(
-                f"--blend-max-epochs: it ends all corpora after {self.samples:,} packs, found pack {place + 1:,} of the run or "
+                f"--blend-max-epochs: it ends all corpora after {self.samples:,} packs, found pack "
+                f"{place + 1:,} of the run or "
                 "phase; give a greater number"
             )
         return place

@@ -119,9 +119,8 @@ class BlockStream(TokenStream):
         skipped = begin - (int(ends[first - 1]) if first else 0)  # tokens of the first document
         begins = offsets[first : last + 1].copy()
         begins[0] += skipped
-        return self.corpus.read_ranges(
-            documents[first : last + 1], begins, stops - starts
-        ), stops - starts
+        counts = stops - starts
+        return self.corpus.read_ranges(documents[first : last + 1], begins, counts), counts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
         """Return the numbers of all documents in the order of `epoch`.

@@ -127,7 +127,8 @@ class RunData:
             corpus = opened[index_path(prefix)]
             if corpus.fingerprint in corpora:
                 raise InputError(
-                    f"--data-path: {prefix} has the same text as {corpora[corpus.fingerprint].prefix}, expected each corpus "
+                    f"--data-path: {prefix} has the same text as "
+                    f"{corpora[corpus.fingerprint].prefix}, expected each corpus "
                     "once; give it a greater weight to read it more often"
                 )
             corpora[corpus.fingerprint] = corpus
@@ -138,7 +139,8 @@ class RunData:
             train, held_out, _ = split_corpus(corpus, fractions, order)
             if not has_tokens(corpus, train):
                 raise InputError(
-                    f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}"
+                    f"--split {split}: leaves no text to train on, of {len(corpus)} documents in "
+                    f"{prefix}"
                 )
             train_datasets.append(dataset_class(corpus, train, seq_length, seed))
             if has_tokens(corpus, held_out):
@@ -151,21 +153,20 @@ class RunData:
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
         is_tempered = temperature != 1 and has_shares_by_size(sources)
-        limits = (
-            None
-            if max_epochs is None
-            else [part.packs_of_epochs(max_epochs) for part in train_datasets]
-        )
+        limits = None
+        if max_epochs is not None:
+            limits = [part.packs_of_epochs(max_epochs) for part in train_datasets]
         held_out_blend = None
         if held_out_datasets:
             held_out_parts = list(held_out_datasets.values())
+            held_out_limits = None
+            if is_tempered:
+                # A small corpus with a large share leaves; the others end at about one time.
+                held_out_limits = [part.samples_before_repeat for part in held_out_parts]
             held_out_blend = BlendedDataset(
                 held_out_parts,
                 [weights[number] for number in held_out_datasets],
-                # A small corpus with a large share leaves; the others end at about one time.
-                limits=[part.samples_before_repeat for part in held_out_parts]
-                if is_tempered
-                else None,
+                limits=held_out_limits,
                 is_tempered=is_tempered,
                 sources=[words[number] for number in held_out_datasets],
             )
@@ -229,13 +230,13 @@ class RunData:
             CorpusUsage(
                 corpus.prefix,
                 float(share),
-                packs[number],
-                epochs[number],
+                corpus_packs,
+                corpus_epochs,
                 part.dropped,
                 part.tokens_per_epoch,
             )
-            for number, (corpus, part, share) in enumerate(
-                zip(self.corpora, self.train_datasets, self.shares, strict=True)
+            for corpus, part, share, corpus_packs, corpus_epochs in zip(
+                self.corpora, self.train_datasets, self.shares, packs, epochs, strict=True
             )
         ]
 
@@ -252,14 +253,12 @@ def open_corpora(
         InputError: A corpus does not fit `vocabulary`, or there are more corpora than the process
             may open files of.
     """
-    known = set(opened)
     paths = {index_path(prefix): prefix for prefix in prefixes}
-    new = paths.keys() - known
+    new = {path: prefix for path, prefix in paths.items() if path not in opened}
     allow_open_files(_FILES_PER_CORPUS * len(new), f"{len(prefixes):,} corpora")
-    for path, prefix in paths.items():
-        if path in new:
-            opened[path] = Corpus.open(prefix)
-            opened[path].check_vocabulary(vocabulary)
+    for path, prefix in new.items():
+        opened[path] = Corpus.open(prefix)
+        opened[path].check_vocabulary(vocabulary)
 
 
 def index_path(prefix: str) -> str:
@@ -280,7 +279,8 @@ def check_same_special_tokens(
     if special.is_same(other):
         return
     texts = [
-        f"{prefix} has --special-tokens {tokens.mode} (before {list(tokens.before)}, after {list(tokens.after)})"
+        f"{prefix} has --special-tokens {tokens.mode} (before {list(tokens.before)}, after "
+        f"{list(tokens.after)})"
         for prefix, tokens in ((first, special), (second, other))
     ]
     raise InputError(f"{flag}: {texts[0]}, {texts[1]}; expected one mode for all corpora of a run")
@@ -326,11 +326,8 @@ def split_corpus(
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
         corpus.expect_random_reads()
         size = choose_block_size(len(corpus))
-        train, held_out, test = (
-            DocumentBlocks(size, numbers)
-            for numbers in split_documents(-(-len(corpus) // size), fractions)
-        )
-        return train, held_out, test
+        parts = split_documents(-(-len(corpus) // size), fractions)
+        return tuple(DocumentBlocks(size, numbers) for numbers in parts)
     return split_documents(len(corpus), fractions)
 
 

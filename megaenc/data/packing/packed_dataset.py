@@ -201,7 +201,8 @@ def check_two_chunks_fit(seq_length: int) -> None:
     """
     if seq_length < 2 * SHORTEST_CHUNK:
         raise InputError(
-            f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
+            f"--packing random-length: found --seq-length {seq_length}, expected at least "
+            f"{2 * SHORTEST_CHUNK} "
             f"(two chunks of {SHORTEST_CHUNK} tokens)"
         )
 
@@ -213,8 +214,9 @@ def mean_squared_chunk_lengths(seq_length: int) -> float:
     """
     shortest = SHORTEST_CHUNK
     longest = seq_length - SHORTEST_CHUNK
-    # 1 + 4 + 9 + ... + end^2
-    to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))
+    # Sums of squares 1 + 4 + 9 + ... + n^2.
+    to_longest = longest * (longest + 1) * (2 * longest + 1) // 6
+    below = (shortest - 1) * shortest * (2 * shortest - 1) // 6
     # Both chunks have the same distribution.
     return 2 * (to_longest - below) / (longest - shortest + 1)
 

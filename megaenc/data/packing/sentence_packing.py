@@ -23,7 +23,8 @@ def check_has_sentences(
     """
     if not (metadata and metadata.sentences) and sequences == documents:
         raise InputError(
-            f"--packing sentences: {prefix} holds whole documents, expected one that was preprocessed with --split-sentences"
+            f"--packing sentences: {prefix} holds whole documents, expected one that was "
+            "preprocessed with --split-sentences"
         )
 
 
@@ -66,13 +67,13 @@ class SentencePackedDataset(CorpusPackedDataset):
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
-            self._append_epoch(len(self._first_samples) - 1)
+            self._append_epoch()
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
         """Return the number of the first sample whose pack starts in or after `epoch`."""
         while len(self._first_samples) <= epoch:
-            self._append_epoch(len(self._first_samples) - 1)
+            self._append_epoch()
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
@@ -81,9 +82,8 @@ class SentencePackedDataset(CorpusPackedDataset):
         `pack` is its number in stream order.
         """
         epoch = self.epoch_of_sample(pack)
-        return epoch * self.tokens_per_epoch + int(
-            self._pack_starts(epoch)[pack - self._first_samples[epoch]]
-        )
+        start = self._pack_starts(epoch)[pack - self._first_samples[epoch]]
+        return epoch * self.tokens_per_epoch + int(start)
 
     def packs_of_epochs(self, epochs: int) -> int:
         """Return `epochs` times the packs of the first epoch.
@@ -101,11 +101,9 @@ class SentencePackedDataset(CorpusPackedDataset):
         packs = self.first_sample_of_epoch(1)
         return 1 - packs * self.seq_length / self.start_of_pack(packs)
 
-    def _append_epoch(self, epoch: int) -> None:
-        """Compute the packs of `epoch`, the last known one.
-
-        The tokens that they read of the next epoch are computed too.
-        """
+    def _append_epoch(self) -> None:
+        """Compute the packs of the last known epoch, and what they read of the next."""
+        epoch = len(self._first_samples) - 1
         starts = self._pack_starts(epoch)
         # End of the last pack; less than an epoch if only the rest of a sentence follows.
         end = int(starts[-1]) + self.seq_length if len(starts) else self._consumed[epoch]

@@ -45,7 +45,8 @@ class TokenStream(ABC):
         """Raise InputError if the stream's `documents` hold no token."""
         if self.tokens_per_epoch == 0:
             raise InputError(
-                f"{getattr(self.corpus, 'prefix', 'corpus')}: found no tokens in {documents} documents, expected at least one"
+                f"{getattr(self.corpus, 'prefix', 'corpus')}: "
+                f"found no tokens in {documents} documents, expected at least one"
             )
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,9 +64,8 @@ class TokenStream(ABC):
             tokens.append(piece)
             edges.append(done + np.cumsum(lengths))
             done += len(piece)
-        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(
-            edges, dtype=np.int32
-        )
+        joined = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        return joined, np.concatenate(edges, dtype=np.int32)
 
     @abstractmethod
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:

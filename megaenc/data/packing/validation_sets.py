@@ -107,7 +107,8 @@ class ValidationSet:
         _, documents, _ = split_corpus(corpus, parse_split(split), order)
         if not has_tokens(corpus, documents):
             raise InputError(
-                f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
+                f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text "
+                "of it for validation; "
                 "expected another --split, or a corpus that the run does not train on"
             )
         return cls(

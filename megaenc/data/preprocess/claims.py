@@ -107,8 +107,7 @@ def _has_ended(owner: str) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, ValueError, OverflowError):
-        # The process belongs to another user, or the file is damaged.
-        return False
+        pass  # the process belongs to another user, or the file is damaged
     return False
 
 
@@ -119,6 +118,9 @@ def _identify_machine() -> str:
     A process id is unique in these.
     """
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.stat('/proc/self/ns/pid').st_ino}"
+        )
     except OSError:
         return secrets.token_hex(8)  # equals that of no other process, so that only time decides

@@ -47,10 +47,11 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     """Return the job that `preprocess` runs, with flags, output and input checked.
 
     Raises:
-        InputError: One of these, or the tokenizer, is unusable.
+        InputError: Flags, output, input or tokenizer are unusable.
     """
     settings.check()
-    if (deduplication := settings.deduplication()) is not None:
+    deduplication = settings.deduplication()
+    if deduplication is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     report_stale_files(*output_files(prefixes), settings.work_folder)
@@ -59,7 +60,33 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     for message in inputs.messages:
         print_rank_0(message)
     check_parent_writable(prefixes[0], "--output-prefix")
-    return _build_job(settings, prefixes, inputs)
+    # A slow import, after the checks.
+    from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
+
+    tokenizer = load_tokenizer(settings.tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
+    special_tokens = _choose_special_tokens(settings, tokenizer)
+    folder = Path(settings.tokenizer)
+    text_fingerprint = vocabulary.text_fingerprint
+    if text_fingerprint == vocabulary.fingerprint:
+        text_fingerprint = None
+    identity = TokenizerIdentity(
+        name=folder.resolve().name if folder.is_dir() else settings.tokenizer,
+        fingerprint=vocabulary.fingerprint,
+        eos_id=vocabulary.eos_id,
+        mask_id=vocabulary.mask_id,
+        text_fingerprint=text_fingerprint,
+    )
+    block_tokenizer = BlockTokenizer(
+        encoder=get_encoder(tokenizer),
+        keys=settings.json_keys,
+        special_tokens=special_tokens,
+        dtype=token_dtype(vocabulary.size),
+        skip_bad=settings.skip_bad_lines,
+        punkt=_load_or_train_punkt(settings, inputs) if settings.split_sentences else None,
+        deduplication=deduplication,
+    )
+    return PreprocessJob(settings, prefixes, inputs, block_tokenizer, identity, vocabulary.size)
 
 
 def run_job(job: PreprocessJob) -> list[Path]:
@@ -77,41 +104,6 @@ def run_job(job: PreprocessJob) -> list[Path]:
     return job.prefixes
 
 
-def _build_job(
-    settings: PreprocessConfig, prefixes: list[Path], inputs: resolve.ResolvedInputs
-) -> PreprocessJob:
-    """Load the tokenizer and build the job that writes the corpora at `prefixes`.
-
-    Raises:
-        InputError: The tokenizer or the Punkt model is unusable.
-    """
-    from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
-
-    tokenizer = load_tokenizer(settings.tokenizer)
-    vocabulary = read_vocabulary(tokenizer)
-    special_tokens = _choose_special_tokens(settings, tokenizer)
-    folder = Path(settings.tokenizer)
-    identity = TokenizerIdentity(
-        name=folder.resolve().name if folder.is_dir() else settings.tokenizer,
-        fingerprint=vocabulary.fingerprint,
-        eos_id=vocabulary.eos_id,
-        mask_id=vocabulary.mask_id,
-        text_fingerprint=vocabulary.text_fingerprint
-        if vocabulary.text_fingerprint != vocabulary.fingerprint
-        else None,
-    )
-    block_tokenizer = BlockTokenizer(
-        encoder=get_encoder(tokenizer),
-        keys=settings.json_keys,
-        special_tokens=special_tokens,
-        dtype=token_dtype(vocabulary.size),
-        skip_bad=settings.skip_bad_lines,
-        punkt=_load_or_train_punkt(settings, inputs) if settings.split_sentences else None,
-        deduplication=settings.deduplication(),
-    )
-    return PreprocessJob(settings, prefixes, inputs, block_tokenizer, identity, vocabulary.size)
-
-
 def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> SpecialTokens:
     """Return the special tokens of documents, and print them.
 
@@ -126,9 +118,9 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
     )
     is_expected = settings.append_eod and special.after == (tokenizer.eos_token_id,)
     if special.count and not is_expected:
-        instead = (
-            "" if special.mode == mode else f", as the template of {settings.tokenizer} adds none"
-        )
+        instead = ""
+        if special.mode != mode:
+            instead = f", as the template of {settings.tokenizer} adds none"
         print_rank_0(
             f"special tokens of a document: {special.describe(tokenizer)} ({special.mode}{instead})"
         )
@@ -137,7 +129,8 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
     template = read_template(tokenizer)
     if template.count:
         print_rank_0(
-            f"no special token is added to documents; {FLAG} template writes {template.describe(tokenizer)}"
+            "no special token is added to documents; "
+            f"{FLAG} template writes {template.describe(tokenizer)}"
         )
     else:
         remedy = "the tokenizer has none"
@@ -163,7 +156,8 @@ def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInp
     )
     punkt = train_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     print_rank_0(
-        f"sentences: nltk has no Punkt model for {settings.punkt_language} (punkt_tab); trained one on the beginning of "
+        f"sentences: nltk has no Punkt model for {settings.punkt_language} (punkt_tab); "
+        "trained one on the beginning of "
         f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
     )
     return punkt

@@ -97,7 +97,8 @@ class PreprocessConfig(resolve.InputConfig):
         """Raise InputError for too many workers or a flag without effect."""
         if self.append_eod and self.special_tokens not in (None, "eod"):
             raise InputError(
-                f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them"
+                f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of "
+                "them"
             )
         check_process_count("--workers", self.workers)
         if self.punkt_language != "english" and not self.split_sentences:

@@ -25,7 +25,10 @@ from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.errors import InputError
 
 # Characters of scripts written without spaces (Thai to Khmer, kana, Han) are words of their own.
-_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\U00020000-\U0003ffff"
+)
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _SEED = 1
 _SLICE_DOCUMENTS = 1 << 27  # documents sorted at a time, by ranges of their keys
@@ -63,14 +66,11 @@ class Deduplication:
         """
         if self.method == "exact":
             return {"method": "exact"}
-        parameters = {
+        return {
+            "method": "minhash",
             "ngram_size": self.ngram_size,
             "buckets": self.buckets,
             "hashes_per_bucket": self.hashes_per_bucket,
-        }
-        return {
-            "method": "minhash",
-            **parameters,
             "rensa_algorithm": self._sketch.ALGORITHM_VERSION,
         }
 
@@ -109,7 +109,8 @@ class Deduplication:
             RMinHash.ALGORITHM_VERSION, RMinHash.digest_matrix_from_token_sets  # noqa: B018
         except (ImportError, AttributeError):
             raise InputError(
-                "--deduplicate minhash needs the package rensa: `pip install 'rensa>=0.5,<0.6'` or the extra dedup"
+                "--deduplicate minhash needs the package rensa: "
+                "`pip install 'rensa>=0.5,<0.6'` or the extra dedup"
             ) from None
         return RMinHash
 
@@ -188,9 +189,8 @@ def _select_keys(
         numbers.append(places + before)
         before += chunk.shape[1]
     words = keys[-1].shape[0]
-    return np.concatenate(
-        [each for each in keys if each.shape[0] == words], axis=1
-    ), np.concatenate(numbers)
+    keys = [chunk_keys for chunk_keys in keys if chunk_keys.shape[0] == words]
+    return np.concatenate(keys, axis=1), np.concatenate(numbers)
 
 
 def _link_equal_keys(

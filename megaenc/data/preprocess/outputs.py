@@ -28,7 +28,8 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
     """
     if not Path(output_prefix).name or output_prefix.endswith("/"):
         raise InputError(
-            f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus"
+            f"--output-prefix {output_prefix}: ends without a file name; "
+            "expected something like out/corpus"
         )
     if not keys or len(set(keys)) < len(keys):
         raise InputError(f"--json-keys {' '.join(keys)}: expected one or more different keys")
@@ -45,7 +46,8 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
     if len(longest) > most:
         shortened = longest[:32].decode("utf-8", "replace")
         raise InputError(
-            f"--output-prefix and --json-keys: a file name of {len(longest)} bytes (`{shortened}...`), expected {most} at most"
+            "--output-prefix and --json-keys: "
+            f"a file name of {len(longest)} bytes (`{shortened}...`), expected {most} at most"
         )
     return prefixes
 
@@ -72,7 +74,8 @@ def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) ->
         recorded = read_json_or_empty(work_folder / MERGE_RECORD)
         if not recorded and existing == paths:
             raise InputError(
-                f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is "
+                f"--output-prefix {paths[-1]}: exists already; "
+                "if another process of this command has written it, nothing is "
                 "left to do, else remove it or choose another name"
             )
     for path in reversed(paths):

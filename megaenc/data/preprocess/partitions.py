@@ -7,7 +7,6 @@ import time
 
 from megaenc.console import ProgressLine, print_rank_0
 from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata
-from megaenc.data.preprocess.claims import Claim
 from megaenc.data.preprocess.job import Counts, PreprocessJob
 from megaenc.data.preprocess.outputs import output_files, refuse_outputs
 from megaenc.data.preprocess.work_folder import WorkFolder
@@ -29,7 +28,8 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
     count = len(ranges)
     if count < job.settings.partitions:
         print_rank_0(
-            f"--partitions {job.settings.partitions}: the input can be split into at most {count} partitions"
+            f"--partitions {job.settings.partitions}: "
+            f"the input can be split into at most {count} partitions"
         )
     tokenizer = job.block_tokenizer
     folder = WorkFolder(
@@ -55,7 +55,8 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
             if done := folder.leave():
                 alternative = "" if done < count else ", or remove the folder"
                 print_rank_0(
-                    f"{folder.path}: {done} of {count} partitions are done; run the same command to resume{alternative}"
+                    f"{folder.path}: {done} of {count} partitions are done; "
+                    f"run the same command to resume{alternative}"
                 )
             raise
 
@@ -71,11 +72,12 @@ def write_missing(
     missing = folder.missing_partitions()
     if len(missing) < folder.count:
         print_rank_0(
-            f"{folder.path}: {folder.count - len(missing)} of {folder.count} partitions exist; writing the others"
+            f"{folder.path}: {folder.count - len(missing)} of {folder.count} partitions exist; "
+            "writing the others"
         )
     if not missing:
         return
-    sizes = [resolve.measure_ranges(job.inputs, each)[1] for each in ranges]
+    sizes = [resolve.measure_ranges(job.inputs, partition)[1] for partition in ranges]
     left = {number: sizes[number] for number in missing}
     with (
         job.start_workers(job.settings.workers) as tokenize,
@@ -133,18 +135,13 @@ def merge_partitions(job: PreprocessJob, folder: WorkFolder) -> list[CorpusMetad
         # Outputs with these hashes are of a merge that was interrupted, or overtaken in a pause.
         refuse_outputs(job.prefixes, folder.path)
 
-    with _wait_for_merge(folder):
+    with ProgressLine("waiting for another process to merge", None, closing=False) as line:
+        while (claim := folder.acquire(None)) is None:
+            line.update(0)
+            time.sleep(POLL_SECONDS)
+    with claim:
         with job.open_outputs(check) as outputs:
             outputs.counts, outputs.removed = folder.merge(outputs.writers)
         folder.remove()
     report_stale_files(*output_files(job.prefixes))  # of a process that died while it merged
     return outputs.metadata
-
-
-def _wait_for_merge(folder: WorkFolder) -> Claim:
-    """Return the claim on the merge, after waiting while a live process holds it."""
-    with ProgressLine("waiting for another process to merge", None, closing=False) as line:
-        while (claim := folder.acquire(None)) is None:
-            line.update(0)
-            time.sleep(POLL_SECONDS)
-    return claim

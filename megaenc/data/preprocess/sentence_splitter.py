@@ -112,7 +112,10 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
             edges.extend(ends)
             if stop >= len(text):
                 break
-            start, width = (ends[-1], _WINDOW) if ends else (start, 2 * width)
+            width *= 2
+            if ends:
+                start = ends[-1]
+                width = _WINDOW
         # White space at the end of the text belongs to the last sentence.
         while len(edges) > 1 and text[edges[-1] :].isspace():
             edges.pop()

@@ -34,7 +34,8 @@ from megaenc.output_paths import create_parent_dir
 
 _PLAN = "plan.json"
 _OWN_FILES = re.compile(
-    r"plan\.json|merged|(part-\d{5,}|merge)\.claim|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp"
+    r"plan\.json|merged|(part-\d{5,}|merge)\.claim"
+    r"|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp"
 )
 
 
@@ -94,7 +95,8 @@ class WorkFolder:
             # It appears with its plan and goes as a whole: the files are of somebody else.
             if self.path.exists():
                 raise InputError(
-                    f"{self.path}: holds no {_PLAN} of a corpus, expected the one next to its partitions; "
+                    f"{self.path}: holds no {_PLAN} of a corpus, expected the one next to its "
+                    "partitions; "
                     "choose another --output-prefix"
                 )
 
@@ -189,7 +191,8 @@ class WorkFolder:
         """
         if missing := self.missing_partitions():
             raise InputError(
-                f"{self._record_path(missing[0])}: changed after it was written; run the same command again"
+                f"{self._record_path(missing[0])}: changed after it was written; "
+                "run the same command again"
             )
         records = [self._read_record(number) for number in range(self.count)]
         keeps = [self._find_kept(place, records) for place in range(len(self._keys))]
@@ -217,7 +220,10 @@ class WorkFolder:
         return counts, removed
 
     def record_merge(self, hashes: dict[str, str]) -> None:
-        """Write the sha256 by file name of the outputs to rename next to `merged`."""
+        """Write the hashes of outputs, before they are renamed, to the file `merged`.
+
+        `hashes` has the sha256 by file name.
+        """
         atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
 
     def remove(self) -> None:
@@ -233,7 +239,8 @@ class WorkFolder:
             return
         except OSError as error:
             raise InputError(
-                f"{self.path}: cannot be removed: {error.strerror}; the corpus is complete without it"
+                f"{self.path}: cannot be removed: {error.strerror}; "
+                "the corpus is complete without it"
             ) from None
 
     def leave(self) -> int:
@@ -261,7 +268,8 @@ class WorkFolder:
             if compute_sha256(path) != record["sha256"][place]["keys"]:
                 with self._name_record_in_errors(number):
                     raise InputError(
-                        f"{path}: sha256 differs from the recorded one; the file has changed since it was written"
+                        f"{path}: sha256 differs from the recorded one; "
+                        "the file has changed since it was written"
                     )
         sizes = [np.load(path, mmap_mode="r").shape[2] for path in paths]
         duplicates = find_duplicates(
@@ -333,7 +341,8 @@ class WorkFolder:
             raise InputError(f"{self.path}: cannot be read: {error.strerror}") from None
         if foreign := sorted(name for name in names if not _OWN_FILES.fullmatch(name)):
             raise InputError(
-                f"{self.path}: holds `{foreign[0]}`, expected only partitions of a corpus; choose another --output-prefix"
+                f"{self.path}: holds `{foreign[0]}`, expected only partitions of a corpus; "
+                "choose another --output-prefix"
             )
         return names
 

@@ -4,6 +4,7 @@ Saved data sets are written by the `save_to_disk` method of datasets.
 """
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -46,13 +47,9 @@ class TableBlock(TextBlock):
             columns = [_read_column(batch.column(key)) for key in keys]
             for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
                 try:
-                    is_text = all([type(value) is str for value in values])
-                    yield (
-                        number,
-                        values
-                        if is_text
-                        else extract_texts(dict(zip(keys, values, strict=True)), keys),
-                    )
+                    if not all([type(value) is str for value in values]):
+                        values = extract_texts(dict(zip(keys, values, strict=True)), keys)
+                    yield number, values
                 except InputError as error:
                     yield number, error
 
@@ -121,12 +118,11 @@ class ParquetFile(TextSource):
                     rows, row_groups=[group], columns=list(self._keys), use_threads=False
                 ):
                     # Dictionaries are dropped: every slice of a few rows would carry one.
-                    columns = [
-                        each.dictionary.take(each.indices)
-                        if pa.types.is_dictionary(each.type)
-                        else each
-                        for each in batch.columns
-                    ]
+                    columns = []
+                    for column in batch.columns:
+                        if pa.types.is_dictionary(column.type):
+                            column = column.dictionary.take(column.indices)
+                        columns.append(column)
                     yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -154,7 +150,8 @@ class SavedDatasetFile(TextSource):
         self.name = path
         self._keys = keys
         self.file_stats = stat_files([path])
-        self.size, self.end = self.file_stats[0][1], self._map_table().num_rows
+        self.size = self.file_stats[0][1]
+        self.end = self._map_table().num_rows
 
     def _map_table(self) -> pa.Table:
         """Memory-map the table.
@@ -243,7 +240,8 @@ class HubDataset(TextSource):
         except Exception as error:  # of many types: no network, no such name, config or split
             selection = f"config {config}, split {split}" if config else f"split {split}"
             raise InputError(
-                f"{name}: neither an existing file or folder nor a data set on the Hugging Face Hub ({selection}): "
+                f"{name}: neither an existing file or folder nor a data set on the Hugging Face "
+                f"Hub ({selection}): "
                 f"{first_error_line(error)}"
             ) from None
         if data.column_names is not None:
@@ -296,11 +294,7 @@ def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> Non
     for key in keys:
         kind = schema.field(key).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (
-            pa.types.is_string(kind)
-            or pa.types.is_large_string(kind)
-            or pa.types.is_string_view(kind)
-        ):
+        if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
 
 
@@ -323,11 +317,11 @@ def _group_into_blocks(
             end = max(end, start + (not parts))
             if end > start:
                 parts.append(batch.slice(start, end - start))
-                size = size + ends[end - 1] - done
+                size += ends[end - 1] - done
                 start = end
             if start < batch.num_rows:
                 yield _build_block(name, first_row, parts, position)
-                first_row = first_row + sum(part.num_rows for part in parts)
+                first_row += sum(part.num_rows for part in parts)
                 parts = []
                 size = 0
     if parts:
@@ -367,12 +361,8 @@ def _read_column(column: pa.Array) -> list[str | bytes | None]:
         return column.to_pylist()
     except UnicodeDecodeError:
         column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-        return [_decode_or_keep(value) for value in column.cast(pa.large_binary()).to_pylist()]
-
-
-def _decode_or_keep(value: bytes | None) -> str | bytes | None:
-    """Return the value decoded as UTF-8, or unchanged if that fails."""
-    try:
-        return value and value.decode()
-    except UnicodeDecodeError:
-        return value
+        values = column.cast(pa.large_binary()).to_pylist()
+        for row, value in enumerate(values):
+            with contextlib.suppress(UnicodeDecodeError):
+                values[row] = value and value.decode()
+        return values

@@ -95,22 +95,22 @@ class LineFile(TextSource):
 
         For compressed files, paragraphs and encodings other than UTF-8 it is 0 or 1, the end.
         """
-        return (
-            min(offset, 1)
-            if self._is_indivisible
-            else text_files.find_line_start(self.name, offset)
-        )
+        if self._is_indivisible:
+            return min(offset, 1)
+        return text_files.find_line_start(self.name, offset)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the lines that begin in bytes start..stop-1 as LineBlocks.
 
         Compressed files, paragraphs and encodings other than UTF-8 are read whole.
         """
-        byte_range = (0, None) if self._is_indivisible else (start, stop)
         if start == stop:
             return iter(())
+        if self._is_indivisible:
+            start = 0
+            stop = None
         return text_files.read_line_blocks(
-            self.name, *byte_range, before, self._sample_by, self._encoding
+            self.name, start, stop, before, self._sample_by, self._encoding
         )
 
 
@@ -147,14 +147,8 @@ class TextGroup(TextSource):
         """
         while start < stop:
             done = self._ends[start - 1] if start else 0
-            end = max(
-                start + 1,
-                min(
-                    stop,
-                    bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES),
-                    start + 1000,
-                ),
-            )
+            end = bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES)
+            end = max(start + 1, min(stop, end, start + 1000))
             yield text_files.FileBlock(
                 tuple(self._paths[start:end]), before + self._ends[end - 1], self._encoding
             )

@@ -87,7 +87,8 @@ class DelimitedFile(TextSource):
         other = find_other_delimiter(first_line, self._delimiter)
         if other and set(keys) <= {cell.strip('" \r\n') for cell in first_line.split(other)}:
             raise InputError(
-                f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; set --delimiter"
+                f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; "
+                "set --delimiter"
             )
         with open_decompressed(path, encoding) as (_, stream):
             number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))

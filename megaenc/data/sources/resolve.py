@@ -6,6 +6,7 @@ These are files of several kinds, folders, saved data sets and data sets on the 
 import bisect
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
@@ -20,7 +21,10 @@ from megaenc.data.sources.delimited_files import DelimitedFile
 from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, strip_compression_suffix
 from megaenc.errors import InputError
 
-EXPECTED = "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
+EXPECTED = (
+    "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name "
+    "of one on the Hugging Face Hub"
+)
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -121,7 +125,8 @@ class ResolvedInputs:
                     if stat.st_size != size:
                         reason = f"found {stat.st_size:,} bytes, expected {size:,}"
                 raise InputError(
-                    f"{path}: changed while it was read: {reason}; start again when nothing writes to it"
+                    f"{path}: changed while it was read: {reason}; "
+                    "start again when nothing writes to it"
                 )
 
 
@@ -171,11 +176,10 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
                 f"{name}: streamed from the Hugging Face Hub, {source.end:,} files"
             )
         else:
-            files = (
-                _find_files(path, inputs.messages)
-                if os.path.isdir(path) and not _is_saved_dataset(path)
-                else [_classify_file(path)]
-            )
+            if os.path.isdir(path) and not _is_saved_dataset(path):
+                files = _find_files(path, inputs.messages)
+            else:
+                files = [_classify_file(path)]
             kinds |= {kind for kind, _ in files}
             sources = list(_build_sources(files, settings, keys))
             inputs.sources.extend(sources)
@@ -214,11 +218,9 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
             if (stat.st_dev, stat.st_ino) in known:
                 repeated.append(path)
             known.add((stat.st_dev, stat.st_ino))
-    return (
-        [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"]
-        if repeated
-        else []
-    )
+    if not repeated:
+        return []
+    return [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"]
 
 
 def read_blocks(
@@ -284,12 +286,13 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
     Both are estimated by split points.
     """
     before = [0, *accumulate(source.size for source in inputs.sources)]
-    edges = [
-        before[each.source]
-        + inputs.sources[each.source].size * split_point / max(inputs.sources[each.source].end, 1)
-        for each, split_point in ((ranges[0], ranges[0].start), (ranges[-1], ranges[-1].stop))
-    ]
-    return edges[0], edges[1] - edges[0]
+
+    def measure(number: int, split_point: int) -> float:
+        source = inputs.sources[number]
+        return before[number] + source.size * split_point / max(source.end, 1)
+
+    start = measure(ranges[0].source, ranges[0].start)
+    return start, measure(ranges[-1].source, ranges[-1].stop) - start
 
 
 def _build_sources(
@@ -303,16 +306,14 @@ def _build_sources(
         for _, path in paths:
             if kind in ("parquet", "saved"):
                 # A slow import of pyarrow, not needed for JSONL.
-                from megaenc.data.sources import (
-                    arrow_tables,
-                )
+                from megaenc.data.sources import arrow_tables
 
-                is_file = kind == "parquet"
-                yield from (
-                    [arrow_tables.ParquetFile(path, keys)]
-                    if is_file
-                    else arrow_tables.find_saved_dataset_files(path, settings.dataset_split, keys)
-                )
+                if kind == "parquet":
+                    yield arrow_tables.ParquetFile(path, keys)
+                else:
+                    yield from arrow_tables.find_saved_dataset_files(
+                        path, settings.dataset_split, keys
+                    )
             elif kind in ("csv", "tsv"):
                 yield DelimitedFile(
                     path, keys, kind == "csv", settings.encoding, settings.delimiter
@@ -390,7 +391,8 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
     unknown.sort()
     if not entries:
         raise InputError(
-            f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}"
+            f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; "
+            f"expected {EXPECTED}"
         )
     if unknown:
         messages.append(
@@ -398,17 +400,13 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
         )
     if duplicates:
         messages.append(
-            f"{folder}: {len(duplicates):,} folders left out, read under another path: {format_paths(duplicates)}"
+            f"{folder}: {len(duplicates):,} folders left out, read under another path: "
+            f"{format_paths(duplicates)}"
         )
     entries.sort()
-    counts = {
-        kind: sum(entry[1] == kind for entry in entries)
-        for kind in sorted({entry[1] for entry in entries})
-    }
-    messages.append(
-        f"{folder}: "
-        + ", ".join(f"{count:,} {_KIND_NAMES[kind]}" for kind, count in counts.items())
-    )
+    counts = Counter(kind for _, kind, _ in entries)
+    parts = [f"{counts[kind]:,} {_KIND_NAMES[kind]}" for kind in sorted(counts)]
+    messages.append(f"{folder}: {', '.join(parts)}")
     return [(kind, full) for _, kind, full in entries]
 
 

@@ -179,7 +179,7 @@ class FileBlock(TextBlock):
         for number, content in enumerate(self._contents):
             try:
                 # Unchanged except for a byte order mark.
-                yield (number, (decode_utf8(content),) * len(keys))
+                yield number, (decode_utf8(content),) * len(keys)
             except InputError as error:
                 yield number, error
 
@@ -372,11 +372,8 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
             raise InputError(format_missing_key("key", key, record))
         if not isinstance(record[key], str):
             value = record[key]
-            excerpt = (
-                json.dumps(value)
-                if isinstance(value, (int, float, list, dict, bool, type(None)))
-                else repr(value)
-            )
+            is_json = isinstance(value, (int, float, list, dict, type(None)))
+            excerpt = json.dumps(value) if is_json else repr(value)
             raise InputError(f"key `{key}`: found {excerpt[:40]}, expected text")
     return tuple(record[key] for key in keys)
 

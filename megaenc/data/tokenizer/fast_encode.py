@@ -20,16 +20,20 @@ from megaenc.errors import InputError, first_error_line
 # spaces, combining marks, joiners, control characters, characters beyond the basic plane,
 # long runs.
 PROBES = (
-    "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; and 3.14159 or 1,000,000 of them.",
+    "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; "
+    "and 3.14159 or 1,000,000 of them.",
     " leading, trailing and  double   spaces \t tabs\t\tand\n\nnew lines\r\nof\rtwo kinds \n \n",
-    "no-break\u00a0space, \u2003em space, \u3000wide, \u2028line and \u2029paragraph ends, \x85next line, \x0b\x0c\x1c\x1d",
-    "NUL \x00 and \x01\x02\x7f, zero\u200bwidth\u200c\u200d\ufeff, soft\u00adhyphen, \ufffd, \ufffe, \U0010ffff",
+    "no-break\u00a0space, \u2003em space, \u3000wide, \u2028line and \u2029paragraph ends, "
+    "\x85next line, \x0b\x0c\x1c\x1d",
+    "NUL \x00 and \x01\x02\x7f, zero\u200bwidth\u200c\u200d\ufeff, soft\u00adhyphen, \ufffd, "
+    "\ufffe, \U0010ffff",
     "e\u0301 \u00e9 \u212b \u1e9b\u0323 \ufb01 \u0130\u0131 \u00df \u1e9e \u01c4"
     "\u03a3\u03c3\u03c2 I\u0307 \u2460 \u00bd \u2167 \u0663\u0664",
     "\u65e5\u672c\u8a9e\u306e\u6587\u3002 \u4e2d\u6587\u6587\u672c\uff0c\u6ca1\u6709\u7a7a\u683c"
     " \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940"
     " \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f"
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd "
+    "\u2764\ufe0f"
     " \U00010348 \U0001d518\U0001d52b\U0001d526",
     "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # comment\n\n\n"
     "#include <stdio.h>\n<|endoftext|> [MASK] </s> <unk> $$\\LaTeX$$ \u2581x",
@@ -125,9 +129,8 @@ class FastEncoder:
         """
         if self._gigatoken is None or self._spells_added_token is not None:
             rows = self(texts)
-            return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(
-                [len(row) for row in rows], np.int64
-            )
+            lengths = np.array([len(row) for row in rows], np.int64)
+            return np.concatenate([np.empty(0, np.uint32), *rows]), lengths
         return _encode_batch(self._gigatoken, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
@@ -157,11 +160,9 @@ class FastEncoder:
         try:
             tokens, lengths = _encode_batch(gigatoken, texts)
             single_rows = [gigatoken.encode(text.encode()) for text in texts]
-            if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [
-                *map(len, rows)
-            ]:
+            if not np.array_equal(tokens, np.concatenate(rows)):
                 return False
-            return all(
+            return lengths.tolist() == [*map(len, rows)] and all(
                 np.array_equal(single, row) for single, row in zip(single_rows, rows, strict=True)
             )
         except Exception:  # the reference can encode everything

@@ -68,9 +68,8 @@ class SpecialTokens:
 
     def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
         """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`."""
-        before, after = (
-            tokenizer.convert_ids_to_tokens(list(ids)) for ids in (self.before, self.after)
-        )
+        before = tokenizer.convert_ids_to_tokens(list(self.before))
+        after = tokenizer.convert_ids_to_tokens(list(self.after))
         return " ".join([*before, "...", *after])
 
 
@@ -89,7 +88,8 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
             end = len(ids) - is_text[::-1].index(True)
             return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
     raise InputError(
-        f"tokenizer {tokenizer.name_or_path}: gives no token for the texts of its own tokens, expected some"
+        f"tokenizer {tokenizer.name_or_path}: "
+        "gives no token for the texts of its own tokens, expected some"
     )
 
 
@@ -100,9 +100,8 @@ def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
     """
     yield "a"
     special = set(tokenizer.all_special_ids)
-    for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])[
-        :_PROBED_TOKENS
-    ]:
+    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    for token, id in entries[:_PROBED_TOKENS]:
         if id not in special:
             yield token
 
@@ -131,7 +130,8 @@ def resolve_special_tokens(
     if not mode:
         return SpecialTokens()
     raise InputError(
-        f"{flag}: tokenizer {tokenizer.name_or_path} has no end-of-sequence token to append; expected `eos_token` or `sep_token` "
+        f"{flag}: tokenizer {tokenizer.name_or_path} has no end-of-sequence token to append; "
+        "expected `eos_token` or `sep_token` "
         f"in its tokenizer_config.json, or {FLAG} none"
     )
 
@@ -169,8 +169,11 @@ def set_template(
             pieces.append({"SpecialToken": {"id": token, "type_id": 0}})
         return pieces
 
-    before, middle, after = map(build_pieces, (special.before, between, special.after))
-    first, second = ({"Sequence": {"id": id, "type_id": 0}} for id in "AB")
+    before = build_pieces(special.before)
+    middle = build_pieces(between)
+    after = build_pieces(special.after)
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
     template = {
         "type": "TemplateProcessing",
         "single": [*before, first, *after],

@@ -68,7 +68,8 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
     is_folder = os.path.isdir(folder)  # False also for a name that is too long
     if not is_folder and (is_path or os.path.exists(folder)):
         raise InputError(
-            f"{flag} {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub"
+            f"{flag} {name}: no such folder; "
+            "expected a folder with tokenizer.json, or a name on the Hub"
         )
     from transformers import AutoTokenizer
 
@@ -83,7 +84,8 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
             raise InputError(
-                f"{flag} {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
+                f"{flag} {name}: the folder holds no tokenizer.json; "
+                "expected a Hugging Face fast tokenizer"
             ) from None
         problem = (
             "tokenizer.json cannot be loaded"
@@ -96,7 +98,8 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
         ) from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
-            f"{flag} {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json"
+            f"{flag} {name}: a slow tokenizer ({type(tokenizer).__name__}); "
+            "expected one with tokenizer.json"
         )
     return tokenizer
 
@@ -123,18 +126,20 @@ def _build_class_config(folder: Path, flag: str) -> Any:
             raise InputError(
                 f"{file}: not a regular file; expected one of a Hugging Face tokenizer"
             )
-    values, of_tokenizer = (
-        read_json_object(folder / file, "an object as transformers writes it")
-        if (folder / file).exists()
-        else {}
-        for file in ("config.json", "tokenizer_config.json")
-    )
-    versions = of_tokenizer.get("fast_tokenizer_files", [])
+
+    def read_if_present(name: str) -> dict[str, Any]:
+        if not (folder / name).exists():
+            return {}
+        return read_json_object(folder / name, "an object as transformers writes it")
+
+    values = read_if_present("config.json")
+    versions = read_if_present("tokenizer_config.json").get("fast_tokenizer_files", [])
     if not isinstance(versions, list) or any(
         not isinstance(file, str) or Path(file).name != file for file in versions
     ):
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: expected names of files next to it"
+            f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: "
+            "expected names of files next to it"
         )
     model_type = values.get("model_type")
     if model_type == "mistral" and "layer_types" in values:  # as in transformers' AutoConfig
@@ -303,9 +308,10 @@ def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bo
         kept = drop_template(backend["post_processor"])
         backend["post_processor"] = kept[0] if kept else _EMPTY_TEMPLATE
     backend["added_tokens"].sort(key=lambda token: token["id"])
-    roles = {
-        role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES
-    }
+    roles = {}
+    for role in _ROLES:
+        token = getattr(tokenizer, role)
+        roles[role] = None if token is None else str(token)
     canonical = json.dumps(
         {"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":")
     )

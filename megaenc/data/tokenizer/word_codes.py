@@ -47,11 +47,8 @@ def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
         byte_of = _byte_alphabet()
         splits = lru_cache(maxsize=None)(lambda text: _ask_pre_tokenizer(pre_tokenizer, text))
         for token, number in vocab.items():
-            codes[number] = (
-                _code_bytes(bytes(map(byte_of.__getitem__, token)), splits)
-                if {*token} <= byte_of.keys()
-                else _BREAK
-            )
+            if {*token} <= byte_of.keys():
+                codes[number] = _code_bytes(bytes(map(byte_of.__getitem__, token)), splits)
     elif prefix:
         for token, number in vocab.items():
             codes[number] = (0 if token.startswith(prefix) else _ALWAYS) | TokenEnd.LETTER << 8
@@ -94,7 +91,9 @@ def _ask_pre_tokenizer(pre_tokenizer: Any, text: str) -> int:
     """
     # The last space or new line of several may belong to what follows: a word, which has its own
     # space after a space.
-    after = "" if not text.isspace() else "b" if text[-1] in "\r\n" else " b"
+    after = ""
+    if text.isspace():
+        after = "b" if text[-1] in "\r\n" else " b"
     bits = 0
     for bit, context in enumerate(_CONTEXTS):
         pieces = pre_tokenizer.pre_tokenize_str(context + text + after)
@@ -119,9 +118,9 @@ def _kind_of(text: str) -> TokenEnd:
         return TokenEnd.LINE_END if last in "\r\n" else TokenEnd.SPACE
     if last.isalpha() or last.isnumeric():
         return TokenEnd.LETTER if last.isalpha() else TokenEnd.DIGIT
-    return (
-        TokenEnd.SIGNS if len(text) > 1 else TokenEnd.APOSTROPHE if last == "'" else TokenEnd.SIGN
-    )
+    if len(text) > 1:
+        return TokenEnd.SIGNS
+    return TokenEnd.APOSTROPHE if last == "'" else TokenEnd.SIGN
 
 
 def _byte_alphabet() -> dict[str, int]:
