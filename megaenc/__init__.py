@@ -1,3 +1,6 @@
-"""Pretrain encoders with CLM, MLM or any schedule of them on megatron-core; export, fine-tune and compare them."""
+"""Pretrain, export, fine-tune and compare encoders, on megatron-core.
+
+Objectives are CLM, MLM, or any schedule of them.
+"""
 
 __version__ = "0.1.0"

@@ -3,9 +3,8 @@
 import sys
 
 if __name__ == "__main__":
-    if (
-        not sys.flags.safe_path
-    ):  # `-m` puts the current folder first, where a file of any name could stand in for a module
+    # `-m` puts the current folder first, where a file of any name could stand in for a module.
+    if not sys.flags.safe_path:
         del sys.path[0]
     from megaenc.cli import main
 

@@ -1,4 +1,7 @@
-"""Atomic writes of files and folders (temporary name, fsync, rename), and file locks, which end with their process."""
+"""Atomic writes of files and folders, and file locks.
+
+A write goes to a temporary name, which is synced to disk and renamed. A lock ends with its process.
+"""
 
 import contextlib
 import errno
@@ -27,7 +30,10 @@ _UNWRITABLE_ERRNOS = (
 
 
 def resolve_path(path: Path) -> Path:
-    """Return `path` as an absolute path with `..` and symbolic links resolved; the path need not exist."""
+    """Return `path` as an absolute path without `..` and symbolic links.
+
+    The path need not exist.
+    """
     return Path(os.path.realpath(path))
 
 
@@ -35,11 +41,19 @@ def resolve_path(path: Path) -> Path:
 def atomic_files(
     *paths: Path, before_rename: Callable[[], None] | None = None
 ) -> Iterator[list[Path]]:
-    """Yield a temporary path for each of `paths`; after the block fsync and rename all, in order, or remove all on an error.
+    """Write `paths` together, under temporary paths that are renamed after the block.
 
-    New files appear together or not at all, but for a kill between two renames: the last path marks the set as complete. Each
-    existing file is replaced by itself, so a set of them may be left half old and half new. `before_rename` is called after fsync
-    and before the first rename; if it raises, nothing changes. Raises InputError if the folder cannot be written to.
+    Yields a temporary path for each. After the block all are synced to disk and renamed in order,
+    or removed on an error. New files appear together or not at all, but for a kill between two
+    renames: the last path marks the set as complete. Each existing file is replaced by itself, so a
+    set of them may be left half old and half new.
+
+    Args:
+        before_rename: Called when the files are synced and none is renamed; if it raises, nothing
+            changes.
+
+    Raises:
+        InputError: The folder cannot be written to.
     """
     temporary = [temporary_path(path) for path in paths]
     try:
@@ -58,7 +72,10 @@ def atomic_files(
 
 
 def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
-    """Rename each source to its target, in order; on an error or a signal remove those that are new, the last one first."""
+    """Rename each source to its target, in order.
+
+    On an error or a signal those targets that are new are removed, the last one first.
+    """
     new = [
         (source, target)
         for source, target in zip(sources, targets, strict=True)
@@ -75,7 +92,10 @@ def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """Return, sorted, temporary files and folders for `paths` of one folder, even of live writers; [] if unreadable."""
+    """Return, sorted, the temporary files and folders for `paths` of one folder.
+
+    Those of live writers are among them. Empty if the folder is unreadable.
+    """
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
     try:
@@ -85,7 +105,10 @@ def find_stale_temp_files(*paths: Path) -> list[Path]:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, a symbolic link, or a folder with its content; ignore errors such as a missing path."""
+    """Remove a file, a symbolic link, or a folder with its content.
+
+    Errors such as a missing path are ignored.
+    """
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -94,23 +117,29 @@ def remove_path(path: Path) -> None:
 
 
 def longest_file_name(*paths: Path) -> str:
-    """Return, as text, the temporary file name with the most bytes of those under which `paths` would be written."""
+    """Return the temporary file name with the most bytes for any of `paths`."""
     return max(
         (temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name))
     )
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path `.NAME.PID-RANDOM.tmp` next to `path`, hidden and unique to this call; create nothing."""
+    """Return the path `.NAME.PID-RANDOM.tmp` next to `path`, unique to this call.
+
+    Nothing is created.
+    """
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield a new temporary folder next to `path`; after the block rename it to `path`, or remove it on an error.
+    """Yield a new temporary folder, and rename it to `path` after the block.
 
-    `path` must be absent or empty, and the content is synced to disk before the rename. Raises InputError if the folder cannot be
-    written or `path` was filled meanwhile.
+    On an error it is removed. `path` must be absent or empty, and the content is synced to disk
+    before the rename.
+
+    Raises:
+        InputError: The folder cannot be written or `path` was filled meanwhile.
     """
     target = resolve_path(path)
     temporary = temporary_path(target)
@@ -137,7 +166,10 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content, or a folder's directory entries, to the disk; ignore file systems that cannot do so."""
+    """Flush a file's content, or a folder's directory entries, to the disk.
+
+    File systems that cannot do so are ignored.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -156,12 +188,13 @@ def convert_write_errors(
     name_host: bool = False,
     final_paths: Mapping[str, Path] | None = None,
 ) -> Iterator[None]:
-    """Convert an error of writing inside the context into a `kind` of InputError that names `path`.
+    """Convert errors of writing in the block into an InputError that names `path`.
 
     Args:
         path: File or folder that is written.
-        errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if the disk is full: libraries
-            that write files themselves (tokenizers, torch) raise errors without a number.
+        errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if
+            the disk is full: libraries that write files themselves (tokenizers, torch) raise errors
+            without a number.
         kind: Class of the error; an InputError of another class is converted too.
         name_host: Whether the message names this machine.
         final_paths: By temporary file the path that an OSError about it names instead of `path`.
@@ -174,9 +207,8 @@ def convert_write_errors(
         raise kind(str(error)) from None
     except Exception as error:
         cause = error
-        if isinstance(error, RuntimeError) and isinstance(
-            error.__context__, OSError
-        ):  # of torch's writer
+        # torch's writer raises its own error after the OSError.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
         is_os_error = isinstance(cause, OSError)
         final_path = (final_paths or {}).get(str(cause.filename)) if is_os_error else None
@@ -205,22 +237,32 @@ def _is_disk_full(folder: Path) -> bool:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to `path` through a temporary file; a crash leaves either the old or the new content."""
+    """Write `text` as UTF-8 to `path` through a temporary file.
+
+    A crash leaves either the old or the new content.
+    """
     with atomic_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")
 
 
 class FileLock:
-    """Exclusive flock on the file `path`, from `acquire` to `release` or process end; `created`: the file was missing."""
+    """Exclusive flock on the file `path`, from `acquire` to `release` or process end.
+
+    `created` tells whether the file was missing.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.created = False
 
     def acquire(self) -> bool:
-        """Create the file if missing and try to lock it without waiting; return whether this process now holds the lock.
+        """Try to lock the file without waiting; return whether this process has the lock.
 
-        Raises OSError, without a file name if the file system does not support locks.
+        A missing file is created.
+
+        Raises:
+            OSError: The file cannot be created, or, without a file name, the file system does not
+                support locks.
         """
         for _ in range(_LOCK_ATTEMPTS):
             try:
@@ -245,7 +287,10 @@ class FileLock:
         raise OSError(errno.ESTALE, "its inode number keeps changing")
 
     def is_held(self) -> bool:
-        """Return whether the locked file is still the one at `path`; False if it was removed or replaced since."""
+        """Return whether the locked file is still the one at `path`.
+
+        False if it was removed or replaced since.
+        """
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except FileNotFoundError:
@@ -258,10 +303,13 @@ class FileLock:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock `path` at once; yield whether it worked (True if the disk has no locks), and if so remove it after.
+    """Try to lock `path` at once; yield whether it worked, and if so remove it after.
 
-    A lock ends with its process. On a file system without locks every process gets it, so code that runs under a lock must write
-    atomically and deterministically. Raises InputError if the file cannot be created.
+    A lock ends with its process. On a file system without locks every process gets it, so code that
+    runs under a lock must write atomically and deterministically.
+
+    Raises:
+        InputError: The file cannot be created.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -280,7 +328,10 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
-    """Wait up to `seconds` to lock the file `path`; yield whether that worked, and if so remove the file after the block."""
+    """Wait up to `seconds` to lock the file `path`; yield whether that worked.
+
+    If so, the file is removed after the block.
+    """
     deadline = time.monotonic() + seconds
     while True:
         with try_lock(path) as has_lock:
@@ -291,7 +342,10 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether any process has locked the file `path`, without changing it; False if it is missing or unreadable."""
+    """Return whether any process has locked the file `path`, without changing it.
+
+    False if it is missing or unreadable.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

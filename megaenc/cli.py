@@ -126,7 +126,11 @@ MOVED = {
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the subcommand named by the first words of `argv`, or print help or version; exit with code 2 if it is unknown."""
+    """Run the subcommand named by the first words of `argv`, or print help or version.
+
+    Raises:
+        InputError: There is no such command.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(format_usage())
@@ -145,7 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the command named by the first one or two words, and the remaining words."""
+    """Return the command named by the first one or two words, and the remaining words.
+
+    Raises:
+        InputError: There is no such command.
+    """
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
@@ -175,7 +183,7 @@ def _command_groups() -> set[str]:
 
 
 def format_usage(group: str = "") -> str:
-    """Return the help text of `megaenc` with all commands, or of `megaenc GROUP` with only those of `group`."""
+    """Return the help text of `megaenc`, or of `megaenc GROUP` with only its commands."""
     descriptions = {
         name: text
         for name, (_, text) in COMMANDS.items()

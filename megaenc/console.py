@@ -26,11 +26,13 @@ _NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Set environment variables, log levels and filters that silence libraries' warnings, logs and progress bars.
+    """Silence warnings, logs and progress bars of libraries.
 
-    Call it before importing torch or transformers. Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the
-    warnings back on; environment variables that are set keep their values. USE_HUB_KERNELS keeps transformers from replacing
-    layers by kernels of the Hub (`megaenc.hf.model` ignores attention kernels that a config names).
+    Sets environment variables, log levels and filters. Call it before importing torch or
+    transformers. Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings
+    back on; environment variables that are set keep their values. USE_HUB_KERNELS keeps
+    transformers from replacing layers by kernels of the Hub (`megaenc.hf.model` ignores attention
+    kernels that a config names).
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -58,9 +60,10 @@ _UNPRINTABLE = re.compile(
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
-    """Return `text` with control and bidirectional characters, except those in `keep`, as Python escapes such as `\\x1b`.
+    """Return `text` with control and bidirectional characters as Python escapes.
 
-    Text from files is printed this way, so that it cannot move the cursor or fake output.
+    They are escapes such as `\\x1b`; characters in `keep` stay. Text from files is printed this
+    way, so that it cannot move the cursor or fake output.
     """
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
@@ -68,12 +71,16 @@ def escape_unprintable(text: str, keep: str = "") -> str:
 
 
 def truncate_text(text: str, max_length: int = 200) -> str:
-    """Return `text` if it has at most `max_length` characters, else its start and `...`, together of that length."""
+    """Return `text`, cut to `max_length` characters, of which the last are then `...`."""
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def build_rich_console(**options: Any) -> Any:
-    """Return a `rich.console.Console`, built with `options`, on standard output that escapes control characters in text."""
+    """Return rich's console on standard output, which escapes control characters.
+
+    Args:
+        options: Options of `rich.console.Console`.
+    """
     from rich.console import Console
     from rich.segment import Segment
 
@@ -87,7 +94,10 @@ def build_rich_console(**options: Any) -> Any:
 
 
 def print_rank_0(text: str) -> None:
-    """Print `text`, control characters escaped, and pass it to the listeners of `capture_messages`; only on rank 0."""
+    """Print `text`, control characters escaped, on rank 0.
+
+    Listeners of `capture_messages` get it too.
+    """
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")
         print(text, flush=True)
@@ -100,7 +110,10 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` during the block with each text that `print_rank_0` prints; progress lines are not passed on."""
+    """Call `listener` in the block with each text that `print_rank_0` prints.
+
+    Progress lines are not passed on.
+    """
     _LISTENERS.append(listener)
     try:
         yield
@@ -127,7 +140,10 @@ def _ignore_closed_output() -> Iterator[None]:
 
 
 class ProgressRow(NamedTuple):
-    """Row of a live display: `text`, `stage`, a bar for `done` of `total` (None: unknown), and `tail` behind the bar."""
+    """Row of a live display: `text`, `stage`, a bar, and `tail` behind the bar.
+
+    The bar is for `done` of `total`; None: unknown.
+    """
 
     text: str
     done: float
@@ -137,12 +153,21 @@ class ProgressRow(NamedTuple):
 
 
 class ProgressLine:
-    """Context manager of rank 0's progress line (description, bar, percentage, fields, time left), live on a terminal.
+    """Context manager of rank 0's progress line, which is live on a terminal.
 
-    In a file or pipe it prints a plain line at most every `interval` seconds, and one at the end unless an exception occurred.
-    With `closing=False` nothing stays at the end: neither that line nor, on a terminal, the bar. `total` has the unit of `done`;
-    None: unknown. With `row_widths`, the widths of stage (0: none) and bar, a terminal shows the rows given to `update` over its
-    full width instead. With `outlives_reader` the block goes on if the reader leaves, as `| head` or a closed terminal does.
+    The line has description, bar, percentage, fields and time left. In a file or pipe it is a plain
+    line at most every `interval` seconds, and one at the end unless an exception occurred.
+
+    Args:
+        total: In the unit of `done`; None: unknown.
+        closing: If False, nothing stays at the end: neither the last line nor, on a terminal, the
+            bar.
+        row_widths: Widths of stage (0: none) and bar. A terminal then shows the rows given to
+            `update` over its full width instead.
+        outlives_reader: The block goes on if the reader leaves, as `| head` or a closed terminal
+            does.
+
+    Example:
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
@@ -164,9 +189,8 @@ class ProgressLine:
         self._guard_output = _ignore_closed_output if outlives_reader else nullcontext
         self._done = 0.0
         self._fields: dict[str, Any] = {}
-        self._first: tuple[float, float] | None = (
-            None  # time and `done` of the first update: a resumed run does not start at 0
-        )
+        # Time and `done` of the first update: a resumed run does not start at 0.
+        self._first: tuple[float, float] | None = None
         self._print_time = time.monotonic()
         self._printed_state: tuple | None = None
         self._live: Any = None
@@ -204,7 +228,10 @@ class ProgressLine:
         )
 
     def is_due(self, live_interval: float) -> bool:
-        """Return whether `live_interval` seconds (without a terminal `self.interval`) passed since the last display."""
+        """Return whether `live_interval` seconds passed since the last display.
+
+        Without a terminal it is `self.interval`.
+        """
         return time.monotonic() - self._print_time >= (
             self.interval if self._live is None else live_interval
         )
@@ -217,10 +244,13 @@ class ProgressLine:
         rows: Mapping[Any, ProgressRow] | None = None,
         **fields: Any,
     ) -> None:
-        """Set progress, `description` and `fields`, and display them at once on a terminal, else every `interval` seconds.
+        """Set progress, `description` and `fields`, and display them.
 
-        `description` and `fields` (numbers or text) stay until they are replaced. On a terminal `rows`, by a stable key each, are
-        displayed instead.
+        They are displayed at once on a terminal, else every `interval` seconds. `description` and
+        `fields` (numbers or text) stay until they are replaced.
+
+        Args:
+            rows: Rows by a stable key each, which a terminal displays instead.
         """
         now = time.monotonic()
         self._done = done
@@ -240,7 +270,7 @@ class ProgressLine:
                 self._print(now)
 
     def print_line(self, text: str) -> None:
-        """Print `text` as a line of its own on rank 0, above the progress line on a terminal."""
+        """Print `text` as a line of its own on rank 0, above a live progress line."""
         with self._guard_output():
             if self._live is not None:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -286,7 +316,6 @@ class ProgressLine:
         return (self.description, self._done, tuple(self._fields.items()))
 
     def _print(self, now: float) -> None:
-        """Print the progress as a plain line."""
         self._print_time, self._printed_state = now, self._state()
         print(f"{self.description}  {self._tail(now)}".rstrip(), flush=True)
 
@@ -297,7 +326,10 @@ class ProgressLine:
         return escape_unprintable("  ".join([*parts, *self.time_left(now)]))
 
     def time_left(self, now: float) -> list[str]:
-        """Return `["0:42 left"]`, estimated at monotonic time `now`; an empty list if the time left cannot be estimated."""
+        """Return `["0:42 left"]`, estimated at the monotonic time `now`.
+
+        Empty if the time left cannot be estimated.
+        """
         if not self.total or self._first is None or not self._first[1] < self._done < self.total:
             return []
         rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
@@ -314,12 +346,15 @@ def format_paths(paths: Sequence[str]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
+    """Return a number with its noun, such as `1 model` or `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def format_number(value: Any) -> str:
-    """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214 (four digits); other values as `str(value)`."""
+    """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214.
+
+    Other values as `str(value)`.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if abs(value) >= 1e6:

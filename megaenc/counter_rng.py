@@ -1,6 +1,7 @@
-"""Counter-based random numbers: pure functions of (seed, purpose, counters), the same on every rank, layout, restart and machine.
+"""Counter-based random numbers: pure functions of (seed, purpose, counters).
 
-The random words are NumPy's Philox-4x64-10 (Salmon et al. 2011), whose raw stream is guaranteed not to change. There is no state
+They are the same on every rank, layout, restart and machine. The random words are NumPy's
+Philox-4x64-10 (Salmon et al. 2011), whose raw stream is guaranteed not to change. There is no state
 to save, broadcast or restore.
 """
 
@@ -14,22 +15,25 @@ import numpy as np
 
 _THREAD = threading.local()
 _CHUNK = 1 << 24  # words that are processed together, so that intermediates are small
-_ROUNDS = 12  # of the Feistel network; four make it pseudorandom (Luby and Rackoff 1988), more help in small ranges
+# Rounds of the Feistel network; four make it pseudorandom (Luby and Rackoff 1988), more help in
+# small ranges.
+_ROUNDS = 12
 _WALKED = 1 << 10  # places of a KeyedPermutation that are computed together
 
 
 def random_words(
     seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0
 ) -> np.ndarray:
-    """Return uint64[count], the words of the random stream (seed, purpose, counters) from number 4 * `block` on.
+    """Return uint64[count], words of the random stream (seed, purpose, counters).
 
-    `counters`: sample and epoch, for example. Words before the first one cost nothing.
+    Args:
+        counters: Sample and epoch, for example.
+        block: The first word is number 4 * `block` of the stream. Words before it cost nothing.
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
-    if not hasattr(
-        _THREAD, "philox"
-    ):  # reused by setting its state: creating one takes five times as long
+    # It is reused by setting its state: creating one takes five times as long.
+    if not hasattr(_THREAD, "philox"):
         _THREAD.philox = np.random.Philox(key=0)
     _THREAD.philox.state = {
         "bit_generator": "Philox",
@@ -43,14 +47,20 @@ def random_words(
 
 
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """Return float64[count] of the random stream (seed, purpose, counters), uniform in [0, 1) with 53 random bits each."""
+    """Return float64[count], uniform in [0, 1) with 53 random bits each.
+
+    They are of the random stream (seed, purpose, counters).
+    """
     return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
 def bernoulli(
     seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Return bool[count], equal to `uniforms(seed, purpose, count, ...) < probability`, but computed faster."""
+    """Return bool[count], True with `probability`.
+
+    Equal to `uniforms(seed, purpose, count, ...) < probability`, but computed faster.
+    """
     words = random_words(seed, purpose, count, counters=counters)
     if probability >= 1:
         return np.ones(count, dtype=bool)
@@ -60,15 +70,19 @@ def bernoulli(
 def permutation(
     seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Return int64[count], range(count) in a random order determined by (seed, purpose, counters)."""
+    """Return int64[count], range(count) in a random order.
+
+    The order is determined by (seed, purpose, counters).
+    """
     return _stable_argsort(random_words(seed, purpose, count, counters=counters))
 
 
 class KeyedPermutation:
-    """Random permutation of range(count) in constant memory, determined by (seed, purpose, counters): `permutation[place]`.
+    """Random permutation of range(count) in constant memory: `permutation[place]`.
 
-    It is a Feistel network over the bits of count - 1, repeated for results outside the range until they are inside (cycle
-    walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    It is determined by (seed, purpose, counters). It is a Feistel network over the bits of count -
+    1, repeated for results outside the range until they are inside (cycle walking: Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
 
     def __init__(self, seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()):
@@ -78,10 +92,11 @@ class KeyedPermutation:
         self._count = count
         bits = max(2, (count - 1).bit_length())
         self._low_bits = np.uint64(bits // 2)
+        # They keep the bits of a low or high half.
         self._shifts = (
             np.uint64(64 - bits // 2),
             np.uint64(64 - (bits - bits // 2)),
-        )  # keep the bits of a low or high half
+        )
         self._keys = random_words(seed, purpose, _ROUNDS, counters=counters)
         self._chunk = lru_cache(maxsize=4)(self._compute_chunk)
 
@@ -107,7 +122,10 @@ class KeyedPermutation:
         return self.apply(np.arange(chunk * _WALKED, min((chunk + 1) * _WALKED, self._count)))
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        """Return uint64[n], `values` permuted within the next power of two by rounds that each change one half."""
+        """Return uint64[n], `values` permuted within the next power of two.
+
+        Each round changes one half of the bits.
+        """
         low_shift, high_shift = self._shifts
         high, low = (
             values >> self._low_bits,
@@ -122,17 +140,21 @@ class KeyedPermutation:
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Return uint64 words of which each bit depends on all bits of `words` (finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return uint64 words of which each bit depends on all bits of `words`.
+
+    This is the finalizer of SplitMix64 (Steele et al. 2014).
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _stable_argsort(words: np.ndarray) -> np.ndarray:
-    """Return int64, equal to `np.argsort(words, kind="stable")` of uint64 words, several times faster.
+    """Return int64, equal to `np.argsort(words, kind="stable")` of uint64 words.
 
-    Sorts values, which is faster than argsort: the high bits of a word, with its index in the low bits. The few words with equal
-    high bits are sorted again afterwards.
+    Several times faster: values are sorted, which is faster than argsort, with the high bits of a
+    word and its index in the low bits. The few words with equal high bits are sorted again
+    afterwards.
     """
     bits = np.uint64(max(len(words) - 1, 1).bit_length())
     order = words >> bits
@@ -155,19 +177,18 @@ def _stable_argsort(words: np.ndarray) -> np.ndarray:
 
 
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
-    """Return float32[len(rows), columns], the `rows` of the random standard normal matrix determined by `seed` and `name`.
+    """Return float32[len(rows), columns], rows of a random standard normal matrix.
 
-    A row depends only on (seed, name, row index, columns), so that a rank draws only its own rows. Box-Muller in float64, rounded
-    once.
+    The matrix is determined by `seed` and `name`. A row depends only on (seed, name, row index,
+    columns), so that a rank draws only its own rows. Box-Muller in float64, rounded once.
     """
     if rows.step != 1:
         raise ValueError(f"rows must be contiguous, found step {rows.step}")
     pairs = (columns + 1) // 2
     blocks = (pairs + 3) // 4  # Philox generates four words per block; each row starts a new block
     out = np.empty((len(rows), columns), dtype=np.float32)
-    chunk = max(
-        1, (1 << 20) // (4 * blocks)
-    )  # rows; bounds the float64 intermediates to some tens of megabytes
+    # Rows; bounds the float64 intermediates to some tens of megabytes.
+    chunk = max(1, (1 << 20) // (4 * blocks))
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
         raw = random_words(
@@ -184,34 +205,40 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
 
 
 def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
-    """Return standard normal `values`, float32, mapped in order to the normal distribution cut at -`cutoff` and `cutoff`.
+    """Map standard normal `values`, float32, to a truncated normal distribution.
 
-    The quantile of a value among all normals becomes its quantile among those that are not cut off.
+    It is cut at -`cutoff` and `cutoff`, and the order stays: the quantile of a value among all
+    normals becomes its quantile among those that are not cut off.
     """
     from scipy.special import erf, erfinv  # slow to import
 
-    inside = erf(
-        values / math.sqrt(2), dtype=np.float64
-    )  # probability within the value's distance of 0, with its sign
+    # Probability within the value's distance of 0, with its sign.
+    inside = erf(values / math.sqrt(2), dtype=np.float64)
     return (math.sqrt(2) * erfinv(inside * math.erf(cutoff / math.sqrt(2)))).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class SampleRandomness:
-    """Random numbers of one `sample` in one `epoch` under a run's `seed`, with an independent stream for each purpose."""
+    """Random numbers of one `sample` in one `epoch` under a run's `seed`.
+
+    Each purpose has an independent stream, which is the same at each call.
+    """
 
     seed: int
     sample: int
     epoch: int
 
     def words(self, purpose: str, count: int) -> np.ndarray:
-        """Return uint64[count], random words of the sample's stream `purpose`; the same at each call."""
+        """Return uint64[count], random words of the stream `purpose`."""
         return random_words(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
     def uniforms(self, purpose: str, count: int) -> np.ndarray:
-        """Return float64[count], uniform in [0, 1), of the sample's stream `purpose`; the same numbers at each call."""
+        """Return float64[count], uniform in [0, 1), of the stream `purpose`."""
         return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
     def bernoulli(self, purpose: str, count: int, probability: float) -> np.ndarray:
-        """Return bool[count], each True with `probability`: where `uniforms(purpose, count)` is below `probability`."""
+        """Return bool[count] of the stream `purpose`, each True with `probability`.
+
+        A value is True if that of `uniforms(purpose, count)` is below `probability`.
+        """
         return bernoulli(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))

@@ -1,4 +1,7 @@
-"""Environment of torchrun, without importing torch: ranks, ending with the launcher, forbidding it to restart workers."""
+"""Environment of torchrun, without importing torch.
+
+It tells the ranks. Workers end with the launcher, and can forbid it to restart them.
+"""
 
 import contextlib
 import ctypes
@@ -12,7 +15,8 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 """Environment variables of torchrun that hold whole numbers."""
 
 EXIT_CODE_FILE = "MEGAENC_EXIT_CODE_FILE"
-"""Environment variable with a file to record the exit code in, because torchrun turns every code but 0 into 1."""
+"""Environment variable with a file to record the exit code in, because torchrun turns every code
+but 0 into 1."""
 
 _FILE = "megaenc_exit_code"
 _PR_SET_PDEATHSIG = 1
@@ -33,37 +37,43 @@ def is_launched() -> bool:
 
 
 def get_rank() -> int:
-    """Return this process's rank among all processes of the run, from RANK; 0 without torchrun."""
+    """Return this process's rank among all processes of the run; 0 without torchrun."""
     return _read_number("RANK", 0)
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among the run's processes on its node, from LOCAL_RANK; 0 without torchrun."""
+    """Return this process's rank among those on its node; 0 without torchrun."""
     return _read_number("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the run on all nodes, from WORLD_SIZE; 1 without torchrun."""
+    """Return the number of processes of the run on all nodes; 1 without torchrun."""
     return _read_number("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes of the run on this node, from LOCAL_WORLD_SIZE; 1 without torchrun."""
+    """Return the number of processes of the run on this node; 1 without torchrun."""
     return _read_number("LOCAL_WORLD_SIZE", 1)
 
 
 def store_poll_interval(seconds: float) -> float:
-    """Return the seconds between a rank's requests to the store: `seconds`, more for many ranks, as one process answers all."""
+    """Return the seconds between a rank's requests to the store.
+
+    They are `seconds`, or more for many ranks, as one process answers all.
+    """
     return max(seconds, get_world_size() / 2048)
 
 
 def is_multi_node() -> bool:
-    """Return whether the run has more processes in all than on this node; False without torchrun."""
+    """Return whether the run has processes on other nodes; False without torchrun."""
     return get_world_size() > get_local_world_size()
 
 
 def build_rank_variables(count: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set for each of `count` ranks on this machine, with a free port; none for one."""
+    """Return the variables that torchrun would set for `count` ranks on this machine.
+
+    There is a dictionary for each rank, with a free port; it is empty for a single one.
+    """
     if count == 1:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -78,14 +88,15 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
 
 
 def exit_without_restart(code: int) -> None:
-    """Write `code` to a file, so that workers that torchrun starts after a failure exit at once; do not exit this process.
+    """Record `code`, with which workers that torchrun starts after a failure exit.
 
-    With `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit code is not 0, and a complete one
-    of which a process dies as it ends. Needs torchrun and its log folder. The file named by EXIT_CODE_FILE, if any, gets the code
-    as well.
+    This process does not exit. With `--max-restarts`, torchrun would restart a run that was asked
+    to stop, because its exit code is not 0, and a complete one of which a process dies as it ends.
+    Needs torchrun and its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as
+    well.
 
-    A node that joins forbids nothing: torchrun stops the workers itself then, does not count an attempt and removes the folder of
-    the present one, and the file with it.
+    A node that joins forbids nothing: torchrun stops the workers itself then, does not count an
+    attempt and removes the folder of the present one, and the file with it.
     """
     attempt = _attempt_folder()
     recorded = os.environ.get(EXIT_CODE_FILE)
@@ -95,9 +106,10 @@ def exit_without_restart(code: int) -> None:
 
 
 def exit_if_restart_forbidden() -> None:
-    """Exit with the code that a worker of an earlier attempt passed to `exit_without_restart`; do nothing if there is none.
+    """Exit with the code that a worker of an earlier attempt recorded, if one did.
 
-    Call it first in a run. It withdraws what an earlier run in this attempt, by the same program, has left.
+    See `exit_without_restart`. Call it first in a run: it withdraws what an earlier run in this
+    attempt, by the same program, has left.
     """
     attempt = _attempt_folder()
     if attempt:
@@ -108,14 +120,15 @@ def exit_if_restart_forbidden() -> None:
 
 
 def is_torchrun_worker() -> bool:
-    """Return whether this process was started by torchrun as a worker (TORCHELASTIC_RUN_ID is set)."""
+    """Return whether torchrun started this process as a worker."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _attempt_folder() -> Path | None:
-    """Return the folder of this attempt in torchrun's log folder of this launch and node; None without torchrun.
+    """Return the folder of this attempt in torchrun's log folder.
 
-    It follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json.
+    It follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json. LAUNCH is the
+    folder of this launch and node. None without torchrun.
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):
@@ -124,16 +137,21 @@ def _attempt_folder() -> Path | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent, process id `parent`, ends; exit at once if it has ended already."""
+    """Make the kernel kill this process when its parent, process id `parent`, ends.
+
+    Exits at once if the parent has ended already.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the prctl call
         os._exit(1)
 
 
 def die_with_launcher() -> None:
-    """Make the kernel kill this worker when torchrun dies; exit if torchrun is dead already, do nothing without torchrun.
+    """Make the kernel kill this worker when torchrun dies.
 
-    Workers lead their own sessions and would otherwise keep writing. A worker that a Python program has adopted does not exit.
+    Exits if torchrun is dead already; does nothing without torchrun. Workers lead their own
+    sessions and would otherwise keep writing. A worker that a Python program has adopted does not
+    exit.
     """
     if is_torchrun_worker():
         die_with_parent(os.getppid())
@@ -142,7 +160,10 @@ def die_with_launcher() -> None:
 
 
 def _has_python_ancestor() -> bool:
-    """Return whether an ancestor of this process is a Python program such as torchrun; True if it is unknown."""
+    """Return whether an ancestor of this process is a Python program such as torchrun.
+
+    True if it is unknown.
+    """
     import psutil
 
     def read_program(process: psutil.Process) -> str:

@@ -1,4 +1,7 @@
-"""Errors of user input, printed as one line with exit code 2; any other exception is a bug and keeps its traceback."""
+"""Errors of user input, which commands print as one line with exit code 2.
+
+Any other exception is a bug and keeps its traceback.
+"""
 
 import atexit
 import contextlib
@@ -20,37 +23,52 @@ _STOP_MESSAGE = "stopped\n"
 
 
 class InputError(Exception):
-    """Error in the user's input, printed by commands as one line (place, found and expected value) with exit code 2.
+    """Error in the user's input.
 
-    All ranks of a run raise the same error, and rank 0 prints it.
+    Commands print it as one line (place, found and expected value) with exit code 2. All ranks of a
+    run raise the same error, and rank 0 prints it.
     """
 
 
 class LocalInputError(InputError):
-    """InputError that possibly only one rank raises, for example in its part of the data, and that this rank prints."""
+    """InputError that possibly only one rank raises, and that this rank prints.
+
+    It is for example about a rank's part of the data.
+    """
 
 
 def format_error(error: BaseException, max_length: int = 200) -> str:
-    """Return the message of `error`, or its type's name if empty, as one line of at most `max_length` characters."""
+    """Return the message of `error` as one line of at most `max_length` characters.
+
+    The name of its type if the message is empty.
+    """
     return truncate_text(" ".join(str(error).split()) or type(error).__name__, max_length)
 
 
 def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the candidate most similar to the misspelled `word`, or an empty string if none reaches similarity `cutoff`."""
+    """Return the candidate most similar to the misspelled `word`.
+
+    Empty if none reaches similarity `cutoff`.
+    """
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
 
 def first_error_line(error: BaseException, max_length: int = 200) -> str:
-    """Return the first nonempty line of the error's message, cut to `max_length`; its type's name if there is none."""
+    """Return the first nonempty line of the error's message, cut to `max_length`.
+
+    The name of its type if there is none.
+    """
     lines = (line.strip() for line in str(error).splitlines())
     return truncate_text(next(filter(None, lines), type(error).__name__), max_length)
 
 
 def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Return `main` wrapped: an InputError prints one line and exits with 2, Ctrl-C prints `stopped` and exits with 130.
+    """Wrap the function of a command so that it reports errors and interrupts.
 
-    torchrun turns the 2 into 1 and adds a summary; it does not restart a command that calls `exit_if_restart_forbidden`. Called
-    without arguments, `main` is the whole program, and Ctrl-C is handled until the process ends.
+    An InputError prints one line and exits with 2, Ctrl-C prints `stopped` and exits with 130.
+    torchrun turns the 2 into 1 and adds a summary; it does not restart a command that calls
+    `exit_if_restart_forbidden`. Called without arguments, `main` is the whole program, and Ctrl-C
+    is handled until the process ends.
     """
 
     @functools.wraps(main)
@@ -58,9 +76,8 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
         _open_missing_streams()
         is_program = not args and kwargs.get("argv") is None
         if is_program:
-            atexit.register(
-                _ignore_interrupts
-            )  # runs last, when Python would restore the default SIGINT handler
+            # It runs last, when Python would restore the default SIGINT handler.
+            atexit.register(_ignore_interrupts)
         try:
             try:
                 main(*args, **kwargs)
@@ -84,9 +101,9 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             if is_program:
                 _exit_on_interrupt("")
-                exec(
-                    ""
-                )  # otherwise `python -m` kills itself with SIGINT if an `exec` of a library was interrupted
+                # Otherwise `python -m` kills itself with SIGINT if an `exec` of a library was
+                # interrupted.
+                exec("")
             if get_rank() == 0:
                 print(_STOP_MESSAGE, end="", file=sys.stderr, flush=True)
             sys.exit(130)
@@ -106,7 +123,10 @@ def _open_missing_streams() -> None:
 
 
 def _report_input_error(error: InputError) -> None:
-    """Print an InputError on rank 0, a LocalInputError on its own rank; other ranks wait for the line to be printed."""
+    """Print an InputError on rank 0, and a LocalInputError on its own rank.
+
+    Other ranks wait for the line to be printed.
+    """
     where = f"rank {get_rank()}: " if get_rank() else ""
     if get_rank() == 0 or isinstance(error, LocalInputError):
         _print_error(where + " ".join(str(error).split()))
@@ -125,12 +145,14 @@ def _print_error(text: str) -> None:
 
 
 def _exit_on_interrupt(message: str) -> None:
-    """Install a SIGINT handler that writes `message` to stderr on rank 0 and exits at once with code 130."""
+    """Install a SIGINT handler that exits at once with code 130.
+
+    It writes `message` to stderr on rank 0.
+    """
 
     def handle(number: int, frame: object) -> None:
-        os.write(
-            2, b"" if get_rank() else message.encode()
-        )  # `print` itself may have been interrupted
+        # `print` itself may have been interrupted.
+        os.write(2, b"" if get_rank() else message.encode())
         os._exit(130)
 
     with contextlib.suppress(ValueError):  # not in the main thread
@@ -139,6 +161,5 @@ def _exit_on_interrupt(message: str) -> None:
 
 
 def _ignore_interrupts() -> None:
-    """Ignore SIGINT in this process from now on."""
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,7 @@
-"""Command-line and YAML parsing into dataclasses: each field is a flag and a YAML key, its docstring the help text."""
+"""Command-line and YAML parsing into dataclasses.
+
+Each field is a flag and a YAML key; the docstring below a field is its help text.
+"""
 
 import contextlib
 import dataclasses
@@ -50,9 +53,10 @@ YamlMapping = NewType("YamlMapping", str)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Range of a finite number: `low` <= value <= `high` and `above` < value < `below`.
+    """Range of a finite number.
 
-    In the type of a field, as in PositiveInt, it holds for the field's number or numbers.
+    It is `low` <= value <= `high` and `above` < value < `below`. In the type of a field, as in
+    PositiveInt, it holds for the field's number or numbers.
     """
 
     low: float = -math.inf
@@ -64,7 +68,7 @@ class Bounds:
         return self.low <= value <= self.high and self.above < value < self.below
 
     def __str__(self) -> str:
-        """Return the range as text, such as `1 or more`; an empty text if it is unlimited."""
+        """Return the range as text, such as `1 or more`; empty if it is unlimited."""
         if math.isfinite(self.low) and math.isfinite(self.high):
             return f"{self.low:,} to {self.high:,}"
         texts = {
@@ -98,10 +102,17 @@ def parse(
     description: str,
     default: Settings | None = None,
 ) -> Settings:
-    """Return dataclass `settings` filled from the flags `argv` (None: sys.argv) over `default`; InputError if wrong.
+    """Return the dataclass `settings` with the values of command-line flags.
 
-    Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values, among them numbers out
-    of the bounds of their type; --help exits with 0.
+    Fields of nested dataclasses are top-level flags. --help exits with 0.
+
+    Args:
+        argv: The flags; None: those of this process.
+        default: Values of flags that are not given.
+
+    Raises:
+        InputError: A flag is unknown or its value is wrong, such as a number out of the bounds of
+            its type.
     """
     arguments = _expand_optional_switches(settings, sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
@@ -112,9 +123,8 @@ def parse(
             parsed = tyro.cli(
                 settings,
                 prog=prog,
-                description=re.sub(
-                    r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description
-                ),  # an example to a line
+                # An example to a line.
+                description=re.sub(r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description),
                 args=arguments,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -128,7 +138,7 @@ def parse(
 
 
 def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
-    """Return `argv` with --flag and --no-flag as --flag True and False.
+    """Return `argv` with --flag and --no-flag as --flag True and --flag False.
 
     Only of fields of type `bool | None`, which may be unset.
     """
@@ -145,10 +155,7 @@ def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
 
 
 def _find_optional_switches(settings: type) -> set[str]:
-    """Return the names of a dataclass's fields of type `bool | None`.
-
-    Fields of nested dataclasses count.
-    """
+    """Return the names of fields of type `bool | None`, also of nested dataclasses."""
     names = set()
     for name, kind in get_type_hints(settings).items():
         if dataclasses.is_dataclass(kind):
@@ -158,7 +165,8 @@ def _find_optional_switches(settings: type) -> set[str]:
     return names
 
 
-# Facts about a field, for `setting`. Without one, a field is part of the identity of a run (`Plan.identity`) if its group is.
+# Facts about a field, for `setting`. Without one, a field is part of the identity of a run
+# (`Plan.identity`) if its group is.
 IN_IDENTITY = {"identity": True}
 """Is part of a run's identity, unlike the others of its group."""
 NOT_IN_IDENTITY = {"identity": False}
@@ -166,15 +174,19 @@ NOT_IN_IDENTITY = {"identity": False}
 BY_PHASE = {"phase": True}
 """May differ between the phases of a run."""
 ANY_WEIGHTS = {"weights": "any"}
-"""Decides how weights begin, are trained or are stored: those of another run or model fit any value."""
+"""Decides how weights begin, are trained or are stored: those of another run or model fit any
+value."""
 ADAPTABLE_WEIGHTS = {"weights": "given"}
-"""Training can adapt another run's weights to another value, as for a longer context, which must be given to be meant."""
+"""Training can adapt another run's weights to another value, as for a longer context, which must be
+given to be meant."""
 
 
 def setting(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
     """Return a dataclass field with `facts` such as BY_PHASE as metadata.
 
-    `feature`: what a model with another value than the default has, in messages about families that lack it.
+    Args:
+        feature: What a model with another value than the default has, in messages about families
+            that lack it.
     """
     metadata: dict[str, Any] = {"feature": feature}
     for fact in facts:
@@ -186,18 +198,21 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
 _MAX_LEVELS = 100  # Python cannot print or write much deeper values
 _MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
-_UNUSABLE = re.compile(
-    "[\0\ud800-\udc7f\udd00-\udfff]"
-)  # the other surrogates stand for bytes of file names
+# The other surrogates stand for bytes of file names.
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader without equal keys, long numbers, zero bytes, recursion or explosion of aliases."""
+    """SafeLoader of PyYAML for files that users write.
+
+    It refuses equal keys, long numbers, zero bytes, recursion and explosion of aliases.
+    """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of `node`.
 
-        Raises YAMLError for a text that does not fit its tag, as in `!!int ""`.
+        Raises:
+            YAMLError: A text does not fit its tag, as in `!!int ""`.
         """
         try:
             return super().construct_object(node, deep)
@@ -208,7 +223,9 @@ class YamlLoader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         """Return the document's root node, None if it is empty.
 
-        Raises YAMLError for equal keys, unusable texts or aliases that expand too far, RecursionError for deep nesting.
+        Raises:
+            YAMLError: Keys are equal, texts are unusable or aliases expand too far.
+            RecursionError: Values are nested too deeply.
         """
         if node := super().get_single_node():
             _measure(node, {})
@@ -218,7 +235,8 @@ class YamlLoader(yaml.SafeLoader):
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the number of values and levels in `node` with aliases expanded.
 
-    `sizes` caches them by node identity.
+    Args:
+        sizes: Cache of both numbers by node identity.
     """
     if isinstance(node, yaml.ScalarNode):
         if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
@@ -230,10 +248,11 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
         raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
     if id(node) not in sizes:
         _check_unique_keys(node)
+        # While it is being measured: a node that contains itself exceeds the limit.
         sizes[id(node)] = (
             MAX_YAML_VALUES,
             0,
-        )  # while it is being measured: a node that contains itself exceeds the limit
+        )
         parts = (
             itertools.chain.from_iterable(node.value)
             if isinstance(node, yaml.MappingNode)
@@ -250,7 +269,7 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
 
 
 def _check_unique_keys(node: yaml.Node) -> None:
-    """Raise YAMLError if `node` is a mapping with two equal keys.
+    """Raise YAMLError if a mapping has two equal keys.
 
     YAML would keep the last.
     """
@@ -267,9 +286,14 @@ def _check_unique_keys(node: yaml.Node) -> None:
 
 
 def read_yaml(path: Path, place: str, expected: str) -> Any:
-    """Return the content of the YAML file `path`, None if it is empty; InputError if it is unreadable or no YAML.
+    """Return the content of the YAML file `path`, None if it is empty.
 
-    The error begins with `place` and names the `expected` kind of file.
+    Args:
+        place: Beginning of errors.
+        expected: Kind of file that errors name.
+
+    Raises:
+        InputError: The file is unreadable or not YAML.
     """
     try:
         return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), YamlLoader)
@@ -290,11 +314,14 @@ def read_config_file(
     prepare: Callable[[Settings, Mapping[str, Any]], Settings] = lambda default, fields: default,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields in YAML file `path` and its base `config`.
+    """Return `default` with the fields in a YAML file and the files that it builds on.
 
-    The key `config` names another file, relative to this one, whose values are read first. `prepare` returns the defaults to
-    which the fields of a file are applied, and raises InputError if they do not fit into one file. `including_files`: the files
-    that led to `path`.
+    The key `config` names another file, relative to this one, whose values are read first.
+
+    Args:
+        prepare: Returns the defaults to which the fields of a file are applied, and raises
+            InputError if they do not fit into one file.
+        including_files: The files that led to `path`.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
@@ -313,7 +340,11 @@ def read_config_file(
 
 
 def _read_fields(path: str | Path) -> dict[str, Any]:
-    """Return the values of the YAML file of flags at `path` by field name. InputError if it is no such file."""
+    """Return the values of the YAML file of flags at `path` by field name.
+
+    Raises:
+        InputError: It is no such file.
+    """
     values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
         raise InputError(
@@ -325,7 +356,11 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
 def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
     """Return `values` by field name, with underscores.
 
-    Raises InputError, beginning with `place`, for two spellings of a name.
+    Args:
+        place: Beginning of errors.
+
+    Raises:
+        InputError: A name is given in two spellings.
     """
     fields: dict[str, Any] = {}
     for key, value in values.items():
@@ -339,10 +374,15 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
 
 
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
-    """Return the names of the fields that the flags `argv` or the YAML file of --config give, whatever their values.
+    """Return the fields that the flags or the YAML file of --config give.
 
-    The field `preset` ends the search, as it replaces the values of files read before it: those of the file for a flag, those of
-    the base `config` for a key. The fields of the file `without` do not count.
+    Their values do not matter.
+
+    Args:
+        argv: The flags.
+        preset: Field that ends the search, as it replaces the values of files read before it: those
+            of the file for a flag, those of the base `config` for a key.
+        without: File whose fields do not count.
     """
     names = {
         word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -361,7 +401,11 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
 def parse_with_config(
     settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str
 ) -> Settings:
-    """Return the dataclass `settings` from the flags `argv` (None: sys.argv) over the YAML file of `--config`, if any."""
+    """Return the dataclass `settings` from the flags over the YAML file of `--config`.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = find_flag_value(arguments, "--config")
     default = read_config_file(settings(), config) if config else settings()
@@ -369,7 +413,10 @@ def parse_with_config(
 
 
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag` in `argv`, as `--flag x` or `--flag=x`, without parsing the rest; None without it."""
+    """Return the last value of `flag` in `argv` without parsing the rest.
+
+    It is given as `--flag x` or `--flag=x`; None without it.
+    """
     result = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         name, equals, value = word.partition("=")
@@ -391,14 +438,17 @@ def _get_field_bounds(settings: type) -> dict[str, Bounds | None]:
 
 
 def _find_bounds(kind: Any) -> Bounds | None:
-    """Return the first Bounds in the type `kind`, such as `PositiveInt | None` or `tuple[PositiveInt, ...]`."""
+    """Return the first Bounds in a type such as `tuple[PositiveInt, ...] | None`."""
     if isinstance(kind, Bounds):
         return kind
     return next(filter(None, map(_find_bounds, get_args(kind))), None)
 
 
 def _check_number(place: str, bounds: Bounds | None, value: Any) -> None:
-    """Raise InputError that begins with `place` if `value`, or a value of a tuple, is a number out of `bounds`."""
+    """Raise InputError, beginning with `place`, if a number is out of `bounds`.
+
+    Each number of a tuple is checked.
+    """
     for number in value if isinstance(value, tuple) else (value,):
         if bounds and isinstance(number, (int, float)) and number not in bounds:
             expected = bounds if abs(number) < math.inf else "a finite number"
@@ -408,7 +458,7 @@ def _check_number(place: str, bounds: Bounds | None, value: Any) -> None:
 
 
 def check_bounds(settings: Any) -> None:
-    """Raise InputError, naming the flag, if a number is out of the bounds of its field's type.
+    """Raise InputError, naming the flag, if a number is out of its field's bounds.
 
     Fields of nested dataclasses count.
     """
@@ -422,9 +472,15 @@ def check_bounds(settings: Any) -> None:
 
 
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
-    """Return `settings` with `values` by field name, also nested ones, cast to the field's type; InputError if wrong.
+    """Return `settings` with `values` by field name, cast to the types of the fields.
 
-    Raises InputError that begins with `source` for an unknown field or a wrong value.
+    Fields of nested dataclasses count.
+
+    Args:
+        source: Beginning of errors.
+
+    Raises:
+        InputError: A field is unknown or a value is wrong.
     """
     known = flatten(settings)
     for name in values:
@@ -454,7 +510,15 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
 
 
 def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any]:
-    """Return the fields of a YAML mapping; InputError, naming `source` and showing `example`, for anything else."""
+    """Return the fields of a YAML mapping.
+
+    Args:
+        source: Beginning of errors.
+        example: Fields that the error shows.
+
+    Raises:
+        InputError: The text is no mapping.
+    """
     values = None
     problem = ""
     try:
@@ -471,7 +535,10 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
 
 
 def flatten(settings: Any) -> dict[str, Any]:
-    """Return the field values of a dataclass and its nested dataclasses as one dict by field name, in declaration order."""
+    """Return the values of a dataclass and its nested dataclasses by field name.
+
+    The order is that of the declaration.
+    """
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -480,10 +547,13 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 
 def _convert_value(place: str, kind: Any, value: Any) -> Any:
-    """Return `value` from YAML converted to the type `kind`; raise InputError that begins with `place` if it does not fit.
+    """Return `value` from YAML converted to the type `kind`.
 
-    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int | Literal["all"]`, and
-    YamlMapping, from any value.
+    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
+    Literal["all"]`, and YamlMapping, from any value.
+
+    Raises:
+        InputError: The value does not fit; the message begins with `place`.
     """
     choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
@@ -507,9 +577,8 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
                 value, default_flow_style=True, width=math.inf, sort_keys=False
             ).strip()
         )
-    if (
-        get_origin(kind) is tuple
-    ):  # a single value is a list of one; in a list of words a number is a word
+    # A single value is a list of one; in a list of words a number is a word.
+    if get_origin(kind) is tuple:
         return tuple(
             str(part)
             if get_args(kind)[0] is str and isinstance(part, (int, float))
@@ -517,9 +586,8 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):
-        with contextlib.suppress(
-            TypeError, ValueError, OverflowError
-        ):  # YAML reads 5e-4 and 1e400, without a point, as text
+        # YAML reads 5e-4 and 1e400, without a point, as text.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
             if isinstance(value, str) and not math.isfinite(number):
                 raise InputError(
@@ -539,7 +607,8 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
 def check_given(settings: Any, command: str, *names: str) -> None:
     """Raise InputError, naming the flag, if a field of `settings` is empty.
 
-    `command`: the words of the command after `megaenc`.
+    Args:
+        command: The words of the command after `megaenc`.
     """
     for name in names:
         if not getattr(settings, name):
@@ -554,9 +623,8 @@ _TITLES = re.compile(
 def _simplify_error(message: str) -> str:
     """Return a boxed error message of tyro as one sentence that begins with the flag."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in message.splitlines()]
-    lines = [
-        line for line in lines if line.strip("-")
-    ]  # tyro's rules if standard output is not UTF-8
+    # tyro's rules if standard output is not UTF-8.
+    lines = [line for line in lines if line.strip("-")]
     lines = [
         line
         for line in lines

@@ -1,4 +1,7 @@
-"""Declarative checks of JSON that the product itself writes: one type for each kind of object, read by pydantic."""
+"""Declarative checks of JSON that the product itself writes.
+
+One type describes each kind of object, and pydantic checks it.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -11,7 +14,8 @@ from megaenc.errors import InputError
 T = TypeVar("T")
 
 JSON_OBJECT = ConfigDict(strict=True, extra="allow")
-"""Configuration of a TypedDict: values have the JSON type of their field, and other fields are kept as they are."""
+"""Configuration of a TypedDict: values have the JSON type of their field, and other fields are kept
+as they are."""
 
 Text = Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
 """Text in one line, without control characters."""
@@ -28,7 +32,8 @@ def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str
     """Return `values` if they are of `kind`, with the fields that it converts.
 
     Raises:
-        InputError: `PLACE: field NAME.NAME: found VALUE, expected KIND; ADVICE`, about the first field that differs.
+        InputError: A field differs; the message names the first one, its value, what is expected,
+            and `advice`.
     """
     try:
         return kind.validate_python(values)

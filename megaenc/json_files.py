@@ -1,4 +1,7 @@
-"""Safe readers of small files, in particular JSON: only regular files, with a size limit."""
+"""Safe readers of small files, in particular JSON.
+
+They read only regular files up to a size limit.
+"""
 
 import errno
 import json
@@ -10,22 +13,24 @@ from typing import Any
 from megaenc.errors import InputError
 
 MAX_TEXT = 64 << 20
-"""Default size limit in bytes of configuration and metadata files, which normally take kilobytes."""
+"""Default size limit in bytes of configuration and metadata files, which normally take
+kilobytes."""
 
 
 def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """Return the bytes of a regular file; OSError for a FIFO or device, which could block, or above `limit` bytes.
+    """Return the bytes of a regular file.
 
-    The reason is in its `strerror`.
+    Raises:
+        OSError: It is a FIFO or device, which could block, or has more than `limit` bytes; the
+            reason is in `strerror`.
     """
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         os.set_blocking(stream.fileno(), True)  # files on archive storage must not be read as empty
-        content = stream.read(
-            min(limit, max(status.st_size, 1 << 16)) + 1
-        )  # read() allocates the whole buffer at once
+        # read() allocates the whole buffer at once.
+        content = stream.read(min(limit, max(status.st_size, 1 << 16)) + 1)
     if len(content) > limit:
         raise OSError(
             errno.EFBIG, f"larger than {limit:,} bytes, the limit for such a file", str(path)
@@ -34,7 +39,11 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
 
 
 def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
-    """Return the value of a JSON text; ValueError for other text, deep nesting and, if `unique_keys`, duplicate keys."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply or, if `unique_keys`, has a duplicate key.
+    """
     try:
         return json.loads(content, object_pairs_hook=_build_unique if unique_keys else None)
     except RecursionError:
@@ -48,7 +57,11 @@ class DuplicateKeyError(ValueError):
 
 
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from key-value pairs. Raises DuplicateKeyError for a duplicate key."""
+    """Build a dict from key-value pairs.
+
+    Raises:
+        DuplicateKeyError: A key is there twice.
+    """
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -60,10 +73,15 @@ def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json_object(
     path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT, *, unique_keys: bool = False
 ) -> dict[str, Any]:
-    """Return the JSON object in the file `path` as a dict; InputError if it is unreadable or holds anything else.
+    """Return the JSON object in the file `path`.
 
-    The error is `PATH: REASON; expected EXPECTED`. A file of more than `limit` bytes is not read. `unique_keys`: refuse
-    duplicate keys.
+    Args:
+        expected: Content that errors ask for.
+        limit: Maximum size in bytes.
+        unique_keys: Refuse duplicate keys.
+
+    Raises:
+        InputError: The file is unreadable, too large or holds anything else.
     """
     try:
         values = parse_json(read_regular_file(path, limit), unique_keys=unique_keys)
@@ -77,7 +95,10 @@ def read_json_object(
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path` as a dict; an empty dict if it is missing, unreadable or no object."""
+    """Return the JSON object in the file `path`.
+
+    Empty if it is missing, unreadable or no object.
+    """
     try:
         return read_json_object(path)
     except InputError:

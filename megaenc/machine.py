@@ -1,4 +1,4 @@
-"""Facts about the machine: processor cores, accelerators, limits on processes and open files."""
+"""Facts about the machine: processor cores, accelerators, and limits."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _OTHER_FILES = 256  # of libraries, logs and devices
 
 
 def usable_core_count() -> int:
-    """Return the number of processor cores that this process may run on (its CPU affinity)."""
+    """Return the number of processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -41,14 +41,16 @@ def allow_open_files(count: int, purpose: str) -> None:
             f"ulimit -Hn: found a limit of {hard:,} open files, expected {needed:,} or more for {purpose}"
         )
     if soft != hard:
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # a kernel's own maximum may be lower than the limit that it states
+        # A kernel's own maximum may be lower than the limit that it states.
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def read_processor_name(root: Path = Path("/")) -> str:
-    """Return the processor's model name in `root`/proc/cpuinfo, else the name or architecture in Python's `platform`."""
+    """Return the processor's model name, as in `root`/proc/cpuinfo.
+
+    If that has none, the name or architecture in Python's `platform`.
+    """
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(errors="replace")
         if name := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
@@ -57,7 +59,10 @@ def read_processor_name(root: Path = Path("/")) -> str:
 
 
 def check_process_count(flag: str, count: int) -> None:
-    """Raise InputError, naming `flag`, if `count` processes or threads exceed both 64 and 8 per usable core."""
+    """Raise InputError, naming `flag`, for more processes or threads than is sensible.
+
+    These are more than 64 that are also more than 8 per usable core.
+    """
     cores = usable_core_count()
     limit = max(_MAX_PROCESSES, _MAX_PER_CORE * cores)
     if count > limit:
@@ -68,7 +73,9 @@ def check_process_count(flag: str, count: int) -> None:
 
 @cache
 def accelerator_names() -> list[str]:
-    """Return the names of the accelerators that torch may use; [] without a device file.
+    """Return the names of the accelerators that torch may use.
+
+    Empty without a device file.
 
     Raises:
         InputError: torch failed to list them.
@@ -93,7 +100,11 @@ def accelerator_names() -> list[str]:
 
 
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
-    """Return (name, first `count` entries) of HIP_VISIBLE_DEVICES if set, else of the CUDA_ one (unset: 0, 1, ...)."""
+    """Return the variable of visible devices and its first `count` entries.
+
+    It is HIP_VISIBLE_DEVICES if that is set, else CUDA_VISIBLE_DEVICES; if unset, the entries are
+    0, 1, ...
+    """
     variable = (
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     )

@@ -1,4 +1,4 @@
-"""Checks of output paths before a command starts its work, and creation of their parent folders."""
+"""Checks of output paths before a command starts, and creation of parent folders."""
 
 import contextlib
 import os
@@ -11,7 +11,10 @@ from megaenc.errors import InputError
 
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if `path` is a file, a nonempty folder, the working directory or inaccessible."""
+    """Raise InputError, naming `flag`, if `path` cannot become a new folder.
+
+    It must not be a file, a nonempty folder, the working directory or inaccessible.
+    """
     try:
         str(path).encode()
         target = resolve_path(path)
@@ -35,8 +38,8 @@ def refuse_existing(path: Path, flag: str) -> None:
 def report_stale_files(*paths: Path) -> None:
     """Print the temporary files that stopped runs left for `paths`, if any.
 
-    All paths are in one folder. The files are not removed: a process id in the name may now belong to another process or to
-    another machine.
+    All paths are in one folder. The files are not removed: a process id in the name may now belong
+    to another process or to another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -53,9 +56,10 @@ def report_stale_files(*paths: Path) -> None:
 
 
 def check_parent_writable(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if no file can be created in the nearest existing folder above `path`.
+    """Raise InputError, naming `flag`, if no file can be created on the way to `path`.
 
-    Tested with a temporary file, as other commands may be creating the folders between.
+    A temporary file is created in the nearest existing folder above `path`, as other commands may
+    be creating the folders between.
     """
     target = resolve_path(path)
     try:
@@ -74,9 +78,9 @@ def check_output_file(
 ) -> None:
     """Raise InputError if the file `path` cannot or must not be written.
 
-    It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of `inputs` (see
-    `refuse_input`) or, without `overwrite`, if it exists. Call it before the work, and `create_parent_dir` before the file is
-    written.
+    It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of
+    `inputs` (see `refuse_input`) or, without `overwrite`, if it exists. Call it before the work,
+    and `create_parent_dir` before the file is written.
     """
     try:
         target = resolve_path(path)
@@ -105,9 +109,7 @@ def check_output_file(
 
 
 def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
-    """Raise InputError if the existing file `path` is or belongs to an input.
-
-    The error names `flag`.
+    """Raise InputError, naming `flag`, if the existing file `path` is in an input.
 
     Links are followed. Inputs that do not exist, such as names on the Hub, are left out.
     """
@@ -127,7 +129,11 @@ def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
 
 
 def create_parent_dir(path: Path, flag: str) -> None:
-    """Create the missing parent folders of `path`; InputError, naming `flag`, if that fails."""
+    """Create the missing parent folders of `path`.
+
+    Raises:
+        InputError: That fails; the message names `flag`.
+    """
     parent = resolve_path(path).parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -139,9 +145,12 @@ def create_parent_dir(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
-    """Create the missing parent folders of `path` before the block, and remove the empty ones again if the block fails.
+    """Create the missing parent folders of `path`, and remove them if the block fails.
 
-    Raises InputError, naming `flag`, if they cannot be created.
+    Only those that are empty are removed.
+
+    Raises:
+        InputError: They cannot be created; the message names `flag`.
     """
     with remove_new_parents_on_error(path):
         create_parent_dir(path, flag)
@@ -150,14 +159,16 @@ def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
-    """Remove those parent folders of `paths` that did not exist before the block and are empty, if the block fails."""
+    """Remove new parent folders of `paths` if the block fails.
+
+    New ones did not exist before the block. Only those that are empty are removed.
+    """
     existing: set[Path] = set()
     new: set[Path] = set()
     for folder in (folder for path in paths for folder in resolve_path(path).parents):
         if folder not in existing and folder not in new:
-            with contextlib.suppress(
-                OSError
-            ):  # such as too long a name, which its creation will report
+            # Such as too long a name, which its creation will report.
+            with contextlib.suppress(OSError):
                 (existing if folder.exists() else new).add(folder)
     try:
         yield

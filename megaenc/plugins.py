@@ -22,7 +22,8 @@ class Registry(Generic[T]):
     Args:
         group: Group of entry points.
         kind: What the objects are, for messages.
-        find_defect: Function that returns why an object cannot have a name, such as `is no dataclass`, or "" if it can.
+        find_defect: Function that returns why an object cannot have a name, such as `is no
+            dataclass`, or "" if it can.
     """
 
     def __init__(self, group: str, kind: str, find_defect: Callable[[str, Any], str]) -> None:
@@ -32,7 +33,11 @@ class Registry(Generic[T]):
         self._own: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Register `value` in this process; ValueError for a used name or an invalid value."""
+        """Register `value` in this process.
+
+        Raises:
+            ValueError: The name is used or the value is invalid.
+        """
         if defect := self._find_defect(name, value):
             raise ValueError(f"{value!r} {defect}")
         if name in self._own:
@@ -99,7 +104,7 @@ class Registry(Generic[T]):
 
 @cache
 def _find_entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Return the entry points `group` of the packages on the module path `path`, cached."""
+    """Return the entry points `group` of the packages on the module path `path`."""
     return entry_points(group=group)
 
 

@@ -1,4 +1,7 @@
-"""Starting of Python and of child processes that end with their parent, and the ends of processes."""
+"""Starting of Python and of child processes, and the ends of processes.
+
+Child processes end with their parent.
+"""
 
 import contextlib
 import os
@@ -18,15 +21,19 @@ KILL_TIMEOUT = 5.0
 
 
 def python_command(*words: str) -> list[str]:
-    """Return the command of this Python interpreter with arguments `words`, without the current folder on its path."""
+    """Return the command of this Python interpreter with arguments `words`.
+
+    The current folder is not on its module path.
+    """
     return [sys.executable, "-P", *words]
 
 
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a copy of `environment` in which Python programs import this very package, and nothing from the current folder.
+    """Return a copy of `environment` in which Python imports this very package.
 
-    It also applies to the programs that they start: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH,
-    which mean the current folder, are removed.
+    Nothing is imported from the current folder. Both also hold for the programs that Python starts:
+    torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH, which mean the current
+    folder, are removed.
     """
     folders = [
         str(Path(megaenc.__file__).parents[1]),
@@ -41,7 +48,7 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 @contextlib.contextmanager
 def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables of `environment` in `os.environ` for the block, for libraries that start processes."""
+    """Set variables in `os.environ` for the block, for libraries that start processes."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -55,9 +62,9 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_pdeathsig(command: Sequence[str]) -> list[str]:
-    """Return a Python command line that runs `command` so that the kernel kills it when this process ends.
+    """Return a command that runs `command` so that it ends with this process.
 
-    Start it in this process's main thread, with a `python_environment`.
+    The kernel kills it. Start it in this process's main thread, with a `python_environment`.
     """
     return python_command(
         "-c",
@@ -68,19 +75,28 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
 
 
 def exec_with_pdeathsig() -> None:
-    """Replace this process by the command `sys.argv[2:]`, to be killed when its parent, process id `sys.argv[1]`, ends."""
+    """Replace this process by the command `sys.argv[2:]`, which ends with its parent.
+
+    The parent has the process id `sys.argv[1]`.
+    """
     set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def set_up_child(parent: int) -> None:
-    """Make the kernel kill this process when its parent, process id `parent`, ends, and ignore SIGUSR2 from a cluster."""
+    """Make this process end with its parent, and ignore SIGUSR2 from a cluster.
+
+    The parent has the process id `parent`.
+    """
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def describe_exit_code(code: int) -> str:
-    """Return a process's exit code in words: `ended with exit code 1` or, for a negative one, `was killed by SIGTERM`."""
+    """Return a process's exit code in words.
+
+    They are `ended with exit code 1` or, for a negative one, `was killed by SIGTERM`.
+    """
     if code >= 0:
         return f"ended with exit code {code}"
     hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
@@ -89,10 +105,11 @@ def describe_exit_code(code: int) -> str:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses during the block; only in the main thread.
+    """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses.
 
-    SIGHUP is sent when a terminal closes, and stays ignored if it is, as under nohup. Shell and kernel both send it: the second
-    one is ignored.
+    This holds during the block, and only in the main thread. SIGHUP is sent when a terminal closes,
+    and stays ignored if it is, as under nohup. Shell and kernel both send it: the second one is
+    ignored.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -111,10 +128,13 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 class ChildProcess:
-    """A child process in its own session, started at once: Ctrl-C does not reach it, and `kill` reaches all its processes.
+    """Child process in its own session, started at once.
 
-    `command` must end with this process (see `with_pdeathsig`). `output` receives stdout and stderr, which are inherited without
-    it.
+    Ctrl-C does not reach it, and `kill` reaches all its processes.
+
+    Args:
+        command: Command that must end with this process (see `with_pdeathsig`).
+        output: File of stdout and stderr, which are inherited without it.
     """
 
     def __init__(
@@ -135,9 +155,13 @@ class ChildProcess:
         )
 
     def exit_code(self) -> int | None:
-        """Return the exit code without waiting: a negative signal number if the process was killed, None while it runs."""
+        """Return the exit code without waiting, None while the process runs.
+
+        It is a negative signal number if the process was killed.
+        """
         if self.process.returncode is None:
-            # Not reaped yet, so that its id, which is also its session's, cannot be reused before `kill`.
+            # Not reaped yet, so that its id, which is also its session's, cannot be reused before
+            # `kill`.
             try:
                 ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # reaped elsewhere in this process
@@ -152,19 +176,25 @@ class ChildProcess:
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the process to end; return its exit code (negative if killed), None if it still runs."""
+        """Wait up to `seconds` for the process to end, and return its `exit_code`."""
         deadline = time.monotonic() + seconds
         while (code := self.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process, unless it has ended, but not to its children; do not wait."""
+        """Send SIGTERM to the process, unless it has ended, and do not wait.
+
+        Its children do not get it.
+        """
         if self.exit_code() is None:
             os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and everything in its session by SIGKILL, and wait up to `KILL_TIMEOUT` seconds for its end."""
+        """Kill the process and everything in its session by SIGKILL.
+
+        Waits up to `KILL_TIMEOUT` seconds for its end.
+        """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -32,13 +32,14 @@ class ClusterConfig:
     slurm_extra: tuple[str, ...] = ()
     """further options of sbatch as key=value: account=abc qos=long constraint=MI250"""
     slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """submitit's executor; for tests without a cluster, `local` runs all jobs on this machine in the background at once and
-    `debug` runs them in this process"""
+    """submitit's executor; for tests without a cluster, `local` runs all jobs on this machine in
+    the background at once and `debug` runs them in this process"""
 
     def build_submitit_parameters(self) -> dict[str, Any]:
         """Return Slurm's parameters by submitit's names; {} for its other executors.
 
-        Raises InputError for bad --slurm-extra.
+        Raises:
+            InputError: --slurm-extra is not key=value.
         """
         if self.slurm_cluster != "slurm":
             return {}
@@ -56,7 +57,11 @@ class ClusterConfig:
 
 
 def import_submitit() -> Any:
-    """Return the module submitit. InputError if it is not installed."""
+    """Return the module submitit.
+
+    Raises:
+        InputError: It is not installed.
+    """
     try:
         import submitit
     except ImportError:
@@ -75,7 +80,12 @@ def submit_tasks(
 ) -> list[Any]:
     """Submit picklable `tasks` as a job, several as an array, and return their Jobs.
 
-    `logs`: directory of submitit's files. `parameters`: Slurm's, by submitit's names. Raises InputError if it fails.
+    Args:
+        logs: Directory of submitit's files.
+        parameters: Slurm's parameters by submitit's names.
+
+    Raises:
+        InputError: Submission fails.
     """
     submitit = import_submitit()
     try:

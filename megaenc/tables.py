@@ -1,4 +1,4 @@
-"""Untrusted text in Markdown, and tables as CSV, as Markdown and for the terminal."""
+"""Untrusted text in Markdown, and tables as CSV, Markdown and on the terminal."""
 
 import csv
 import io
@@ -14,7 +14,10 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 
 
 def escape_markdown(value: object) -> str:
-    """Return `value` as one line of Markdown text in which links, code, HTML and table separators are escaped."""
+    """Return `value` as one line of plain Markdown text.
+
+    Links, code, HTML and table separators are escaped.
+    """
     escaped = (
         _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
     )
@@ -22,13 +25,20 @@ def escape_markdown(value: object) -> str:
 
 
 def inline_code(value: object, *, cell: bool = False) -> str:
-    """Return `value` as one line of inline Markdown code, backticks as apostrophes; with `cell`, `|` is escaped too."""
+    """Return `value` as one line of inline Markdown code, backticks as apostrophes.
+
+    Args:
+        cell: Escape `|` too.
+    """
     content = _one_line(value).replace("`", "'") or " "
     return f"`{content.replace('|', chr(92) + '|') if cell else content}`"
 
 
 def format_facts(facts: Mapping[str, object]) -> str:
-    """Return a table of two columns, without heading: names as they are, and their values as code."""
+    """Return a Markdown table of names, as they are, and their values as code.
+
+    It has two columns without heading.
+    """
     return "\n".join(
         [
             "| | |",
@@ -68,7 +78,10 @@ def format_markdown(
 
 
 def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
-    """Return a rich table without rows, with left-aligned columns `names` and right-aligned columns `numbers`."""
+    """Return a rich table without rows.
+
+    Columns `names` are left-aligned, and `numbers` right-aligned.
+    """
     from rich import box
     from rich.table import Table
 

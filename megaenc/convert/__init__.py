@@ -1,1 +1,4 @@
-"""Conversion between megatron-core checkpoints and Hugging Face folders, by one parameter mapping for both directions."""
+"""Conversion between megatron-core checkpoints and Hugging Face folders.
+
+One parameter mapping serves both directions.
+"""

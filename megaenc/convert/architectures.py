@@ -1,6 +1,7 @@
-"""Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
+"""Supported families of Hugging Face models, and conversion of their config.json.
 
-Their layers and fields are in `megaenc.convert.families`, the names of their weights in `megaenc.convert.param_mapping`.
+A config.json is converted to `ModelConfig` and back. The layers and fields of the families are in
+`megaenc.convert.families`, the names of their weights in `megaenc.convert.param_mapping`.
 """
 
 import json
@@ -31,21 +32,28 @@ SOURCE_FIELDS = ("classifier_pooling", *_SPECIAL_IDS)
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Family of Hugging Face models (a model type): transformers' class, attention biases and norms, encoder or decoder."""
+    """Family of Hugging Face models, which all have one `model_type`."""
 
     model_type: str
-    layers: ModuleType  # of megaenc.convert.families: options of the layers, and their fields in config.json
+    # Module of megaenc.convert.families: options of the layers, and their fields in config.json.
+    layers: ModuleType
     architecture: str  # transformers' class with output layer; for NeoBERT, the Hub's
-    # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
+    # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's
+    # output has one too.
     qkv_bias: Literal["never", "always", "optional"]
     qk_norms: bool = False  # whether queries and keys are normalized in each head
-    is_encoder: bool = False  # bidirectional; decoder families are with `is_causal: false` or `use_bidirectional_attention: true`
+    # Bidirectional; a decoder is too if its config has `is_causal: false` or
+    # `use_bidirectional_attention: true`.
+    is_encoder: bool = False
     export_as: str = ""  # the family to export as, if transformers does not know this one
     poolings: tuple[str, ...] = ("mean",)  # values of an encoder's `classifier_pooling`
 
     @property
     def export_family(self) -> "ModelFamily":
-        """Return the family as which models of this one are exported: `export_as` if it is set, else this family."""
+        """Return the family as which models of this one are exported.
+
+        It is the family `export_as` if that is set, else this one.
+        """
         return FAMILIES[self.export_as or self.model_type]
 
     @property
@@ -60,7 +68,10 @@ class ModelFamily:
         )
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
-        """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
+        """Return, as text, a feature of `model` that this family lacks.
+
+        None if the family supports all features of `model` under `attention`.
+        """
         if attention not in self.attentions:
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -85,7 +96,10 @@ class ModelFamily:
 
     @property
     def options(self) -> set[str]:
-        """Return the fields of ModelConfig that models of this family may have any value of, and those without an effect."""
+        """Return the fields of ModelConfig that may have any value in this family.
+
+        Fields without an effect on the weights are among them.
+        """
         free = {
             option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"
         }
@@ -99,12 +113,18 @@ class ModelFamily:
         }
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
-        """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
+        """Return `model` without a bias of the output layer if this family has none.
+
+        Exports must then check that the bias is zero.
+        """
         has_bias = "output_layer_bias" in {*self.layers.FIXED, *self.options}
         return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
-        """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
+        """Return the names of attention output biases that exports fill with zeros.
+
+        Empty for most models.
+        """
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
         return tuple(
@@ -138,21 +158,31 @@ FAMILIES = {
         ModelFamily(modernbert.DECODER_TYPE, modernbert, "ModernBertDecoderForCausalLM", "never"),
         ModelFamily(neobert.MODEL_TYPE, neobert, "NeoBERTLMHead", "never", is_encoder=True),
         ModelFamily(gemma3.MODEL_TYPE, gemma3, "Gemma3ForCausalLM", "never", qk_norms=True),
-        # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
+        # The study's released models: EuroBERT's weights under another name, with custom code that
+        # is never run.
         ModelFamily("sl_model", llama, "", "optional", is_encoder=True, export_as="eurobert"),
     )
 }
 KNOWN_FAMILIES = ", ".join(FAMILIES)
+# No tensor shape would contradict wrong values of these fields.
 _FIELDS_WITHOUT_SHAPE = (
     "num_attention_heads",
     "rope_theta",
     "rms_norm_eps",
     "max_position_embeddings",
-)  # no tensor shape would contradict wrong values
+)
 
 
 def find_family(values: dict[str, Any], file: str) -> ModelFamily:
-    """Return the ModelFamily for `model_type` in a config.json's content `values`; InputError, naming `file`, if unknown."""
+    """Return the family of a config.json.
+
+    Args:
+        values: Content of the config.json.
+        file: Its name, for errors.
+
+    Raises:
+        InputError: Its `model_type` is unknown.
+    """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
@@ -162,14 +192,21 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
 
 
 def parse_hf_config(values: dict[str, Any], file: str) -> Any:
-    """Return transformers' config for config.json's `values`, also of old versions; InputError, naming `file`, if wrong.
+    """Return transformers' config object for the content of a config.json.
 
-    Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
+    Files of old versions of transformers are read too. The class follows from the family: code in
+    the folder is never run.
+
+    Args:
+        values: Content of the config.json.
+        file: Its name, for errors.
+
+    Raises:
+        InputError: The family is unknown or a field is invalid.
     """
     family = find_family(values, file)
-    if family.is_encoder and values.get(
-        "is_causal"
-    ):  # only some of transformers' kernels follow it
+    # Only some of transformers' kernels follow it.
+    if family.is_encoder and values.get("is_causal"):
         raise InputError(
             f"{file}: field `is_causal`: found true, expected false: {family.model_type} models are bidirectional"
         )
@@ -184,7 +221,14 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
-    """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
+    """Convert transformers' config object to a ModelConfig.
+
+    Args:
+        file: Name of the config.json, for errors.
+
+    Raises:
+        InputError: A field asks for an unsupported feature; the message names it.
+    """
     layers = family.layers
     options = layers.read_fields(config, file)
     options |= {name: value for name, (value, _) in layers.FIXED.items()}
@@ -203,7 +247,10 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """Return the attention that transformers uses for `config`: causal for a decoder unless the config says otherwise."""
+    """Return the attention that transformers uses for `config`.
+
+    Decoders are causal unless the config says otherwise.
+    """
     return (
         Attention.BIDIRECTIONAL
         if family.is_encoder or not is_causal_decoder(config)
@@ -212,14 +259,18 @@ def native_attention(config: Any, family: ModelFamily) -> Attention:
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
-    """Return clm if transformers' attention for `config` is causal, else mntp if `config.prediction_shift` is set, else mlm."""
+    """Return the objective that fits a Hugging Face model: clm, mntp or mlm.
+
+    It is clm if transformers' attention is causal, else mntp if `config.prediction_shift` is set,
+    else mlm.
+    """
     if native_attention(config, family) == Attention.CAUSAL:
         return "clm"
     return "mntp" if getattr(config, "prediction_shift", 0) else "mlm"
 
 
 def able_families(model: ModelConfig, attention: Attention) -> list[str]:
-    """Return the names of the families that exports of `model` under `attention` can have."""
+    """Return the families that exports of `model` under `attention` can have."""
     return [
         name
         for name, other in FAMILIES.items()
@@ -238,11 +289,17 @@ def build_export_config(
     dtype: torch.dtype,
     source: dict[str, Any] | None = None,
 ) -> Any:
-    """Return transformers' config for `model` as `family` under `attention`; InputError, naming others, if unsupported.
+    """Return transformers' config of an export, the inverse of `to_model_config`.
 
-    The inverse of `to_model_config`. `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for
-    special token ids; `source`: SOURCE_FIELDS of the model that came in, if any, which are kept unless the tokenizer or the
-    family contradicts. Raises InputError that names other families if this one does not support the model.
+    Args:
+        vocab_size: Rows of the embedding.
+        context: Context length in tokens.
+        tokenizer: Transformers' tokenizer, for the special token ids.
+        source: SOURCE_FIELDS of the model that was converted, if any. They are kept unless the
+            tokenizer or the family contradicts.
+
+    Raises:
+        InputError: The family does not support the model; the message names others that do.
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)
@@ -281,9 +338,8 @@ def build_export_config(
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
-        values["use_cache"] = (
-            False  # keys of a text read both ways are of no use later, and cannot go to ONNX
-        )
+        # Keys of a text read both ways are of no use later, and cannot go to ONNX.
+        values["use_cache"] = False
         if layers is llama:
             values["is_causal"] = False
     source = source or {}
@@ -307,7 +363,7 @@ def build_export_config(
 def _is_kept_id(name: str, came: Any, tokenizer: Any, vocab_size: int) -> bool:
     """Return whether an export keeps a source's special token id, or list of EOS ids.
 
-    It does if all ids are in the vocabulary and the tokenizer's token of that role, if any, is among them.
+    All ids must be in the vocabulary, and the tokenizer's token of that role, if any, among them.
     """
     role = getattr(tokenizer, name)
     if came is None:
@@ -320,7 +376,10 @@ def _is_kept_id(name: str, came: Any, tokenizer: Any, vocab_size: int) -> bool:
 def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any) -> list[str]:
     """Return a console line for each field of `source` that an export changes.
 
-    `config`: of the export, by `build_export_config`. Fields that the export does not have are skipped.
+    Fields that the export does not have are skipped.
+
+    Args:
+        config: Config of the export, by `build_export_config`.
     """
     lines = []
     for name in SOURCE_FIELDS:

@@ -29,7 +29,7 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Flags of `megaenc convert to-hf`: run, output, step or all, family, dtype, shards, kind of encoder, license."""
+    """Flags of `megaenc convert to-hf`."""
 
     load: str = ""
     """run folder (the --save of a pretraining run)"""
@@ -53,37 +53,40 @@ class ToHFConfig:
         | None,
         tyro.conf.arg(name="as"),
     ] = None
-    """family to write: a decoder's name exports the same weights with causal attention, as for generation; source: the family of
-    the original model, bidirectional. EuroBERT unless given, or source, or another encoder, if EuroBERT does not support the
-    model"""
+    """family to write: a decoder's name exports the same weights with causal attention, as for
+    generation; source: the family of the original model, bidirectional. EuroBERT unless given, or
+    source, or another encoder, if EuroBERT does not support the model"""
     ckpt_step: NonNegativeInt | None = None
     """step of the checkpoint; the newest unless given, 0 for the initial weights"""
     all: bool = False
-    """export every checkpoint, and step 0, to folders in --output with names such as 610m-clm-10k-mlm40-42k"""
+    """export every checkpoint, and step 0, to folders in --output with names such as
+    610m-clm-10k-mlm40-42k"""
     dtype: Literal["run", "bf16", "fp32"] = "run"
     """dtype of the weights; run: the run's"""
     max_shard_size: str = "5GB"
     """maximum size of a weight file, in KB, MB or GB"""
     sentence_transformers: bool = False
-    """also write the files of sentence-transformers: an embedding is the mean of the tokens' hidden states, in float32 unless
-    model_kwargs says otherwise"""
+    """also write the files of sentence-transformers: an embedding is the mean of the tokens' hidden
+    states, in float32 unless model_kwargs says otherwise"""
     encoder_only: bool = False
-    """leave out the output layer, as after an objective that predicts classes of its own instead of tokens"""
+    """leave out the output layer, as after an objective that predicts classes of its own instead of
+    tokens"""
     license: str = "unknown"
     """license of the weights for the model card, as an identifier of the Hub (apache-2.0)"""
 
 
 @dataclasses.dataclass(frozen=True)
 class FromHFConfig:
-    """Flags of `megaenc convert from-hf`: source folder, output run folder, mask token, tied output layer, dtype."""
+    """Flags of `megaenc convert from-hf`."""
 
     input: str = ""
-    """Hugging Face folder of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2, Qwen3 or Gemma 3 text model:
-    config.json, safetensors and tokenizer"""
+    """Hugging Face folder of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2, Qwen3
+    or Gemma 3 text model: config.json, safetensors and tokenizer"""
     output: str = ""
     """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
     add_mask_token: bool = False
-    """add a mask token to a tokenizer with neither a mask token nor reserved tokens; its row is the mean of the others"""
+    """add a mask token to a tokenizer with neither a mask token nor reserved tokens; its row is the
+    mean of the others"""
     tie_word_embeddings: bool = False
     """use the embedding as the output layer of a model that was saved without one"""
     dtype: Literal["source", "bf16", "fp32"] = "source"
@@ -92,29 +95,32 @@ class FromHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MergeConfig:
-    """Flags of `megaenc convert merge`: checkpoints, output run folder, method and its options, dtype."""
+    """Flags of `megaenc convert merge`."""
 
     load: tuple[str, ...] = ()
-    """checkpoints: run folders with steps, as in runs/a@1000,1200 runs/b@1200; the newest checkpoint of a run without steps"""
+    """checkpoints: run folders with steps, as in runs/a@1000,1200 runs/b@1200; the newest
+    checkpoint of a run without steps"""
     output: str = ""
     """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
     method: Literal["linear", "slerp", "ties"] = "linear"
-    """linear: weighted average; slerp: spherical interpolation of two checkpoints, for each tensor; ties: average of the largest
-    changes since --base that agree in sign (arXiv 2306.01708)"""
+    """linear: weighted average; slerp: spherical interpolation of two checkpoints, for each tensor;
+    ties: average of the largest changes since --base that agree in sign (arXiv 2306.01708)"""
     weights: tuple[NonNegativeFloat, ...] = ()
-    """linear: one for each checkpoint, divided by their sum (default: equal); slerp: one number from 0, the first checkpoint, to
-    1, the second (default: 0.5)"""
+    """linear: one for each checkpoint, divided by their sum (default: equal); slerp: one number
+    from 0, the first checkpoint, to 1, the second (default: 0.5)"""
     base: str = ""
     """ties: checkpoint from which all others were trained, as in runs/a@1000"""
     density: PositiveFraction | None = None
-    """ties: share of each checkpoint's changes, the largest ones, that are merged; the paper's default is 0.2"""
+    """ties: share of each checkpoint's changes, the largest ones, that are merged; the paper's
+    default is 0.2"""
     dtype: Literal["source", "bf16", "fp32"] = "source"
-    """dtype of the merged weights, which are computed in float64; source: bf16 if all runs have it, else fp32"""
+    """dtype of the merged weights, which are computed in float64; source: bf16 if all runs have it,
+    else fp32"""
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
-    """Run `megaenc convert`: write a run as a Hugging Face folder (to-hf) or the reverse (from-hf), or merge checkpoints."""
+    """Run `megaenc convert` with a direction (to-hf, from-hf, merge) and its flags."""
     silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -140,7 +146,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
 
 
 def _to_hf(options: ToHFConfig) -> None:
-    """Export one checkpoint or all of a run, and print how closely each export matches."""
+    """Export one checkpoint or all of a run, and print how closely they match."""
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
     load = Path(options.load)
@@ -161,7 +167,7 @@ def _to_hf(options: ToHFConfig) -> None:
 
 
 def _describe_proof(folder: Path) -> str:
-    """Return the class and attention of an export, and its largest difference to the run, as text."""
+    """Return, as text, the class, attention and largest difference of an export."""
     from megaenc.convert.to_hf import CERTIFICATE
 
     proof = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
@@ -172,7 +178,7 @@ def _describe_proof(folder: Path) -> str:
 
 
 def _from_hf(options: FromHFConfig) -> None:
-    """Convert a Hugging Face folder to a run folder, and print the flags that start a run from it."""
+    """Convert a Hugging Face folder, and print the flags that start a run from it."""
     from megaenc.convert.from_hf import from_hf
 
     source, mask = from_hf(
@@ -190,7 +196,7 @@ def _from_hf(options: FromHFConfig) -> None:
 
 
 def _merge(options: MergeConfig) -> None:
-    """Merge checkpoints, and print them with the flags that start a run from the result."""
+    """Merge checkpoints, and print the flags that start a run from the result."""
     from megaenc.convert.merge.checkpoints import merge
 
     merge_options = {
@@ -205,7 +211,6 @@ def _merge(options: MergeConfig) -> None:
 
 
 def _describe_start(output: str) -> str:
-    """Return the console line with the flags that start a run from the run folder `output`."""
     return f"  start a run from it: --config {Path(output) / 'config.yaml'} --init-from {output}"
 
 

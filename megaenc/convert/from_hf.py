@@ -1,4 +1,7 @@
-"""Conversion of a Hugging Face model to a run folder with a checkpoint of step 0, from which runs start in any layout."""
+"""Conversion of a Hugging Face model to a run folder.
+
+The folder has a checkpoint of step 0, from which runs start in any layout.
+"""
 
 import copy
 import dataclasses
@@ -47,7 +50,7 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 
 @dataclass(frozen=True)
 class HFSource:
-    """A checked Hugging Face model folder: its checkpoint, family, transformers config and ModelConfig, which all agree."""
+    """Hugging Face model folder whose config and weights were checked."""
 
     folder: TrainableHFCheckpoint
     family: ModelFamily
@@ -56,12 +59,16 @@ class HFSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return torch.bfloat16 if all weights of the folder are stored in it, else torch.float32."""
+        """Return the dtype of the weights: bfloat16 if all are stored in it, else float32."""
         return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return generation_config.json as a dict; without it config.json's list of several end-of-text ids, or {}."""
+        """Return the generation config as a dictionary.
+
+        Without a generation_config.json it has config.json's list of several end-of-text ids, or is
+        empty.
+        """
         ends = getattr(self.config, "eos_token_id", None)  # absent in NeoBERT's
         return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends, list) else {})
 
@@ -74,7 +81,7 @@ class HFSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the weights for run.json, a dict of family, name, context and the SHA-256 of each file."""
+        """Return the origin of the weights for run.json, with the SHA-256 of each file."""
         files = [self.folder.config_file, *self.folder.files]
         return {
             "family": self.family.model_type,
@@ -85,9 +92,15 @@ class HFSource:
 
 
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
-    """Return folder `path` as a checked HFSource; InputError if wrong; `tie`: use the embedding as missing output layer.
+    """Open the Hugging Face folder `path` and check that its files agree.
 
-    Reads only weights that must be zero or equal to others. Raises InputError that names the wrong file, field or tensor.
+    Only weights that must be zero or equal to others are read.
+
+    Args:
+        tie: Use the embedding as the output layer that is missing.
+
+    Raises:
+        InputError: A file, field or tensor, which the message names, is wrong.
     """
     folder = TrainableHFCheckpoint(path)
     where = str(folder.config_file)
@@ -134,7 +147,10 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes, by name, of the Hugging Face model for `config`; a tied output layer is omitted."""
+    """Return the weight shapes, by name, of the Hugging Face model for `config`.
+
+    A tied output layer is omitted.
+    """
     kind = find_model_class(family.export_family.architecture)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
@@ -149,11 +165,19 @@ def from_hf(
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
 ) -> tuple[HFSource, MaskToken]:
-    """Convert Hugging Face folder `source` to run folder `output` with a step 0; return its HFSource and MaskToken.
+    """Convert the Hugging Face folder `source` to a new run folder `output`.
 
-    The run folder has a checkpoint of step 0 with only the weights, in `dtype`, and a config.yaml with the flags of runs that
-    start from it (`--init-from`). Weights are read one by one, so that memory holds the model once. Raises InputError, and leaves
-    no folder, if anything does not fit or a weight is NaN or infinite.
+    The run folder has a checkpoint of step 0 with only the weights, and a config.yaml with the
+    flags of runs that start from it (`--init-from`). Weights are read one by one, so that memory
+    holds the model once.
+
+    Args:
+        add_mask_token: Add a mask token to a tokenizer without one.
+        tie: Use the embedding as the output layer that is missing.
+        dtype: Dtype of the checkpoint.
+
+    Raises:
+        InputError: Parts do not fit or a weight is NaN or infinite; no folder is left.
     """
     refuse_existing(output, "--output")
     hf_source = open_hf_source(source, tie=tie)
@@ -219,11 +243,17 @@ def write_run_files(
     before: tuple[Ancestor, ...],
     special_tokens: SpecialTokens | None = None,
 ) -> tuple[Vocabulary, dict[str, Any]]:
-    """Write tokenizer, config.yaml and run.json of weights without a run to `folder`; return (Vocabulary, run identity).
+    """Write tokenizer, config.yaml and run.json for weights that no run has trained.
 
-    `output`: the folder's later name; `source`: the origin of the weights, for run.json, whose other fields are those of a
-    training run; `before`: earlier runs and models that the weights come from; `special_tokens`: around each document in their
-    training here, if there was any.
+    Args:
+        folder: Folder to write to.
+        output: The folder's later name.
+        source: Origin of the weights for run.json, whose other fields are those of a training run.
+        before: Earlier runs and models that the weights come from.
+        special_tokens: Tokens around each document in their training here, if there was any.
+
+    Returns:
+        The vocabulary, and the identity of the run.
     """
     write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
     vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
@@ -236,9 +266,8 @@ def write_run_files(
     }
     identity = {
         **vars(model),
-        "vocab_size": None
-        if model.vocab_size == vocabulary.size
-        else model.vocab_size,  # as a run has it
+        # As a run has it.
+        "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,
         "tokenizer": vocabulary.fingerprint,
         "bf16": config["bf16"],
         "source": hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16],
@@ -261,7 +290,10 @@ def write_run_files(
 
 
 def _is_row_untrained(source: HFSource, row: int) -> bool:
-    """Return whether a row of the embedding is close to zero, as only weight decay leaves it without training."""
+    """Return whether a row of the embedding was never trained.
+
+    Weight decay alone leaves it close to zero.
+    """
     embedding, _ = vocabulary_names(source.model, source.family.model_type)
     norms = torch.cat(
         [part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)]
@@ -273,9 +305,10 @@ def _is_row_untrained(source: HFSource, row: int) -> bool:
 def _load_weights(
     encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int
 ) -> None:
-    """Copy the source's weights into `encoder` one by one; rows that pad the vocabulary are zero.
+    """Copy the source's weights into `encoder` one by one.
 
-    An untrained or added mask token gets the mean of the other rows of the tokenizer's `ids`.
+    Rows that pad the vocabulary are zero. An untrained or added mask token gets the mean of the
+    other rows of the tokenizer's `ids`.
     """
     parameters = dict(encoder.named_parameters())
     for mapping, core, names in iter_mappings(model, source.family.model_type):

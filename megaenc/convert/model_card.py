@@ -21,7 +21,7 @@ _MAX_METRICS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ExportProvenance:
-    """Facts for an export's model card: schedule, step, tokens, ancestry, size, fingerprints, metrics and license."""
+    """Facts about the training and the content of an export, for its model card."""
 
     schedule_text: str
     schedule: Schedule
@@ -39,14 +39,13 @@ class ExportProvenance:
     encoder_only: bool = False  # whether the export has no output layer
     transformers: str = ""  # its lowest version that gives the same numbers; empty if unknown
     dtype: str = "float32"  # of the weights
-    converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
+    # Whether it is a Hugging Face model that was not trained here; `schedule` is then inferred.
+    converted: bool = False
     added_token: str = ""  # the mask token that was added when such a model was converted
-    merge: MergeRecord | None = (
-        None  # checkpoints that were merged; `schedule` is then the last objective of one
-    )
-    document: str = (
-        ""  # a document of training with its special tokens, `[CLS] ... [SEP]`; empty if unknown
-    )
+    # Checkpoints that were merged; `schedule` is then the last objective of one.
+    merge: MergeRecord | None = None
+    # A document of training with its special tokens, `[CLS] ... [SEP]`; empty if unknown.
+    document: str = ""
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -59,18 +58,20 @@ class ExportProvenance:
         return self.step > 0 or self.merge is not None
 
     def select_objective(self, attention: Attention) -> Objective:
-        """Return the most frequent of `last_objectives` with this `attention`, or of all if none has it.
+        """Return the most frequent last objective with this `attention`.
 
-        Objectives with classes of their own are chosen only if no other predicts tokens.
+        If none has it, it is the most frequent of all. Objectives with classes of their own are
+        chosen only if no other predicts tokens.
         """
         last = sorted(self.last_objectives, key=lambda objective: objective.classes > 0)
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
 def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Objective, ...]:
-    """Return the objectives of the last 5 % of `total_iters` steps before the end of `step`, the most frequent first.
+    """Return the objectives of the last steps up to `step`, the most frequent first.
 
-    Their options are those of the last such step. At step 0: the objective of step 1.
+    These are the last 5 % of `total_iters` steps. The options of an objective are those of its last
+    such step. At step 0 it is the objective of step 1.
     """
     last = max(step, 1)
     first = max(1, last + 1 - max(1, total_iters // 20))
@@ -87,7 +88,12 @@ def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Ob
 
 
 def build_model_card(name: str, provenance: ExportProvenance, attention: Attention) -> str:
-    """Return the text of README.md, with the Hub's metadata, for an export called `name` that uses `attention`."""
+    """Return the model card (README.md, with the Hub's metadata) of an export.
+
+    Args:
+        name: Name of the model.
+        attention: Attention of the export.
+    """
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
     last = [(inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
@@ -160,7 +166,7 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
 
 
 def check_license(text: str) -> None:
-    """Raise InputError if `text`, for the card's metadata, is not an identifier such as apache-2.0."""
+    """Raise InputError if `text` is not a license identifier such as apache-2.0."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
         raise InputError(
             f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0"
@@ -168,7 +174,10 @@ def check_license(text: str) -> None:
 
 
 def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return a run's last metrics up to `step`, by `training` and `held out, OBJECTIVE`; missing ones are left out."""
+    """Return the last metrics of a run up to `step`, by the data that they are of.
+
+    The keys are `training` and `held out, OBJECTIVE`; missing ones are left out.
+    """
     metrics = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
     row = _read_last_row(folder / VALIDATION_FILE, step)
     objectives = row.get("objectives")
@@ -179,7 +188,10 @@ def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
 
 
 def _read_last_row(file: Path, step: int) -> dict[str, Any]:
-    """Return the last row up to `step` of a JSON-lines file; empty if the file is missing or incomplete."""
+    """Return the last row up to `step` of a JSON-lines file.
+
+    Empty if the file is missing or incomplete.
+    """
     try:
         rows = [
             parse_json(line) for line in read_regular_file(file, _MAX_METRICS_BYTES).splitlines()
@@ -190,7 +202,7 @@ def _read_last_row(file: Path, step: int) -> dict[str, Any]:
 
 
 def _format_metrics(provenance: ExportProvenance) -> str:
-    """Return the card's section with the last metrics, parameter count and fingerprints, as far as they are known."""
+    """Return the card's section with the known metrics, parameters and fingerprints."""
     lines = []
     if provenance.metrics:
         lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
@@ -230,7 +242,10 @@ def _format_training(provenance: ExportProvenance) -> str:
 
 
 def _format_ancestry(provenance: ExportProvenance) -> str:
-    """Return the card's sentences about the source model and earlier runs, by folder name, as paths are private."""
+    """Return the card's sentences about the source model and earlier runs.
+
+    They are named by folder, as paths are private.
+    """
     start = provenance.start
     whose = "weights" if provenance.converted else "first weights"
     parts = [
@@ -294,7 +309,10 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
 def _format_prediction_shift(
     objective: Objective, attention: Attention, provenance: ExportProvenance
 ) -> str:
-    """Return the card's paragraph about the positions of predictions and a changed attention."""
+    """Return the card's paragraph about the positions of predictions.
+
+    It also tells whether the attention of the export differs from that of training.
+    """
     if provenance.encoder_only:
         return "The output layer is left out: this export gives hidden states."
     shift = objective.shift

@@ -1,6 +1,7 @@
-"""Names of exports in the study's scheme.
+"""Names of exports in the study's scheme, such as `610m-clm-10k-mlm40-42k`.
 
-`610m-clm-10k-mlm40-42k`: 610 million parameters, trained on CLM up to step 10,000, then on MLM with 40 % masking up to 42,000.
+This model has 610 million parameters; it was trained on CLM up to step 10,000, then on MLM with 40
+% masking up to step 42,000.
 """
 
 import re
@@ -14,11 +15,12 @@ from megaenc.training.run_init import Ancestor
 
 
 def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
-    """Return the folder name of the export of `step`: `610m-clm-42k` at the end of a run, before it `610m-clm-42k-1000`.
+    """Return the folder name of the export of `step`.
 
-    Steps include those of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that the earlier
-    run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name; a merge ends in its
-    method.
+    It is `610m-clm-42k` at the end of a run, and `610m-clm-42k-1000` before it. Steps include those
+    of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that
+    the earlier run reached its end, so that its learning rate had decayed. A converted Hugging Face
+    model keeps its name; a merge ends in its method.
     """
     name = run.settings.model_name
     if run.origin:
@@ -41,7 +43,12 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
 
 
 def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]:
-    """Return the name parts of an earlier run up to its last used step; `schedule`: of the current run (for the vocabulary)."""
+    """Return the name parts of an earlier run up to its last used step.
+
+    Args:
+        schedule: Schedule of the current run, for its vocabulary.
+        done: Steps before the earlier run.
+    """
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
         parts = _schedule_parts(
@@ -58,7 +65,12 @@ def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]
 
 
 def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
-    """Return the name parts of a schedule up to its step `last`, such as `clm-10k`, `mlm40-42k`; steps are offset by `done`."""
+    """Return the name parts of a schedule, such as `clm-10k`, `mlm40-42k`.
+
+    Args:
+        done: Steps of earlier runs, which are added.
+        last: Last step of the schedule that counts; all if None.
+    """
     last = schedule.phases[-1].last_step if last is None else last
     phases = [
         (_phase_label(phase), min(phase.last_step, last))
@@ -77,7 +89,7 @@ def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None =
 
 
 def _phase_label(phase: Phase) -> str:
-    """Return the label of a phase: its objective's if it is constant, else the phase's text."""
+    """Return the label of a phase: its objective's if it is constant, else its text."""
     if len(phase.choices) > 1:
         return _slugify(phase.text)
     (choice,) = phase.choices
@@ -85,7 +97,10 @@ def _phase_label(phase: Phase) -> str:
 
 
 def _objective_label(objective: Objective) -> str:
-    """Return the label of an objective: name, mask percentage and other non-default options, such as `mlm40`."""
+    """Return the label of an objective, such as `mlm40`.
+
+    It has the name, the mask percentage and the other options without their default.
+    """
     label = objective.name
     if (mask := getattr(objective, "mask", None)) is not None:
         label += f"{100 * mask:g}"
@@ -105,5 +120,5 @@ def _format_step(steps: int) -> str:
 
 
 def _slugify(text: str) -> str:
-    """Return `text` as a folder name of lowercase letters, digits, points and single hyphens."""
+    """Return `text` as a folder name of lowercase letters, digits, points and hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("->", "to")).strip("-.") or "model"

@@ -1,6 +1,7 @@
 """Mapping between megatron-core's and Hugging Face's parameter names and shapes.
 
-A mapping converts one megatron-core tensor to Hugging Face tensors and back; `{}` in a name is the layer number.
+A mapping converts one megatron-core tensor to Hugging Face tensors and back; `{}` in a name is the
+layer number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,28 +16,36 @@ from megaenc.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """Mapping of a megatron-core tensor named `core` to Hugging Face tensors named `hf`; here only the name differs."""
+    """Mapping of one megatron-core tensor to Hugging Face tensors.
+
+    In this class only the name differs.
+
+    Args:
+        core: Name of the megatron-core tensor.
+        hf: Names of the Hugging Face tensors.
+    """
 
     core: str
     hf: tuple[str, ...]
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors, in the order of `hf`, of a megatron-core tensor: here a tuple of itself."""
+        """Return the Hugging Face tensors, in the order of `hf`."""
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return the megatron-core tensor of the Hugging Face tensors in the order of `hf`: here the only one, unchanged."""
+        """Return the megatron-core tensor of the Hugging Face `tensors`."""
         return tensors[0]
 
 
 class QKVMapping(ParamMapping):
-    """Mapping of linear_qkv, which interleaves the rows of query, key and value by group, to three matrices or their rows.
+    """Mapping of linear_qkv to query, key and value.
 
-    With one name in `hf`, the matrix of this name has the rows of query, key and value one after another.
+    linear_qkv interleaves their rows by group. With three names in `hf` each has a matrix; with
+    one, this matrix has the rows of query, key and value one after another.
     """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return (query, key, value), or one matrix of their rows, the rows of linear_qkv sorted by head; contiguous."""
+        """Return query, key and value, or one matrix of their rows, as contiguous tensors."""
         heads = model.num_attention_heads // model.num_query_groups
         rows = tensor.view(model.num_query_groups, (heads + 2) * model.head_dim, *tensor.shape[1:])
         parts = rows.split([heads * model.head_dim, model.head_dim, model.head_dim], dim=1)
@@ -44,7 +53,7 @@ class QKVMapping(ParamMapping):
         return (torch.cat(matrices),) if len(self.hf) == 1 else matrices
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return linear_qkv: the rows of query, key and value, interleaved by key/value group."""
+        """Return linear_qkv: the rows of query, key and value, interleaved by group."""
         if len(self.hf) == 1:
             tensors = tensors[0].split(
                 [model.query_size, *[model.num_query_groups * model.head_dim] * 2]
@@ -54,9 +63,10 @@ class QKVMapping(ParamMapping):
 
 
 class HeadQKVMapping(ParamMapping):
-    """Mapping of linear_qkv, without query groups, to NeoBERT's matrix, which has the same rows by head in another order.
+    """Mapping of linear_qkv to NeoBERT's matrix with the rows in another order.
 
-    Rotary positions rotate neighbouring rows of a query or key there, and rows of its two halves in megatron-core.
+    There are no query groups. Rotary positions rotate neighbouring rows of a query or key there,
+    and rows of its two halves in megatron-core.
     """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
@@ -64,21 +74,21 @@ class HeadQKVMapping(ParamMapping):
         return (self._reorder(tensor, model, (2, -1)),)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return linear_qkv: in queries and keys, the even rows are followed by the odd ones."""
+        """Return linear_qkv: in queries and keys, the odd rows follow the even ones."""
         return self._reorder(tensors[0], model, (-1, 2))
 
     def _reorder(self, tensor: Tensor, model: ModelConfig, split: tuple[int, int]) -> Tensor:
-        """Return `tensor` with the rows of each query and key split in two dimensions, which are transposed."""
+        """Split the rows of each query and key in two dimensions and transpose these."""
         heads = tensor.unflatten(0, (model.num_attention_heads, 3, -1))
         rotated = heads[:, :2].unflatten(2, split).transpose(2, 3).flatten(2, 3)
         return torch.cat([rotated, heads[:, 2:]], dim=1).flatten(0, 2)
 
 
 class GatedMLPMapping(ParamMapping):
-    """Mapping of linear_fc1, which has the rows of the gate and then of the up projection, to two separate matrices."""
+    """Mapping of linear_fc1 to the matrices of the gate and of the up projection."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return (gate, up projection), the two halves of linear_fc1, as contiguous tensors."""
+        """Return gate and up projection, the halves of linear_fc1, as contiguous tensors."""
         return tuple(part.contiguous() for part in tensor.chunk(2))
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
@@ -137,7 +147,8 @@ _GEMMA3_NORMS: tuple[ParamMapping, ...] = tuple(
 )
 _NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
 
-# ModernBERT's names. Its joint gate and up projection, Wi, has the rows of linear_fc1 in the same order.
+# ModernBERT's names. Its joint gate and up projection, Wi, has the rows of linear_fc1 in the same
+# order.
 _MODERNBERT_EMBEDDING = ParamMapping(_EMBEDDING.core, ("model.embeddings.tok_embeddings.weight",))
 _MODERNBERT_HEAD = ParamMapping(_HEAD.core, ("decoder.weight",))
 _MODERNBERT_LAYER: tuple[ParamMapping, ...] = (
@@ -164,7 +175,8 @@ _DECODER_QKV = QKVMapping(
     "decoder.layers.{}.self_attention.linear_qkv.weight",
     tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv"),
 )
-# NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same order.
+# NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same
+# order.
 _NEOBERT: tuple[ParamMapping, ...] = (
     ParamMapping(_EMBEDDING.core, ("model.encoder.weight",)),
     ParamMapping(
@@ -218,7 +230,10 @@ def _head_name(name: str, is_decoder: bool) -> str:
 
 
 def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMapping, ...]:
-    """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
+    """Return the mappings of `model`'s weights, including the output layer's matrix.
+
+    Names of weights in layers have `{}`.
+    """
     if model.embedding_norm:
         return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
     if family == neobert.MODEL_TYPE:
@@ -238,7 +253,7 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
 
 
 def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
-    """Return the Hugging Face names, in `family`, of the embedding and of the output layer's matrix."""
+    """Return the Hugging Face names of the embedding and of the output layer's matrix."""
     names = {
         mapping.core: mapping.hf[0]
         for mapping in _model_mappings(model, family)
@@ -250,17 +265,22 @@ def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
 def iter_mappings(
     model: ModelConfig, family: str | None = None
 ) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
-    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted.
+    """Yield the mapping and the names of each weight of `model`.
 
-    `family`: the model type whose names they are; by default one that has all weights of the model.
+    A tied output layer is omitted.
+
+    Args:
+        family: Model type whose names they are; by default one that has all weights of the model.
+
+    Yields:
+        The mapping, the megatron-core name, and the Hugging Face names.
     """
     for mapping in _model_mappings(model, family):
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
             continue
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
-            if (
-                model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core
-            ):  # the first layer has none
+            # The first layer has none.
+            if model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core:
                 continue
             yield (
                 mapping,
@@ -272,9 +292,13 @@ def iter_mappings(
 def iter_hf_tensors(
     parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding.
+    """Yield name and tensor of each weight with Hugging Face's names.
 
-    `family`: see `iter_mappings`.
+    The vocabulary is without padding.
+
+    Args:
+        parameters: Megatron-core's weights by name.
+        family: See `iter_mappings`.
     """
     for mapping, core, names in iter_mappings(model, family):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]

@@ -1,4 +1,4 @@
-"""Reader of run folders for exports: model, training history, and the weights of a checkpoint."""
+"""Reader of run folders for exports: model, training history, and weights."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run folder and its records: ModelConfig, vocabulary size, dtype, config, identity, start, and run.json's content."""
+    """A run folder with its model, configuration and records."""
 
     folder: Path
     model: ModelConfig
@@ -43,7 +43,13 @@ class RunCheckpoint:
     facts: dict[str, Any]
 
     def at_step(self, step: int | None) -> "RunCheckpoint":
-        """Return a copy with the rotary base and the longest packs up to `step` (None: the last) of a run with phases."""
+        """Return a copy with the model of a run with phases up to `step`.
+
+        Its rotary base is that of the phase of `step`, its pack length the longest up to there.
+
+        Args:
+            step: Step of the checkpoint; None: the last.
+        """
         phases = self.settings.phase_configs
         if len(phases) == 1 or step is None:
             return self
@@ -58,30 +64,37 @@ class RunCheckpoint:
 
     @property
     def origin(self) -> Ancestor | None:
-        """Return the Hugging Face model, an Ancestor, from which the weights were first converted; None if there is none."""
+        """Return the Hugging Face model that the weights come from, None without one."""
         return next((stage for stage in self.start.before if stage.family), None)
 
     @property
     def context(self) -> int:
-        """Return the model's context length in tokens: its pack length, or that of its Hugging Face model if longer."""
+        """Return the model's context length in tokens.
+
+        It is the pack length, or the context of the original Hugging Face model if longer.
+        """
         return max(self.seq_length, self.origin.context if self.origin else 0)
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return the generation config of the original Hugging Face model as a dict; empty without such a model."""
+        """Return the generation config of the original Hugging Face model, {} without one."""
         return self.origin.generation if self.origin else {}
 
     @property
     def config_fields(self) -> dict[str, Any]:
         """Return the recorded config.json fields of the original model; {} if none are.
 
-        Classifier pooling and special token ids of a Hugging Face model, as its file has them.
+        They are the classifier pooling and special token ids of a Hugging Face model, as its file
+        has them.
         """
         return self.origin.config_fields if self.origin else {}
 
     @property
     def converted(self) -> bool:
-        """Return whether the folder holds a converted Hugging Face model, or a merge, that no run has trained since."""
+        """Return whether no run has trained the weights of this folder.
+
+        They are then a converted Hugging Face model or a merge.
+        """
         return "source" in self.facts
 
     @property
@@ -92,13 +105,19 @@ class RunCheckpoint:
 
     @property
     def added_token(self) -> str:
-        """Return the text of the mask token that was added when the model was converted; an empty string if none was."""
+        """Return the mask token that was added when the model was converted.
+
+        Empty if none was added.
+        """
         mask = self.facts.get("source", {}).get("mask_token", {})
         return mask["token"] if mask.get("origin") == "added" else ""
 
     @property
     def special_tokens(self) -> SpecialTokens | None:
-        """Return the special tokens around each document in training; None if the weights were only converted."""
+        """Return the special tokens around each document in training.
+
+        None if the weights were only converted.
+        """
         values = self.facts.get("special_tokens")
         return (
             None
@@ -110,11 +129,15 @@ class RunCheckpoint:
 
     @property
     def has_seeded_step_0(self) -> bool:
-        """Return whether the weights of step 0 follow from the seed, so that they need no checkpoint."""
+        """Return whether the weights of step 0 follow from the seed without a checkpoint."""
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError if `vocabulary`, of the tokenizer in the folder, is not the run's or too large for the model."""
+        """Check the vocabulary of the tokenizer in the folder.
+
+        Raises:
+            InputError: It is not the run's, or too large for the model.
+        """
         where = self.folder / TOKENIZER_DIR
         expected = str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
@@ -127,7 +150,11 @@ class RunCheckpoint:
             raise InputError(f"{where}: found {vocabulary.size} ids, expected at most {rows}")
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
-        """Return the run's objective Schedule, built with `vocabulary`; InputError if an objective is not installed."""
+        """Return the run's schedule of objectives, built with `vocabulary`.
+
+        Raises:
+            InputError: An objective is not installed.
+        """
         try:
             return Schedule.build(
                 self.settings.schedule_text,
@@ -142,9 +169,10 @@ class RunCheckpoint:
             ) from None
 
     def exportable_steps(self) -> list[int]:
-        """Return, sorted, the steps of all checkpoints, and 0 if it follows from the seed; InputError if none or damaged.
+        """Return, sorted, the steps of all checkpoints, and 0 if it follows from the seed.
 
-        Raises InputError if there is no checkpoint, or a file of one is missing or cut short.
+        Raises:
+            InputError: There is no checkpoint, or a file of one is missing or cut short.
         """
         checkpoints = CheckpointDir(self.folder / "checkpoints")
         self.newest_step(checkpoints)
@@ -154,7 +182,14 @@ class RunCheckpoint:
         return sorted({*steps, *([0] if self.has_seeded_step_0 else [])})
 
     def newest_step(self, checkpoints: CheckpointDir, flag: str = "--load") -> int:
-        """Return the step of the newest complete checkpoint. Raises InputError, naming `flag`, if there is none."""
+        """Return the step of the newest complete checkpoint.
+
+        Args:
+            flag: Flag that errors name.
+
+        Raises:
+            InputError: There is no complete checkpoint.
+        """
         newest = checkpoints.tracked_step()
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
@@ -166,9 +201,13 @@ class RunCheckpoint:
 
     @contextlib.contextmanager
     def load_encoder(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
-        """Load the checkpoint of `step` (None: the newest) in this one process and yield (step, encoder) for the block.
+        """Load a checkpoint in this one process and yield its step and encoder.
 
-        The encoder accepts documents of at most `length` tokens. Memory holds the weights once.
+        Memory holds the weights once.
+
+        Args:
+            step: Step of the checkpoint; None: the newest.
+            length: Maximum number of tokens of the documents that the encoder accepts.
         """
         backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
@@ -194,7 +233,13 @@ class RunCheckpoint:
 def report_removal(
     checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-step"
 ) -> Iterator[None]:
-    """Convert an error in the block into an InputError, naming `flag`, if the checkpoint of `step` was removed meanwhile."""
+    """Convert errors in the block to an InputError if the checkpoint was removed.
+
+    A run may remove an old checkpoint while it is read.
+
+    Args:
+        flag: Flag that the error names.
+    """
     try:
         yield
     except Exception as error:  # as many types as there are files and readers of them
@@ -209,7 +254,14 @@ def report_removal(
 
 
 def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
-    """Return the RunCheckpoint of a run folder by its config.yaml and run.json; InputError if one is missing or changed."""
+    """Open a run folder by its config.yaml and run.json.
+
+    Args:
+        flag: Flag that errors name.
+
+    Raises:
+        InputError: A file is missing or was changed.
+    """
     if not os.path.isfile(folder / CONFIG_FILE):
         raise InputError(
             f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save"
@@ -244,7 +296,11 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
 
 
 def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
-    """Read run.json and return its content and the `RunInit` in it. Raises InputError for wrong types or values."""
+    """Read run.json and return its content and the `RunInit` in it.
+
+    Raises:
+        InputError: A field has a wrong type or value.
+    """
     facts, start = read_run_metadata(file)
     try:
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
@@ -276,16 +332,18 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
 
 
 def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], file: Path) -> None:
-    """Raise InputError for the first field of config.yaml, `file`, that differs from the identity of the weights in run.json."""
+    """Check that config.yaml (`file`) agrees with the weights' identity in run.json.
+
+    Raises:
+        InputError: A field differs; the message names the first one.
+    """
     settings = settings.phase_configs[-1].settings
     config = flags.flatten(settings.shape) | {"bf16": settings.bf16}
-    del config[
-        "vocab_size"
-    ]  # checked against `vocab_size` of run.json, as it is optional in the config
+    # It is checked against `vocab_size` of run.json, as it is optional in the config.
+    del config["vocab_size"]
     others = {"seed": settings.seed, "seq_length": settings.data.seq_length}
-    config |= {
-        name: value for name, value in others.items() if name in identity
-    }  # converted models have neither
+    # Converted models have neither.
+    config |= {name: value for name, value in others.items() if name in identity}
     for name, value in config.items():
         if value != (expected := identity.get(name)):
             raise InputError(

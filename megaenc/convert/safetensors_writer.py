@@ -21,14 +21,28 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of `--dtype` fp32 or bf16, or `default` for the name `own`; InputError for another name."""
+    """Return the torch dtype of a `--dtype`: fp32, bf16 or `own`.
+
+    Args:
+        own: Name that stands for `default`.
+
+    Raises:
+        InputError: The name is another.
+    """
     if name not in (own, *DTYPES):
         raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
     return DTYPES.get(name, default)
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Return the bytes of a size such as 500MB or 5GB (powers of 1000); InputError, naming `flag`, for anything else."""
+    """Return the bytes of a size such as 500MB or 5GB (powers of 1000).
+
+    Args:
+        flag: Flag that errors name.
+
+    Raises:
+        InputError: The text is no such size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
@@ -43,9 +57,13 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors`, ordered as `shapes`, to safetensors of `max_bytes` if possible; return SHA-256 by tensor name.
+    """Write `tensors`, in the order of `shapes`, to safetensors files.
 
-    Files have at most `max_bytes`, unless one weight is larger; with several files their index is written too.
+    Files have at most `max_bytes`, unless one weight is larger; with several files their index is
+    written too.
+
+    Returns:
+        The SHA-256 of each tensor, by name.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = _assign_shards(sizes, max_bytes)
@@ -81,12 +99,15 @@ def write_shards(
 
 
 def tensor_bytes(tensor: Tensor):
-    """Return the bytes of a tensor as a numpy uint8 array, without a copy if it is contiguous and on the CPU."""
+    """Return the bytes of a tensor as a numpy uint8 array.
+
+    They are not copied if the tensor is contiguous and on the CPU.
+    """
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _assign_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """Return the names of the weights in each file, for weights with `sizes` in bytes."""
+    """Return the names of the weights in each file, for `sizes` in bytes."""
     parts: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

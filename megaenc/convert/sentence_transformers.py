@@ -1,4 +1,7 @@
-"""Files with which sentence-transformers loads a Hugging Face folder: pooling, prompts, cosine similarity."""
+"""Files with which sentence-transformers loads a Hugging Face folder.
+
+They define pooling, prompts and cosine similarity.
+"""
 
 import json
 from collections.abc import Mapping
@@ -21,9 +24,13 @@ def write_sentence_layout(
     pooling: Literal["mean", "cls", "lasttoken"] = "mean",
     lower_case: bool = False,
 ) -> None:
-    """Write the files of sentence-transformers for `pooling` over at most `length` tokens, in float32 by default.
+    """Write the files with which sentence-transformers loads `folder`, in float32.
 
-    `prompts`: prefix of a text by the name of its role, such as "query"; `lower_case`: texts are put into lower case first.
+    Args:
+        hidden_size: Width of the embeddings.
+        length: Maximum number of tokens of a text.
+        prompts: Prefix of a text by the name of its role, such as "query".
+        lower_case: Whether texts are put into lower case first.
     """
     (folder / "1_Pooling").mkdir()
     own = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
@@ -35,7 +42,8 @@ def write_sentence_layout(
     }
     pooling = {"word_embedding_dimension": hidden_size, f"pooling_mode_{own}": True} | others
     write_json(folder / "modules.json", _MODULES)
-    # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under either of its names.
+    # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under
+    # either of its names.
     dtype = {"config_args": {"dtype": "float32"}}
     write_json(
         folder / "sentence_bert_config.json",

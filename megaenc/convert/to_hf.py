@@ -1,4 +1,7 @@
-"""Export of a run's checkpoint, saved in any layout, to a verified Hugging Face folder without custom code."""
+"""Export of a run's checkpoint to a verified Hugging Face folder.
+
+The checkpoint may be saved in any layout; the folder needs no custom code.
+"""
 
 import dataclasses
 import itertools
@@ -54,11 +57,20 @@ _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
-    """Export run `load`'s checkpoint of `step` (None: newest) to new folder `output`, verify it, and return the step.
+    """Export a checkpoint of run `load` to the new folder `output` and verify it.
 
-    Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate, conversion.json. The output at
-    position i predicts token i + `prediction_shift` of config.json. `options`: those of `Exporter`. Raises InputError, and leaves
-    no folder, if anything is missing or the export differs from the run's model.
+    Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate,
+    conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
+
+    Args:
+        step: Step of the checkpoint; None: the newest.
+        options: Those of `Exporter`.
+
+    Returns:
+        The step that was exported.
+
+    Raises:
+        InputError: A part is missing or the export differs from the run's model; no folder is left.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -73,9 +85,13 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
 
 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
-    """Export all checkpoints of run `load`, and step 0 if it follows from the seed, to folders in `output`; return names.
+    """Export all checkpoints of run `load` to folders in `output`.
 
-    Returns the folder names (see `export_name`) in the order of steps. All are written or none. Options and errors as of `to_hf`.
+    Step 0 is exported too if its weights follow from the seed. All folders are written or none.
+    Options and errors are those of `to_hf`.
+
+    Returns:
+        The folder names (see `export_name`) in the order of steps.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -97,10 +113,16 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
 def select_export_family(
     architecture: str | None, run: RunCheckpoint
 ) -> tuple[ModelFamily, Attention]:
-    """Return (ModelFamily, Attention) of an export for --as `architecture`: causal if that is a decoder's name, else not.
+    """Return the family and the attention of an export.
 
-    A family name, "source" for the family that the model was converted from, or None for EuroBERT or, if that does not support
-    the model, the source's. All but decoder families given by name are bidirectional. Raises InputError for an unknown family.
+    Decoder families that are given by name are causal, all others bidirectional.
+
+    Args:
+        architecture: Family name; "source" for the family that the model was converted from; None
+            for EuroBERT or, if that does not support the model, the source's or another that does.
+
+    Raises:
+        InputError: The family is unknown.
     """
     if architecture in _WRITTEN:
         family = FAMILIES[architecture]
@@ -120,7 +142,10 @@ def select_export_family(
 
 
 class Exporter:
-    """Exporter of a run's checkpoints to Hugging Face folders; holds the family, tokenizer, config and schedule."""
+    """Exporter of a run's checkpoints to Hugging Face folders.
+
+    It holds what all exports share: family, tokenizer, config and schedule.
+    """
 
     def __init__(
         self,
@@ -132,10 +157,16 @@ class Exporter:
         encoder_only: bool = False,
         license: str = "unknown",
     ) -> None:
-        """Check the options and build tokenizer and config, before any weight is read. Raises InputError for wrong options.
+        """Check the options and build tokenizer and config, before any weight is read.
 
-        `dtype`: of the weights; `sentence_transformers`: also write its files, with mean pooling in float32; `encoder_only`:
-        without the output layer.
+        Args:
+            architecture: See `select_export_family`.
+            dtype: Dtype of the weights.
+            sentence_transformers: Also write its files, with mean pooling in float32.
+            encoder_only: Leave out the output layer.
+
+        Raises:
+            InputError: An option is wrong.
         """
         self.run = run
         self.license = license
@@ -172,9 +203,8 @@ class Exporter:
     def _choose_special_tokens(self) -> SpecialTokens | None:
         """Return the special tokens that the export's tokenizer adds to a text.
 
-        None if the tokenizer stays as it is.
-
-        A bidirectional export adds those of training. One with causal attention, which continues texts, does not end them.
+        A bidirectional export adds those of training. One with causal attention, which continues
+        texts, does not end them. None if the tokenizer stays as it is.
         """
         special = self.run.special_tokens
         if special is None:
@@ -184,7 +214,12 @@ class Exporter:
         return special
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
-        """Write and verify the export of `step` (None: the newest), called `name`, in `folder`, and return the step."""
+        """Write and verify the export of one step in `folder`, and return the step.
+
+        Args:
+            name: Name of the model in its card.
+            step: Step of the checkpoint; None: the newest.
+        """
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context, run.model.window_size)
         tokens = self._write_tokenizer(folder)
@@ -233,7 +268,11 @@ class Exporter:
         return step
 
     def _select_objective(self, provenance: ExportProvenance) -> Objective:
-        """Return the objective of the output layer. Raises InputError if that predicts no tokens and is not left out."""
+        """Return the objective of the output layer.
+
+        Raises:
+            InputError: The output layer predicts no tokens and is not left out.
+        """
         objective = provenance.select_objective(self.attention)
         if objective.classes and not self.encoder_only:
             raise InputError(
@@ -248,7 +287,7 @@ class Exporter:
             print_rank_0(line)
 
     def _check_output_bias(self, bias: Tensor | None, step: int) -> None:
-        """Raise InputError if the output layer has a nonzero `bias`, which the family lacks."""
+        """Raise InputError if the output layer has a nonzero bias and the family has none."""
         if (
             bias is None
             or self.family.without_output_bias(self.run.model).output_layer_bias
@@ -263,10 +302,9 @@ class Exporter:
         )
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
-        """Write the tokenizer, verify it as loaded from the export, and return its entry of conversion.json."""
-        save_hf_config(
-            self.config, folder
-        )  # it influences the class with which transformers loads the tokenizer
+        """Write the tokenizer, verify it, and return its entry of conversion.json."""
+        # The config influences the class with which transformers loads the tokenizer.
+        save_hf_config(self.config, folder)
         write_tokenizer(self.tokenizer, folder)
         try:
             proof = verify_tokenizer(
@@ -285,7 +323,6 @@ class Exporter:
         return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
     def _provenance(self, step: int) -> ExportProvenance:
-        """Return the provenance of the export of `step`."""
         run = self.run
         settings = run.settings
         special = run.special_tokens
@@ -315,7 +352,10 @@ class Exporter:
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each weight of the export, of an encoder only by its name in the base model."""
+        """Yield name and tensor of each weight of the export.
+
+        Without an output layer the names are those in the base model.
+        """
         run = self.run
         like = next(iter(parameters.values()))
         biases = (

@@ -1,8 +1,9 @@
-"""Reading and writing of Hugging Face tokenizers with the same ids in training, run folders and exports.
+"""Reading and writing of Hugging Face tokenizers without a change of ids.
 
-tokenizer.json determines the ids. But many of transformers' classes (LlamaTokenizer, Qwen2Tokenizer) only read its vocabulary and
-rebuild the rest; tokenizer_config.json, or for some config.json, names the class. So files are read and written with the class
-that uses tokenizer.json unchanged, and exported tokenizers are loaded and compared.
+tokenizer.json determines the ids. But many of transformers' classes (LlamaTokenizer,
+Qwen2Tokenizer) only read its vocabulary and rebuild the rest; tokenizer_config.json, or for some
+config.json, names the class. So files are read and written with the class that uses tokenizer.json
+unchanged, and exported tokenizers are loaded and compared.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ _EXTRA_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template*"
 _GENERIC_CLASS = "PreTrainedTokenizerFast"  # also known to versions before 5
 _GENERIC_CLASSES = (_GENERIC_CLASS, "TokenizersBackend", None)
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
-# Names of tokens that no text contains and no training used. <|fim_pad|>, <|im_start|> and the like are used.
+# Names of tokens that no text contains and no training used. <|fim_pad|>, <|im_start|> and the like
+# are used.
 _RESERVED_TOKEN = re.compile(
     r"<\|?mask\|?>|\[MASK\]"  # a mask token without its role
     r"|[<\[]\|?(reserved_special_token|reserved_token|reserved|unused|extra|dummy|placeholder|control|SPECIAL)_?\d+\|?[>\]]",
@@ -37,9 +39,13 @@ _RESERVED_TOKEN = re.compile(
 
 
 def read_tokenizer(folder: Path, rows: int) -> Any:
-    """Return `folder`'s tokenizer, running no code in it; InputError if missing or with more ids than model `rows`.
+    """Return the tokenizer of a Hugging Face folder without running code in it.
 
-    Raises InputError if it is missing or has more ids than the model's embedding has `rows`.
+    Args:
+        rows: Rows of the model's embedding.
+
+    Raises:
+        InputError: The tokenizer is missing or has more ids than `rows`.
     """
     if not (folder / FILE).is_file():
         raise InputError(
@@ -69,9 +75,8 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     from tokenizers import Tokenizer
 
     known = Tokenizer.from_file(str(folder / FILE)).get_vocab(with_added_tokens=True)
-    for role in (
-        ROLES
-    ):  # some classes define roles that the files lack: GPT-2's ends a text with <|endoftext|>
+    # Some classes define roles that the files lack: GPT-2's ends a text with <|endoftext|>.
+    for role in ROLES:
         token = getattr(named, role, None)
         if getattr(tokenizer, role) is None and token in known:
             setattr(tokenizer, role, token)
@@ -89,7 +94,10 @@ def _load_with_config(folder: Path, config: dict[str, Any]) -> Any:
 def _raise_too_many_ids(
     folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int
 ) -> None:
-    """Raise InputError for a tokenizer with more `ids` than the model has `rows`, naming the token that is the cause if known."""
+    """Raise InputError for a tokenizer with more `ids` than the model has `rows`.
+
+    The message names the token that is the cause, if it is known.
+    """
     for role in ROLES:  # transformers adds an id for a token with a role that has none
         token = getattr(tokenizer, role)
         if token is not None and token not in known:
@@ -104,16 +112,17 @@ def _raise_too_many_ids(
 
 @dataclass(frozen=True)
 class MaskToken:
-    """A tokenizer's mask token: text, id, and origin (its own, a reserved token, one with an untrained row, or added)."""
+    """Mask token of a tokenizer, and where it comes from."""
 
     token: str
     id: int
-    # own: the tokenizer's mask token; reserved: an unused token of its vocabulary, with the model's embedding row; untrained: the
-    # same with the mean of the other rows; added: a new token with the mean of the other rows.
+    # own: the tokenizer's mask token; reserved: an unused token of its vocabulary, with the model's
+    # embedding row; untrained: the same with the mean of the other rows; added: a new token with
+    # the mean of the other rows.
     origin: Literal["own", "reserved", "untrained", "added"]
 
     def describe(self) -> str:
-        """Return text, id and origin for the console, such as `mask token <mask> (id 4), its own`."""
+        """Return text, id and origin, such as `mask token <mask> (id 4), its own`."""
         description = {"own": "its own", "added": "a new token"}.get(
             self.origin, "a reserved token of its vocabulary"
         )
@@ -126,9 +135,12 @@ class MaskToken:
 
 
 def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
-    """Return `tokenizer`'s MaskToken; if missing set a reserved or (`add`) new one; InputError if none or `add` unneeded.
+    """Return the mask token of `tokenizer`; give the role to a token if none has it.
 
-    Raises InputError if there is neither a mask token nor a reserved one, or if `add` is not needed.
+    The token is then a reserved one of the vocabulary, or with `add` a new one.
+
+    Raises:
+        InputError: There is neither a mask token nor a reserved one, or `add` is not needed.
     """
     if tokenizer.mask_token is not None:
         if add:
@@ -148,7 +160,8 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
         )
     from tokenizers import AddedToken
 
-    # Words of most vocabularies include the preceding space, so that the mask token absorbs it (lstrip).
+    # Words of most vocabularies include the preceding space, so that the mask token absorbs it
+    # (lstrip).
     tokenizer.add_special_tokens(
         {"mask_token": AddedToken(token, lstrip=True, normalized=False, special=True)}
     )
@@ -156,7 +169,10 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
 
 
 def _find_reserved_token(tokenizer: Any) -> str | None:
-    """Return the reserved token without a role that has the lowest id, preferably one called mask, or None."""
+    """Return the reserved token without a role that has the lowest id, or None.
+
+    One that is called mask is preferred.
+    """
     roles = {str(token) for role in ROLES if (token := getattr(tokenizer, role)) is not None}
     tokens = {
         token: id
@@ -167,13 +183,17 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `folder`, for the class that uses tokenizer.json unchanged.
+    """Write tokenizer.json and tokenizer_config.json to `folder`.
 
-    `options`: further fields of tokenizer_config.json.
+    The config names the class that uses tokenizer.json unchanged.
+
+    Args:
+        options: Further fields of tokenizer_config.json.
     """
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    # The first two are options of loading. With the others transformers replaces the template of tokenizer.json.
+    # The first two are options of loading. With the others transformers replaces the template of
+    # tokenizer.json.
     for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
         config.pop(name, None)
     config |= {
@@ -185,10 +205,13 @@ def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
 
 
 def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
-    """Remove the mask role from `tokenizer` in place if transformers, for a `model_type` config, would change the token.
+    """Remove the mask role from `tokenizer` if transformers would change the token.
 
-    With a Qwen2 config.json transformers loads any tokenizer as Qwen2Tokenizer, which recreates tokens with roles without lstrip.
-    The token itself stays.
+    With a Qwen2 config.json transformers loads any tokenizer as Qwen2Tokenizer, which recreates
+    tokens with roles without lstrip. The token itself stays.
+
+    Args:
+        model_type: Model type of the config.json.
     """
     if model_type == "qwen2" and tokenizer.mask_token is not None:
         mask = tokenizer.added_tokens_decoder.get(tokenizer.mask_token_id)
@@ -199,11 +222,21 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
 def verify_tokenizer(
     folder: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None
 ) -> dict[str, Any]:
-    """Compare the tokenizer of export `folder` with `trained`; return a dict for conversion.json; InputError if unequal.
+    """Check that the tokenizer of an export encodes as the one of training.
 
-    Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. A text as a
-    whole must have the ids of a document with `special_tokens`, if these are given. Raises InputError that names the first
-    difference.
+    Compares the ids of fixed texts, which include every special token, and the pipeline parts that
+    determine ids.
+
+    Args:
+        trained: Tokenizer of training.
+        model_type: Model type of the export's config.json.
+        special_tokens: If given, a text as a whole must have the ids of a document with them.
+
+    Returns:
+        The entry for conversion.json.
+
+    Raises:
+        InputError: The tokenizers differ; the message names the first difference.
     """
     loaded = load_tokenizer(folder)
     kind = type(loaded).__name__
@@ -261,7 +294,10 @@ def _probe_texts(tokenizer: Any) -> Iterator[str]:
 
 
 def _read_pipeline(tokenizer: Any) -> dict[str, Any]:
-    """Return the parts of the tokenizer's pipeline that determine ids in a canonical form: no offsets, empty affixes as None."""
+    """Return the parts of a tokenizer's pipeline that determine ids.
+
+    They are in a canonical form: without offsets, and with None for empty affixes.
+    """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts["added_tokens"].sort(key=lambda token: token["id"])
     parts["model"] |= {

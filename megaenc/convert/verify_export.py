@@ -1,6 +1,7 @@
-"""Verification of exports: the folder, loaded with transformers, computes the same as megatron-core's model.
+"""Verification that an export computes the same as megatron-core's model.
 
-Both compute in float32, whatever the dtype of the weights, so that differences are not due to rounding.
+The export is loaded with transformers. Both compute in float32, whatever the dtype of the weights,
+so that differences are not due to rounding.
 """
 
 import hashlib
@@ -34,16 +35,22 @@ _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Fixed token ids: `documents` of three lengths, and `variants`, a short document with each token changed in turn."""
+    """Fixed token ids with which two models are compared.
+
+    `documents` have three lengths; `variants` are a short document with each token changed in turn.
+    """
 
     documents: tuple[Tensor, ...]  # int64[length], the longest first
     variants: Tensor  # int64[1 + n, n]; row 0 is the original, row k has another token k - 1
 
     @classmethod
     def build(cls, vocab_size: int, context: int, window: int | None = None) -> "ProbeBatch":
-        """Return the ProbeBatch for a vocabulary of `vocab_size` ids, with documents of at most `context` tokens.
+        """Return the documents for a model with `vocab_size` ids.
 
-        With a `window` of local layers, the first two of three documents are longer than the window if `context` is.
+        Args:
+            context: Maximum length of a document in tokens.
+            window: Window of local layers; the first two of three documents are longer if `context`
+                is.
         """
         longest = _PROBE_LENGTH if window is None else max(_PROBE_LENGTH, 3 * window)
         lengths = [max(1, min(longest, context) * part // 3) for part in (3, 2, 1)]
@@ -56,7 +63,7 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """A model's float32 logits, or hidden states, for `documents` and `variants` of a ProbeBatch."""
+    """A model's float32 logits, or hidden states, for a ProbeBatch."""
 
     documents: list[Tensor]  # [length, V or H] each
     variants: Tensor  # [1 + n, n, V or H]
@@ -65,7 +72,11 @@ class ProbeOutputs(NamedTuple):
 def compute_core_outputs(
     encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False
 ) -> ProbeOutputs:
-    """Return megatron-core's logits, or hidden states if `encoder_only`, for `probe`, in one pack and float32."""
+    """Return megatron-core's logits for `probe`, computed in one pack and float32.
+
+    Args:
+        encoder_only: Return hidden states instead.
+    """
     from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
 
@@ -91,10 +102,18 @@ def verify_export(
     digests: dict[str, str],
     windows: Sequence[int | None],
 ) -> dict[str, Any]:
-    """Check an export's weight `digests`, outputs and `attention` mask; return content for conversion.json, or InputError.
+    """Check the weights, outputs and attention mask of an export.
 
-    `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight; `windows`: of the layers, None if global. Raises
-    InputError if anything differs.
+    Args:
+        expected: Outputs of megatron-core.
+        digests: SHA-256 of each weight.
+        windows: Window of each layer, None if it is global.
+
+    Returns:
+        The content for conversion.json.
+
+    Raises:
+        InputError: The export differs from the run's model.
     """
     from megaenc.backend.device import detect_backend
 
@@ -134,7 +153,11 @@ class _VerificationError(InputError):
 
 
 def _load_export(folder: Path) -> tuple[Any, str]:
-    """Load the model of an export folder with the class of its config; return the model and the class name."""
+    """Load the model of an export with the class of its config.
+
+    Returns:
+        The model, and the name of its class.
+    """
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
@@ -154,15 +177,16 @@ def _load_export(folder: Path) -> tuple[Any, str]:
 
 
 def _check_windows(config: Any, windows: Sequence[int | None], attention: Attention) -> None:
-    """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
-    kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(
-        windows
-    )  # without a list, a window is that of all layers
+    """Raise an error if layers in the config have other windows than `windows`.
+
+    Probe texts might not reveal it.
+    """
+    # Without a list, a window is that of all layers.
+    kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)
     # Gemma's windows, and those of transformers' causal models, count the token that attends.
     counts_itself = attention == Attention.CAUSAL or hasattr(config, "use_bidirectional_attention")
-    for number, (kind, expected) in enumerate(
-        zip(kinds, windows, strict=False)
-    ):  # the weights tell the number of layers
+    # The weights tell the number of layers.
+    for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
         right = "none" if expected is None else expected + counts_itself
@@ -196,9 +220,10 @@ def _compare_outputs(
     label: str,
     tolerance: float,
 ) -> dict[str, float]:
-    """Return the largest absolute differences between outputs of `model` and `expected`, without and with padding.
+    """Return the largest differences between outputs of `model` and `expected`.
 
-    Raises an error, which begins with `label`, if one exceeds `tolerance` or the mask is not that of `attention`.
+    They are absolute, without and with padding. Raises an error, which begins with `label`, if one
+    exceeds `tolerance` or the mask is not that of `attention`.
     """
     tokens = pad_sequence(
         probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0
@@ -226,7 +251,10 @@ def _compare_outputs(
 
 
 def _compute_hf_outputs(model: Any, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Compute transformers' logits, or hidden states without an output layer, float32[rows, tokens, V or H] on the CPU."""
+    """Compute transformers' logits, float32[rows, tokens, V] on the CPU.
+
+    A model without an output layer gives hidden states instead, float32[rows, tokens, H].
+    """
     device = model.device
     with torch.inference_mode(), _computing_in_float32(model, model.get_output_embeddings()):
         mask = None if attention_mask is None else attention_mask.to(device)
@@ -236,7 +264,10 @@ def _compute_hf_outputs(model: Any, tokens: Tensor, attention_mask: Tensor | Non
 
 
 def _measure_influence(variants: Tensor, label: str) -> Tensor:
-    """Return bool[n, n], whether the output at position j changes with token i by more than rounding."""
+    """Return bool[n, n]: whether the output at position j changes with token i.
+
+    Changes that rounding explains do not count.
+    """
     change = (variants[1:] - variants[0]).abs().amax(dim=-1)
     if not change.isfinite().all():
         raise _VerificationError(f"{label}: found outputs that are not finite")
@@ -244,7 +275,12 @@ def _measure_influence(variants: Tensor, label: str) -> Tensor:
 
 
 def _check_mask(influence: Tensor, attention: Attention, label: str) -> None:
-    """Raise an error, which begins with `label`, if `influence` (see `_measure_influence`) is not the mask of `attention`."""
+    """Raise an error if `influence` is not the mask of `attention`.
+
+    Args:
+        influence: By `_measure_influence`.
+        label: Beginning of the error.
+    """
     expected = (
         torch.ones_like(influence).triu()
         if attention == Attention.CAUSAL
@@ -261,9 +297,10 @@ def _check_mask(influence: Tensor, attention: Attention, label: str) -> None:
 
 @contextmanager
 def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
-    """Make a bfloat16 model compute in float32 within the block, casting each module's weights only while it runs.
+    """Make a bfloat16 model compute in float32 within the block.
 
-    The weights of the output layer `head`, if there is one, are cast in chunks.
+    The weights of a module are cast only while it runs, and those of the output layer `head`, if
+    there is one, in chunks.
     """
     dtype = next(model.parameters()).dtype
     if dtype == torch.float32:
@@ -308,9 +345,10 @@ def _cast_parameters(module: Any, dtype: torch.dtype) -> None:
 def _project_in_chunks(
     head: Any, hidden: Tensor, weight: Tensor | None = None, *of_loss: Any
 ) -> Tensor:
-    """Return `hidden` times the output layer's weight, plus its bias, in float32, in chunks of rows.
+    """Return the output layer's logits of `hidden` in float32, in chunks of rows.
 
-    It replaces the `forward` of the output layer; `of_loss`, its arguments for the loss, are not needed.
+    It replaces the `forward` of the output layer; `of_loss`, its arguments for the loss, are not
+    needed.
     """
     weight = head.weight if weight is None else weight
     logits = torch.cat(

@@ -1,1 +1,4 @@
-"""`megaenc estimate`: FLOPs, memory, communication and time of a pretraining run before it starts, and a layout for it."""
+"""Estimates of a pretraining run before it starts, and a layout for it.
+
+They have FLOPs, memory, communication and time.
+"""

@@ -1,9 +1,12 @@
-"""Estimate memory, time and device hours of a pretraining run before it starts, and suggest a layout.
+"""Estimate memory, time and device hours of a pretraining run before it starts.
+
+A layout is suggested too:
 
 megaenc estimate --config configs/pretrain/encoder-610m.yaml --gpu mi250x --gpus 192
 
-Takes all flags of `megaenc pretrain`; the data need not exist. Time is FLOPs over the share of the peak that has been measured on
-such a device, or --mfu: a run of 20 steps logs its own as model_flops_utilization.
+Takes all flags of `megaenc pretrain`; the data need not exist. Time is FLOPs over the share of the
+peak that has been measured on such a device, or --mfu: a run of 20 steps logs its own as
+model_flops_utilization.
 """
 
 import glob
@@ -29,8 +32,8 @@ from megaenc.objectives import pseudo_perplexity_shifts
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, merge_defaults
 
-# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, NeoBERT,
-# Gemma 3, and Llama 3 for the study's sizes.
+# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo
+# tokenizer, ModernBERT, NeoBERT, Gemma 3, and Llama 3 for the study's sizes.
 _DEFAULT_VOCAB_SIZES = {
     "small": 32_768,
     "tiny": 8_192,
@@ -57,7 +60,7 @@ _CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """Flags of `megaenc estimate`: number of devices, overrides of the table, output, and all of `megaenc pretrain`.
+    """Flags of `megaenc estimate`, which include those of `megaenc pretrain`.
 
     The type of the devices is `--gpu`, with the flags of the output.
     """
@@ -69,7 +72,8 @@ class EstimateConfig:
     price_per_hour: PositiveFloat | None = None
     """price of one device hour in any currency: adds the cost of the run"""
     document_tokens: tuple[Annotated[int, Bounds(low=1, high=1 << 40)], ...] = ()
-    """document lengths in tokens, equally likely: 500, or 50 300 2000 (default: those of --data-path)"""
+    """document lengths in tokens, equally likely: 500, or 50 300 2000 (default: those of
+    --data-path)"""
     devices_per_node: PositiveInt | None = None
     """devices of a node, instead of the table's"""
     memory_gib: PositiveFloat | None = None
@@ -83,7 +87,7 @@ class EstimateConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc estimate`: print the estimate and a suggested layout; write them as JSON to --output."""
+    """Print the estimate of a run and a suggested layout, and write them to --output."""
     silence_libraries()
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     phases = _split_phases(config)
@@ -127,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
-    """Return the config of each of a run's `phases` as a run of its own, without the steps before --branch-at."""
+    """Return the config of each of a run's `phases` as a run of its own.
+
+    Steps before --branch-at are left out.
+    """
     pretrain, done = config.pretrain, config.pretrain.start.branch_at or 0
     if not pretrain.phases:
         return [config]
@@ -143,7 +150,13 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 
 
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
-    """Return the checked config: flags, over the `--config` file, over the preset of `--model`; raise InputError."""
+    """Return the checked config of the command line.
+
+    Flags take precedence over the `--config` file, and this over the preset of `--model`.
+
+    Raises:
+        InputError: A flag is wrong.
+    """
     pretrain = PretrainConfig(bf16=True)  # all devices of the table have it
     model = flags.find_flag_value(argv, "--model") or ""
     if model.lower() in _STUDY_MODELS and not flags.find_flag_value(argv, "--config"):
@@ -170,7 +183,11 @@ def _check_config(config: EstimateConfig) -> None:
 
 
 def build_report(config: EstimateConfig) -> EstimateReport:
-    """Return a run's EstimateReport, with the simplest layout unless --no-suggest; InputError for unusable input."""
+    """Return a run's estimate, with the simplest layout unless --no-suggest.
+
+    Raises:
+        InputError: Corpora, schedule or device are unusable.
+    """
     pretrain = config.pretrain
     vocab_size, vocab_text = resolve_vocab_size(config)
     docs = build_length_model(pretrain.data, config.document_tokens, pretrain.shape.window_size)
@@ -200,7 +217,10 @@ def build_report(config: EstimateConfig) -> EstimateReport:
 
 
 def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
-    """Return the vocabulary size and a text with its source: --vocab-size, the corpus, or the model's default."""
+    """Return the vocabulary size and a text with its source.
+
+    The source is --vocab-size, the corpus, or the model's default.
+    """
     pretrain = config.pretrain
     if pretrain.shape.vocab_size:
         return pretrain.shape.vocab_size, f"vocabulary of {pretrain.shape.vocab_size:,}"
@@ -211,9 +231,10 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return the run's Workload: phases, validations, and batches a validation, summed over its objectives.
+    """Return a run's phases and validations.
 
-    Each pass of a pseudo-perplexity is counted as an objective, and all of them on each set of --valid-data-path.
+    The batches of a validation are summed over its objectives. Each pass of a pseudo-perplexity is
+    counted as an objective, and all of them on each set of --valid-data-path.
     """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)

@@ -23,7 +23,10 @@ class Utilization:
 
 @dataclass(frozen=True)
 class Device:
-    """Device type, with its peak in FLOP/s, memory in GiB and number in a node, by the maker's data sheet."""
+    """Device type, with figures of the maker's data sheet.
+
+    `peak` is in FLOP/s, `gib` the memory in GiB, `per_node` the number in a node.
+    """
 
     name: str
     peak: float
@@ -83,7 +86,11 @@ DEVICES = {
 
 
 def get_device(name: str) -> Device:
-    """Return a device by name, such as h100, in any case; raise InputError."""
+    """Return a device by name, such as h100, in any case.
+
+    Raises:
+        InputError: The name is unknown.
+    """
     device = DEVICES.get(name.lower())
     if device is None:
         near = closest_match(name.lower(), DEVICES)

@@ -10,12 +10,13 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One pipeline stage: its number, layers, parameters on one rank, and whether it has the embedding and the head."""
+    """Layers and parameters of one pipeline stage."""
 
     index: int
     layers: int
     parameters: int
-    """parameters of one rank: matrices are sharded over tensor-parallel ranks, norms are replicated"""
+    """parameters of one rank: matrices are sharded over tensor-parallel ranks, norms are
+    replicated"""
     has_embedding: bool
 
     has_head: bool
@@ -23,7 +24,7 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """Model, vocabulary size, parallel layout, number of devices, batch sizes, pack length and dtype of a run."""
+    """Model and batch of a run in a parallel layout."""
 
     shape: ModelConfig
     vocab_size: int
@@ -38,7 +39,7 @@ class LayoutCase:
 
     @classmethod
     def from_config(cls, config: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
-        """Return the LayoutCase of a pretraining config with a vocabulary of `vocab_size` on `gpus` devices."""
+        """Return the case of a pretraining config on a number of devices."""
         return cls(
             shape=config.shape,
             vocab_size=vocab_size,
@@ -53,7 +54,7 @@ class LayoutCase:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Return the number of tensor-parallel ranks, which share the matrices of each layer."""
+        """Return the number of tensor-parallel ranks, which share each layer's matrices."""
         return self.layout.tensor_model_parallel_size
 
     @property
@@ -63,12 +64,15 @@ class LayoutCase:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of model replicas: devices / (tensor-parallel ranks x pipeline stages)."""
+        """Return the number of model replicas."""
         return self.gpus // (self.tensor_parallel_size * self.num_stages)
 
     @property
     def virtual_stages(self) -> int:
-        """Return the number of virtual stages on each pipeline stage; 1 without an interleaved schedule."""
+        """Return the number of virtual stages on each pipeline stage.
+
+        It is 1 without an interleaved schedule.
+        """
         return len(self.split) // self.num_stages
 
     @property
@@ -100,22 +104,25 @@ class LayoutCase:
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of the hidden states of all tokens of a micro-batch after one layer."""
+        """Return the bytes of a micro-batch's hidden states after one layer."""
         return self.micro_batch_tokens * self.shape.hidden_size * self.value_bytes
 
     @property
     def sequence_shards(self) -> int:
-        """Return the number of ranks that divide norms and residuals by sequence parallelism; 1 without it."""
+        """Return the number of ranks that divide norms and residuals.
+
+        It is 1 without sequence parallelism.
+        """
         return self.tensor_parallel_size if self.layout.sequence_parallel else 1
 
     @property
     def kv_size(self) -> int:
-        """Return the width of a token's keys (and of its values): query groups x head dimension."""
+        """Return the width of a token's keys, which is that of its values too."""
         return self.shape.num_query_groups * self.shape.head_dim
 
     @property
     def vocab_rows(self) -> int:
-        """Return the number of rows of the padded embedding matrix on each tensor-parallel rank."""
+        """Return the rows of the padded embedding on each tensor-parallel rank."""
         return (
             padded_vocab_size(
                 self.vocab_size, self.shape.make_vocab_size_divisible_by, self.tensor_parallel_size
@@ -136,16 +143,15 @@ class LayoutCase:
         )
 
     def build_stage(self, number: int) -> PipelineStage:
-        """Return pipeline stage `number`, counted from 0, with its layers and one rank's parameters."""
+        """Return pipeline stage `number`, counted from 0."""
         layers, first, last = (
             sum(self.split[number :: self.num_stages]),
             number == 0,
             number == self.num_stages - 1,
         )
         matrix = self.vocab_rows * self.shape.hidden_size
-        own_head = (
-            self.shape.untie_embeddings_and_output_weights or not first
-        )  # a tied head is a copy on the last stage
+        # A tied head is a copy on the last stage.
+        own_head = self.shape.untie_embeddings_and_output_weights or not first
         # The norm of the embedding (--embedding-norm) is in place of one of the first layer.
         head = self.shape.norm_size(self.shape.hidden_size) + self.shape.prediction_head_size
         head += own_head * matrix + self.shape.output_layer_bias * self.vocab_rows

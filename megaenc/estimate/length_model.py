@@ -1,4 +1,7 @@
-"""Average document lengths in packs, from which attention FLOPs and predicted positions follow."""
+"""Average document lengths in packs.
+
+Attention FLOPs and predicted positions follow from them.
+"""
 
 import glob
 import os
@@ -28,9 +31,8 @@ from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
 _LISTED_CORPORA = 6
-_ONE_EOS = SpecialTokens(
-    "eod", after=(0,)
-)  # probably, where nothing says what surrounds a document
+# Probably, if nothing says what surrounds a document.
+_ONE_EOS = SpecialTokens("eod", after=(0,))
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class LengthModel:
     """special tokens, which are never masked"""
     source: str
     local_pairs: float = 0.0
-    """sum over documents and pieces of the ordered pairs of tokens within the window of local layers; 0 without a window"""
+    """sum over documents and pieces of the ordered pairs of tokens within the window of local
+    layers; 0 without a window"""
     special_starts: float = 0.0
     """special tokens that begin a document"""
 
@@ -53,10 +56,17 @@ class LengthModel:
 def build_length_model(
     data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None
 ) -> LengthModel:
-    """Return the LengthModel of given lengths, else corpora, else a document a pack; two chunks if cut at random.
+    """Return the averages over packs of given lengths, or else of corpora.
 
-    `window`: of the model's local layers, None without any. Random-length packing has two chunks per pack for any documents.
-    Raises InputError for invalid corpora.
+    Without either, a pack is one document. Random-length packing has two chunks per pack for any
+    documents.
+
+    Args:
+        document_tokens: Lengths of documents, which are equally likely.
+        window: Window of the model's local layers, None without any.
+
+    Raises:
+        InputError: A corpus is invalid.
     """
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
@@ -98,7 +108,10 @@ def build_length_model(
 
 
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
-    """Return the mean of a pack's token pairs within `window` over all random cuts in two chunks; 0 for None."""
+    """Return the mean number of token pairs within `window` in a random-length pack.
+
+    The mean is over all random cuts in two chunks; 0 if `window` is None.
+    """
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
     return (
         0.0
@@ -108,7 +121,10 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
 
 
 def read_vocab_size(data: DataConfig) -> int | None:
-    """Return the largest vocabulary size in the metadata of --data-path's corpora; None if none is on this disk."""
+    """Return the largest vocabulary size in the metadata of --data-path's corpora.
+
+    None if none is on this disk.
+    """
     prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
     sizes = [
         read_corpus_metadata(prefix).vocab_size
@@ -152,10 +168,15 @@ def _read_corpus_lengths(
 def _concat_length_model(
     lengths: np.ndarray, pack: int, special_tokens: SpecialTokens, source: str, window: int | None
 ) -> LengthModel:
-    """Return the length model of documents of `lengths`, int64[D], concatenated in random order and cut at pack ends.
+    """Return the averages of documents that are concatenated and cut at pack ends.
 
-    A document of d tokens overlaps d + L - 1 windows of L tokens: |d - L| + 1 of them by m = min(d, L) tokens, and two each by
-    1, 2, ..., m - 1. Offsets are equally likely: a document contributes 1 / L of these sums, a pack has L / mean(d) documents.
+    Documents are in random order. A document of d tokens overlaps d + L - 1 windows of L tokens: |d
+    - L| + 1 of them by m = min(d, L) tokens, and two each by 1, 2, ..., m - 1. Offsets are equally
+    likely: a document contributes 1 / L of these sums, a pack has L / mean(d) documents.
+
+    Args:
+        lengths: int64[D].
+        pack: Tokens of a pack, L.
     """
     d, mean = lengths.astype(np.float64), float(lengths.mean(dtype=np.float64))
     m = np.minimum(d, pack)

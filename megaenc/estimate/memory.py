@@ -1,7 +1,7 @@
 """Peak memory of a rank, tensor by tensor.
 
-The peak is at the start of the head's backward pass with all forward passes in flight done, or, for a small vocabulary, at the
-first layer's backward pass.
+The peak is at the start of the head's backward pass with all forward passes in flight done, or, for
+a small vocabulary, at the first layer's backward pass.
 """
 
 from dataclasses import dataclass
@@ -73,10 +73,10 @@ class SaveCost:
 
 
 def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
-    """Return the SaveCost of a layout.
+    """Return the cost of saving a checkpoint.
 
-    Data-parallel ranks have equal shares of weights, moments and master weights. A rank copies a chunk
-    at a time from its accelerator, or with --async-save its whole share.
+    Data-parallel ranks have equal shares of weights, moments and master weights. A rank copies a
+    chunk at a time from its accelerator, or with --async-save its whole share.
     """
     per_parameter = case.value_bytes + 8 + 4 * case.bf16
     ranks = min(case.gpus, devices_per_node)
@@ -90,9 +90,10 @@ def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
 
 
 def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
-    """Return the maximum number of micro-batches whose activations a stage holds, in multiples of a full stage.
+    """Return the maximum number of micro-batches whose activations a stage holds.
 
-    1F1B: the stages from this one to the last. Interleaved (megatron-core): 2 (p - s - 1) + (v - 1) p + 1 virtual stages.
+    They are in multiples of a full stage. With 1F1B they are the stages from this one to the last;
+    with an interleaved schedule of megatron-core 2 (p - s - 1) + (v - 1) p + 1 virtual stages.
     """
     after = case.num_stages - stage.index
     if case.virtual_stages == 1:
@@ -106,7 +107,10 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     """Return the bytes by part that a layer saves for backward per micro-batch.
 
-    Without recomputation. `host`: on a CPU, where attention by sdpa saves its output twice.
+    They are those without recomputation.
+
+    Args:
+        host: Whether it is a CPU, where attention by sdpa saves its output twice.
     """
     shape = case.shape
     w = case.value_bytes
@@ -114,12 +118,14 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     queries = shape.query_size
     keys = case.kv_size
     heads = 4 * (shape.num_attention_heads + shape.num_query_groups)
-    # QK layernorm keeps the projection for its gradient and, with grouped queries, copies the queries out of it.
+    # QK layernorm keeps the projection for its gradient and, with grouped queries, copies the
+    # queries out of it.
     normalised = (
         w * (queries + keys + queries * (shape.num_attention_heads > shape.num_query_groups))
         + heads
     )
-    # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the inputs of matrix products.
+    # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the
+    # inputs of matrix products.
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
     attention = w * queries * host + 4 * shape.num_attention_heads
     parts = {
@@ -127,9 +133,8 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
         # q, k, v; the input of the output projection
         "projections": (w * (2 * queries + 2 * keys) + shape.qk_layernorm * normalised) / t,
         "attention": attention / t,
-        "mlp": w
-        * (shape.mlp_input_size + shape.ffn_hidden_size)
-        / t,  # the activation's input and output
+        # The activation's input and output.
+        "mlp": w * (shape.mlp_input_size + shape.ffn_hidden_size) / t,
     }
     return {name: case.micro_batch_tokens * value for name, value in parts.items()}
 
@@ -139,7 +144,11 @@ def stage_activation_bytes(
 ) -> float:
     """Return the bytes that a stage saves for backward per micro-batch.
 
-    Those that are recomputed do not count. `work`: None if the last layer computes all positions. `host`: on a CPU.
+    Those that are recomputed do not count.
+
+    Args:
+        host: Whether it is a CPU.
+        work: The objective; None if the last layer computes all positions.
     """
     layout = case.layout
     parts = layer_activation_bytes(case, host)
@@ -170,9 +179,10 @@ def stage_activation_bytes(
 
 
 def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool) -> float:
-    """Return the bytes that the last layer saves less per micro-batch, as after its attention it leaves out tokens.
+    """Return the bytes that the last layer saves less per micro-batch.
 
-    On an accelerator its attention saves its whole output, and the output projection the selected rows of it.
+    After its attention it leaves out tokens. On an accelerator its attention saves its whole
+    output, and the output projection the selected rows of it.
     """
     shape = case.shape
     w = case.value_bytes
@@ -216,7 +226,8 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     norm = 2 * case.hidden_bytes / case.sequence_shards + (
         case.hidden_bytes if case.sequence_shards > 1 else 0
     )
-    # A tied matrix's gradient has a tensor of its own; of an untied one autograd gets an empty tensor besides the buffer.
+    # A tied matrix's gradient has a tensor of its own; of an untied one autograd gets an empty
+    # tensor besides the buffer.
     gradient = w
     if not shape.untie_embeddings_and_output_weights:
         gradient = 6 if case.bf16 else 4

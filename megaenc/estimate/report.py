@@ -22,7 +22,7 @@ _MAX_PHASES = 12
 
 @dataclasses.dataclass(frozen=True)
 class EstimateReport:
-    """Estimate of a run's layout and of a suggested layout, if any, with what they are made of."""
+    """Estimate of a run's layout and of a suggested layout, if there is one."""
 
     model: str
     vocabulary: str
@@ -35,7 +35,7 @@ class EstimateReport:
     price: float | None
 
     def print(self, console: Console) -> None:
-        """Print tables of memory, step time and phases, and the suggested layout's flags."""
+        """Print memory, step times, phases, and the suggested layout's flags."""
         own = self.estimate
         case = own.case
         values = self.to_dict()
@@ -131,7 +131,7 @@ class EstimateReport:
         )
 
     def _suggestion_lines(self) -> list[str]:
-        """Return lines that print the suggested layout as flags, or the reason for none."""
+        """Return lines with the suggested layout as flags, or the reason for none."""
         own = self.estimate
         better = self.suggestion
         if not self.is_searched:
@@ -156,7 +156,10 @@ class EstimateReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the JSON file: inputs, estimate with all terms, suggestion (None without one)."""
+        """Return the content of the JSON file: inputs, estimate and suggestion.
+
+        The estimate has all terms; the suggestion is None if there is none.
+        """
         better = (
             None
             if self.suggestion is None

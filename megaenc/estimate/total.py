@@ -29,7 +29,7 @@ _RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Computation of a run in any layout: phases, and number and batches of validations."""
+    """Computation of a run in any layout."""
 
     phases: tuple[PhaseWork, ...]
     validations: int
@@ -59,7 +59,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Cost of one phase of the run: first and last step, tokens, FLOPs and seconds."""
+    """Cost of one phase of the run, from its first to its last step."""
 
     text: str
     first: int
@@ -71,7 +71,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a run in one layout: memory, whether it fits, steps by objective, and phases."""
+    """Memory and time of a run in one layout."""
 
     case: LayoutCase
     memory: RankMemory
@@ -95,15 +95,19 @@ class Estimate:
 
 
 def compute_idle_share(case: LayoutCase) -> float:
-    """Return the share of a step in which stages are idle: (p - 1) of m v + p - 1, with v chunks on each of p stages."""
+    """Return the share of a step in which stages are idle.
+
+    It is (p - 1) of m v + p - 1, with v chunks on each of p stages and m micro-batches.
+    """
     waiting = case.num_stages - 1
     return waiting / (case.micro_batches * case.virtual_stages + waiting)
 
 
 def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
-    """Return the seconds of a step of `flops` in all at `speed` FLOP/s of all devices.
+    """Return the seconds of a step of `flops` at `speed`, in FLOP/s of all devices.
 
-    Ranks with the largest share of the batch are waited for. Full recomputation repeats the forward pass, a third of the work.
+    Ranks with the largest share of the batch are waited for. Full recomputation repeats the forward
+    pass, a third of the work.
     """
     share = case.largest_share * case.data_parallel_size / case.global_batch_size
     repeated = 4 / 3 if case.layout.recompute_granularity == "full" else 1.0
@@ -113,7 +117,10 @@ def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
 def estimate_layout(
     case: LayoutCase, workload: Workload, device: Device, utilization: float
 ) -> Estimate:
-    """Return the Estimate of a run in the layout `case`, by FLOPs over `utilization` of the peak."""
+    """Return memory and time of a run in the layout `case`.
+
+    Time is FLOPs over `utilization` of the peak.
+    """
     memory = compute_max_memory(case, workload.works)
     speed = utilization * device.peak * case.gpus
 
@@ -143,9 +150,8 @@ def estimate_layout(
                 flops += count * work_steps / phase_steps * step_flops
                 seconds += count * work_steps / phase_steps * step_seconds
         phases.append(PhaseCost(phase.text, phase.first, phase.last, tokens, flops, seconds))
-    validation = (
-        workload.validations * workload.validation_batches * steps[0].seconds / 3
-    )  # the forward pass
+    # The forward pass is a third of a step.
+    validation = workload.validations * workload.validation_batches * steps[0].seconds / 3
     fits = memory.total <= device.memory
     return Estimate(
         case, memory, fits, compute_idle_share(case), tuple(steps), tuple(phases), validation
@@ -153,9 +159,10 @@ def estimate_layout(
 
 
 def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -> LayoutCase | None:
-    """Return the layout that fits with fewest ranks of a replica, then least recomputation, then largest micro-batch.
+    """Return the simplest layout that fits, None if none does.
 
-    Global batch size, model and number of devices stay. Returns None if no layout fits.
+    It has the fewest ranks of a replica, then the least recomputation, then the largest
+    micro-batch. Global batch size, model and number of devices stay.
     """
     for layouts in _list_candidates(case, device):
         for recompute in _RECOMPUTE:
@@ -167,7 +174,10 @@ def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -
 
 
 def _list_candidates(case: LayoutCase, device: Device) -> Iterator[list[LayoutCase]]:
-    """Yield layouts with equally many ranks of a replica, fewest first; of each, the largest micro-batch first."""
+    """Yield layouts with equally many ranks of a replica, fewest first.
+
+    Of each, the largest micro-batch comes first.
+    """
     sizes = []
     for tensor in _divisors(min(device.per_node, case.gpus)):
         for stages in _divisors(min(case.gpus // tensor, _MAX_STAGES)):
@@ -195,7 +205,10 @@ def _list_candidates(case: LayoutCase, device: Device) -> Iterator[list[LayoutCa
 
 
 def format_layout_flags(case: LayoutCase) -> list[str]:
-    """Return `megaenc pretrain` flags, quoted for a shell: --micro-batch-size, and layout flags that are not the default."""
+    """Return the flags of `megaenc pretrain` for a layout, quoted for a shell.
+
+    These are --micro-batch-size, and layout flags that are not the default.
+    """
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:
         value = getattr(case.layout, name)

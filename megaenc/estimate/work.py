@@ -12,7 +12,7 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class ObjectiveWork:
-    """Average work of one pack under an objective: tokens, predictions, and pairs of tokens that attend to each other."""
+    """Average work of one pack under an objective."""
 
     objective: str
     tokens: int
@@ -24,7 +24,8 @@ class ObjectiveWork:
     visible_squares: float
     """sum of the squared lengths of bidirectional parts: full documents, none, or prefixes"""
     local_pairs: float = 0.0
-    """ordered pairs of tokens in a document within the window of local layers; 0 without such layers"""
+    """ordered pairs of tokens in a document within the window of local layers; 0 without such
+    layers"""
     visible_local_pairs: float = 0.0
     """those in bidirectional parts"""
     selects_rows: bool = True
@@ -33,7 +34,10 @@ class ObjectiveWork:
     """classes of an objective with logits of its own; 0 if it predicts tokens"""
 
     def body_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of the layers' matrix products in a pack, forward and backward, with all positions in all layers."""
+        """Return the FLOPs of the layers' matrix products in a pack, both passes.
+
+        All positions are computed in all layers.
+        """
         return float(shape.layer_flops_per_token() * self.tokens)
 
     @property
@@ -42,28 +46,37 @@ class ObjectiveWork:
         return self.tokens - self.predicted if self.selects_rows and self.predicted else 0.0
 
     def unneeded_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of a pack that the last layer saves by leaving out tokens, both passes."""
+        """Return the FLOPs of a pack that leaving out tokens saves, both passes."""
         return self.unneeded_tokens * shape.unselected_flops_per_token()
 
     def attention_flops(self, shape: ModelConfig) -> float:
-        """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
+        """Return all layers' attention FLOPs of a pack, both passes.
+
+        They follow from the squared lengths of documents and bidirectional parts.
+        """
         each, local = shape.attention_flops(1, prefix=0) // shape.num_layers, shape.local_layers
         global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
         return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return the FLOPs of the output layer and prediction head at a pack's predicted positions, both passes."""
+        """Return the FLOPs of output layer and prediction head of a pack, both passes.
+
+        They are those of the predicted positions.
+        """
         return float(shape.head_flops(self.classes or vocab_size, self.predicted))
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
+        """Return all FLOPs of a pack, both passes, without recomputation or padding."""
         body = self.body_flops(shape) - self.unneeded_flops(shape)
         return body + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
 
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """Phase of the schedule: first and last step, average number of steps of each objective, batch sizes, and passes."""
+    """Work of one phase of the schedule, from its first to its last step.
+
+    `parts` has the average number of steps of each objective.
+    """
 
     text: str
     first: int
@@ -76,17 +89,24 @@ class PhaseWork:
 
 
 def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
-    """Return a run's objective schedule for any vocabulary of `vocab_size`; InputError for a wrong one."""
-    any_vocabulary = Vocabulary(
-        vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint=""
-    )  # parsing needs a mask token
+    """Return a run's schedule for any vocabulary of `vocab_size`.
+
+    Raises:
+        InputError: The schedule is wrong.
+    """
+    # Parsing needs a mask token.
+    any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
     return Schedule.build(
         config.objective_schedule, config.total_iters, any_vocabulary, config.seed
     )
 
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
-    """Return a run's phases with their average work, for a branch from --branch-at on; InputError for a wrong schedule."""
+    """Return a run's phases with their average work, for a branch from --branch-at on.
+
+    Raises:
+        InputError: The schedule is wrong.
+    """
     schedule = build_schedule(config, vocab_size)
     phases = []
     for phase in schedule.phases:
@@ -108,7 +128,10 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
 def compute_objective_work(
     start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel
 ) -> ObjectiveWork:
-    """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
+    """Return a pack's average work under an objective.
+
+    The options of the objective go linearly from `start` to `end`.
+    """
     length = config.data.seq_length
     unpredicted, special = 0.0, docs.special
     if start.shift:
@@ -134,14 +157,12 @@ def compute_objective_work(
         )
     elif start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
-        rest = (
-            length * (1 - (low + high) / 2) + docs.pieces / 2 - special
-        )  # a prefix is rounded down
+        # A prefix is rounded down.
+        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - special
         predicted = min(text, rest)
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
-        visible_local = (
-            docs.local_pairs * (low + high) / 2
-        )  # exact if documents are much longer than the window
+        # Exact if documents are much longer than the window.
+        visible_local = docs.local_pairs * (low + high) / 2
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
     selects_rows = config.layout.selects_rows
     return ObjectiveWork(
@@ -152,7 +173,7 @@ def compute_objective_work(
 def _count_batch_sizes(
     config: PretrainConfig, first: int, last: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return (global batch size, number of steps with it) for steps `first` to `last`."""
+    """Return the global batch sizes of steps `first` to `last`, and the steps of each."""
     if not config.rampup_batch_size:  # avoids a slow import of megatron-core
         return ((config.global_batch_size, last - first + 1),)
     sizes = config.batch_sizes

@@ -1,1 +1,4 @@
-"""Hugging Face folders, read without network access or code from the folder: config.json, weights, and transformers models."""
+"""Hugging Face folders: config.json, weights, and transformers models.
+
+They are read without network access or code from the folder.
+"""

@@ -1,4 +1,7 @@
-"""Readers of Hugging Face model folders: config.json and safetensors, one tensor at a time."""
+"""Readers of Hugging Face model folders.
+
+They read config.json, and safetensors one tensor at a time.
+"""
 
 import contextlib
 import math
@@ -20,18 +23,19 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+# Prefixes in models with an output layer.
 _WITH_OUTPUT_LAYER = (
     "model.",
     "lm_head.",
     "head.",
     "decoder.",
-)  # prefixes in models with an output layer
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-_COMPUTED = (
-    ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
-)
-# Fields of config.json that tell transformers how to load a model (its source and code) or what it returns besides states.
+# Older versions of transformers saved these angles with the weights.
+_COMPUTED = ".rotary_emb.inv_freq"
+# Fields of config.json that tell transformers how to load a model (its source and code) or what it
+# returns besides states.
 _LOADING = re.compile(
     "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype|experts_implementation|fusion_config|id2label"
     "|kernel_config|label2id|name_or_path|num_labels|output_attentions|output_hidden_states|problem_type|return_dict|torch_dtype"
@@ -43,7 +47,7 @@ _MAX_COUNT, _MAX_EXPERTS = 4096, 1 << 15  # limits of these counts, unless a fol
 
 
 class TensorHeader(NamedTuple):
-    """File, dtype and shape of a tensor in a safetensors file, from the header of this file."""
+    """File, dtype and shape of a tensor, from the header of its safetensors file."""
 
     file: Path
     dtype: str
@@ -51,15 +55,20 @@ class TensorHeader(NamedTuple):
 
 
 class HFCheckpoint:
-    """A Hugging Face model folder: config.json without loading fields as `config`, TensorHeaders by weight as `headers`.
+    """Hugging Face model folder with its config and the headers of its weights.
 
-    `config` omits fields about loading. Pickles are never read.
+    `config` is the content of config.json without the fields about loading; `headers` has a
+    TensorHeader by weight. Pickles are never read.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
-        """Read config.json and the headers of the folder `path`, given by `flag`.
+        """Read config.json and the headers of the folder `path`.
 
-        Raises InputError that names a missing or damaged file, or a pickle.
+        Args:
+            flag: Flag that the folder was given with, for errors.
+
+        Raises:
+            InputError: A file is missing or damaged, or the weights are a pickle.
         """
         self.path = path
         self.flag = flag
@@ -94,7 +103,7 @@ class HFCheckpoint:
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:
-        """Yield a dict of the safetensors slice of each weight by name, readable only within the block."""
+        """Yield the safetensors slice of each weight by name, readable within the block."""
         with contextlib.ExitStack() as stack:
             opened = {
                 file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files
@@ -105,14 +114,19 @@ class HFCheckpoint:
 
 
 class TrainableHFCheckpoint(HFCheckpoint):
-    """A Hugging Face model folder to start training from: also weight `shapes` by name and the `generation` config.
+    """Hugging Face model folder from which training starts.
 
-    Weights are read one by one. They have their names in a model with an output layer (`model.norm.weight`); folders of models
-    without one omit `model.`.
+    It also has the weight `shapes` by name and the `generation` config. Weights are read one by
+    one. They have their names in a model with an output layer (`model.norm.weight`); folders of
+    models without one omit `model.`.
     """
 
     def __init__(self, path: Path):
-        """Read config.json, generation_config.json and the headers of the folder `path`. Raises InputError if one is unusable."""
+        """Read config.json, generation_config.json and the headers of the folder `path`.
+
+        Raises:
+            InputError: A file is unusable.
+        """
         super().__init__(path)
         generation = path / GENERATION
         self.generation: dict[str, Any] = (
@@ -134,11 +148,19 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
     @property
     def dtypes(self) -> set[str]:
-        """Return the set of the weights' dtypes as safetensors names them, such as BF16."""
+        """Return the weights' dtypes as safetensors names them, such as BF16."""
         return {header.dtype for header in self.headers.values()}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Raise InputError for a weight that is missing, has another shape, or is neither `expected` nor `optional`."""
+        """Check that the folder has the `expected` weights and no others.
+
+        Args:
+            expected: Shapes of the weights.
+            optional: Names of other weights that the folder may have.
+
+        Raises:
+            InputError: A weight is missing, unexpected or of another shape.
+        """
         for name, shape in expected.items():
             if name not in self.shapes:
                 raise InputError(
@@ -155,9 +177,12 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 )
 
     def tensor(self, name: str) -> "Tensor":
-        """Read the weight `name` from its file and return it as a tensor; the file is closed again to free its pages.
+        """Read the weight `name` from its file.
 
-        Raises InputError for a number that is NaN or infinite.
+        The file is closed again to free its pages.
+
+        Raises:
+            InputError: A number is NaN or infinite.
         """
         file, stored = self._stored[name]
         with _open_safetensors(file, "pt") as tensors:
@@ -166,9 +191,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
         return tensor
 
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
-        """Yield the weight `name` as tensors of `rows` rows in order; the last one may have fewer.
+        """Yield the weight `name` as tensors of `rows` rows; the last one may have fewer.
 
-        Raises InputError for a number that is NaN or infinite.
+        Raises:
+            InputError: A number is NaN or infinite.
         """
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
@@ -179,10 +205,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
 
 def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
-    """Raise InputError if a number of a weight is NaN or infinite.
-
-    The error names `file` and the tensor.
-    """
+    """Raise InputError, naming `file` and tensor, if a weight is NaN or infinite."""
     if not tensor.numel():
         return
     # Both are NaN if one number is. `isfinite` allocates copies and is a hundred times slower.
@@ -194,7 +217,10 @@ def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
 
 
 def _drop_loading_fields(value: Any) -> Any:
-    """Return the content of config.json without the fields, at any depth, that tell transformers how to load a model."""
+    """Return config.json's content without fields that tell how to load a model.
+
+    These fields are dropped at any depth.
+    """
     if isinstance(value, dict):
         return {
             name: _drop_loading_fields(inner)
@@ -205,7 +231,10 @@ def _drop_loading_fields(value: Any) -> Any:
 
 
 def _check_counts(values: Any, limit: int, file: Path) -> None:
-    """Raise InputError, naming `file` and field, if a count of layers or their parts in `values` exceeds `limit`."""
+    """Raise InputError, naming `file` and field, if a count in `values` is too high.
+
+    Counts are those of layers or their parts; `limit` is the maximum.
+    """
     for name, value in values.items():
         if isinstance(value, dict):
             _check_counts(value, limit, file)
@@ -218,7 +247,10 @@ def _check_counts(values: Any, limit: int, file: Path) -> None:
 
 
 def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the weight files of a folder, and the file name of each tensor from the index, if there is one."""
+    """Return the weight files of a folder, and the file name of each tensor.
+
+    The names are from the index; there are none without one.
+    """
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS], {}
     if not (path / INDEX).exists():
@@ -251,7 +283,11 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _read_generation_config(file: Path) -> dict[str, Any]:
-    """Read generation_config.json. Raises InputError if transformers does not accept it."""
+    """Read generation_config.json.
+
+    Raises:
+        InputError: Transformers does not accept it.
+    """
     from transformers import GenerationConfig
 
     values = read_json_object(file, "a generation config")
@@ -273,13 +309,20 @@ def _read_generation_config(file: Path) -> dict[str, Any]:
 
 
 def shorten_repr(value: Any) -> str:
-    """Return `repr(value)`, or its first 57 characters and `...` if it is longer than 60, for error messages."""
+    """Return `repr(value)` for error messages, cut if it is longer than 60 characters.
+
+    A longer one has its first 57 characters and `...`.
+    """
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_positive(value: Any, name: str, where: str) -> float:
-    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
+    """Return `value` as a float.
+
+    Raises:
+        InputError: It is no finite number above 0; the message names file and field.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(
             f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0"
@@ -289,9 +332,10 @@ def check_positive(value: Any, name: str, where: str) -> float:
 
 @contextlib.contextmanager
 def _open_safetensors(file: Path, framework: str) -> Iterator[Any]:
-    """Open a safetensors file with tensors of `framework` ("np" or "pt") for the block.
+    """Open a safetensors file with tensors of `framework` ("np" or "pt").
 
-    Raises InputError if it is damaged or not a regular file.
+    Raises:
+        InputError: It is damaged or not a regular file.
     """
     if not file.is_file():  # a FIFO has no end
         raise InputError(f"{file}: not a regular file, expected the weights of a model")

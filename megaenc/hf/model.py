@@ -1,9 +1,8 @@
 """Loading and saving of transformers models in Hugging Face folders.
 
-Neither network access nor code from the folder is used.
-
-transformers gets the config and weights that were read here, never the folder, so that adapters, pickles, custom code and Hub
-kernels named in its files are ignored. What is saved has the fields of older versions too.
+Neither network access nor code from the folder is used. transformers gets the config and weights
+that were read here, never the folder, so that adapters, pickles, custom code and Hub kernels named
+in its files are ignored. What is saved has the fields of older versions too.
 """
 
 import copy
@@ -20,11 +19,9 @@ from megaenc.errors import InputError, first_error_line, format_error
 from megaenc.hf.checkpoint import CONFIG, FLOAT_DTYPES, HFCheckpoint, check_finite, shorten_repr
 from megaenc.json_files import read_json_object
 
-_HUB_KERNEL_MODELS = (
-    "mra",
-    "rwkv",
-    "yoso",
-)  # models for which transformers downloads kernels from the Hub
+# Models for which transformers downloads kernels from the Hub.
+_HUB_KERNEL_MODELS = ("mra", "rwkv", "yoso")
+# Models tested with transformers 4.57.
 _OLD_MODELS = (
     "bert",
     "roberta",
@@ -36,7 +33,7 @@ _OLD_MODELS = (
     "gemma3_text",
     "modernbert",
     "modernbert-decoder",
-)  # models tested with transformers 4.57
+)
 FULL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`, and keys of `rope_parameters`, of models with local layers."""
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
@@ -44,9 +41,17 @@ _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler
 
 
 def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
-    """Return transformers' config object of `model_type` for the fields `values` of a config.json; InputError if invalid.
+    """Return transformers' config object for the fields of a config.json.
 
-    `model_type` is a key of CONFIG_MAPPING. Fields of older versions are accepted. The error begins with `where`.
+    Fields of older versions are accepted.
+
+    Args:
+        values: The fields.
+        model_type: A key of CONFIG_MAPPING.
+        where: Beginning of errors.
+
+    Raises:
+        InputError: A field is invalid.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -56,9 +61,8 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
             raise InputError(
                 f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
             )
-    if not isinstance(
-        is_causal := values.get("is_causal", True), bool
-    ):  # transformers' kernels would read it differently
+    # transformers' kernels would read it differently.
+    if not isinstance(is_causal := values.get("is_causal", True), bool):
         raise InputError(
             f"{where}: field `is_causal`: found {shorten_repr(is_causal)}, expected true or false"
         )
@@ -75,22 +79,24 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
             {name: value for name, value in values.items() if name not in reserved}
             | {"model_type": model_type}
         )
-    except (
-        Exception
-    ) as error:  # validation raises huggingface_hub's errors, wrong types many others
+    except Exception as error:
+        # Validation raises huggingface_hub's errors, wrong types many others.
         raise InputError(
             f"{where}: {format_error(error)}; expected the config.json of a {model_type} model"
         ) from None
 
 
 def register_neobert(model_type: Any) -> None:
-    """Register our classes of NeoBERT with transformers, which has none, if `model_type` is neobert."""
+    """Register NeoBERT with transformers, which does not have it, if it is needed."""
     if model_type == "neobert":
         import megaenc.hf.neobert_model  # noqa: F401
 
 
 def find_model_class(architecture: str) -> Any:
-    """Return the model class that config.json calls `architecture`: transformers' or, for NeoBERT, our own; None if unknown."""
+    """Return the model class that config.json calls `architecture`, None if unknown.
+
+    It is transformers' or, for NeoBERT, our own.
+    """
     import transformers
 
     if architecture.startswith("NeoBERT"):
@@ -108,7 +114,10 @@ def find_base_class(config: Any) -> Any:
 
 
 def is_causal_decoder(config: Any) -> bool:
-    """Return whether transformers' decoder of `config` is causal, and not bidirectional by a field of config.json."""
+    """Return whether transformers' decoder of `config` is causal.
+
+    A field of config.json can make it bidirectional.
+    """
     if (
         hasattr(type(config), "use_bidirectional_attention")
         and config.use_bidirectional_attention is True
@@ -118,18 +127,20 @@ def is_causal_decoder(config: Any) -> bool:
 
 
 def load_hf_config(folder: HFCheckpoint) -> Any:
-    """Return transformers' config object for `folder`'s config.json; InputError for an unknown type or wrong field."""
+    """Return transformers' config object for the config.json of a folder.
+
+    Raises:
+        InputError: The model type is unknown or a field is wrong.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     where = str(folder.config_file)
     model_type = folder.config.get("model_type")
-    if (
-        model_type == "sl_model"
-    ):  # the study's released models: EuroBERT's weights under another name
+    # The study's released models have EuroBERT's weights under another name.
+    if model_type == "sl_model":
         model_type = "eurobert"
-    if (
-        model_type == "mistral" and "layer_types" in folder.config
-    ):  # as transformers' AutoConfig does
+    # As transformers' AutoConfig does.
+    if model_type == "mistral" and "layer_types" in folder.config:
         model_type = "ministral"
     register_neobert(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -145,7 +156,10 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
 
 
 def find_position_offset(model: Any) -> int:
-    """Return the first position of a text in the model's table of positions, above 0 in RoBERTa's, else 0."""
+    """Return the first position of a text in the model's table of positions.
+
+    It is above 0 in RoBERTa's, else 0.
+    """
     from torch import nn
 
     tables = (
@@ -156,9 +170,12 @@ def find_position_offset(model: Any) -> int:
 
 
 def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
-    """Return the masked language model of `folder` and its `config`, float32, eval mode, on the CPU; InputError for others.
+    """Load the masked language model of a folder, in float32, on the CPU.
 
-    A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
+    It is in eval mode. A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
+
+    Raises:
+        InputError: It is another model.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -191,18 +208,27 @@ def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
 def load_model(
     folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return (`kind` model in float32 and eval mode with `folder`'s weights, loading report); InputError if they misfit.
+    """Load the weights of a folder into a model of class `kind`, in float32.
 
-    `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
-    another model, for weights that are NaN or infinite, and, before memory is allocated, for a config that needs too much.
+    The model is in eval mode.
+
+    Args:
+        expected: Description of the model for errors.
+        options: Options of the class.
+
+    Returns:
+        The model, and transformers' report of the loading.
+
+    Raises:
+        InputError: Config or weights are of another model, weights are NaN or infinite, or, before
+            memory is allocated, the config needs too much.
     """
     import torch
 
     config = copy.deepcopy(config)
     try:
-        config._attn_implementation = (
-            None  # also of nested configs: transformers selects its best one
-        )
+        # Also of nested configs: transformers selects its best one.
+        config._attn_implementation = None
         with torch.device("meta"):
             empty = kind(copy.deepcopy(config), **options)
     except Exception as error:  # wrong fields raise errors of many types
@@ -237,9 +263,8 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
             )
-    except (
-        Exception
-    ) as error:  # tensors with the right names and wrong dtypes raise errors of many types
+    except Exception as error:
+        # Tensors with the right names and wrong dtypes raise errors of many types.
         raise InputError(
             f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}"
         ) from None
@@ -301,10 +326,9 @@ def save_hf_model(model: Any, folder: Path) -> None:
 def find_lowest_version(config: Any) -> str:
     """Return the lowest version of transformers that gives a model's numbers.
 
-    Empty if it is unknown.
-
-    Tested are 4.57 and 5.3. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, and
-    gives the local layers of its decoder the rotary base of the global ones.
+    Empty if it is unknown. Tested are 4.57 and 5.3: 4.57 has no EuroBERT, ignores `is_causal`,
+    knows ModernBERT's layers only in its own order, and gives the local layers of its decoder the
+    rotary base of the global ones.
     """
     kind = config.model_type
     if kind == "eurobert" or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):

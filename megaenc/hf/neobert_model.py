@@ -1,7 +1,8 @@
-"""NeoBERT in PyTorch (arXiv 2502.19587), with the Hub's names of weights: transformers has no class for it.
+"""NeoBERT (arXiv 2502.19587), which transformers has no class for, in PyTorch.
 
-It verifies exports and loads models without code from the Hub. Classes have the names that config.json has, and importing this
-module registers them with transformers' Auto classes.
+It verifies exports and loads models without code from the Hub. Classes have the names that
+config.json has, weights those of the Hub, and importing this module registers the classes with
+transformers' Auto classes.
 """
 
 from typing import Any, ClassVar
@@ -21,14 +22,18 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# Constants of the Hub's code: positions, and the width inside the MLP.
 _ROTARY_BASE, _MULTIPLE = (
     10000.0,
     8,
-)  # constants of the Hub's code: positions, and the width inside the MLP
+)
 
 
 def inner_size(intermediate_size: int) -> int:
-    """Return the width inside the MLP for `intermediate_size`: two thirds, as of SwiGLU's two matrices, up to a multiple of 8."""
+    """Return the width inside the MLP: two thirds of `intermediate_size`, rounded up.
+
+    Two thirds, as of SwiGLU's two matrices, up to a multiple of 8.
+    """
     return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
 
@@ -61,7 +66,15 @@ def _eager_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (attention [B, S, heads, D], its weights) by the formula, of [B, heads, S, D] and an additive `mask`."""
+    """Return attention and its weights by the formula.
+
+    Args:
+        query: [B, heads, S, D], as `key` and `value`.
+        mask: Added to the scores.
+
+    Returns:
+        The attention, [B, S, heads, D], and its weights.
+    """
     scores = query @ key.mT * scaling
     weights = (
         (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(value.dtype)
@@ -70,13 +83,19 @@ def _eager_attention(
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return x [B, S, heads, D], each pair of neighbouring numbers times `rotation` [B, S, D / 2] as complex numbers."""
+    """Return `x` [B, S, heads, D] with each pair of neighbouring numbers rotated.
+
+    A pair is multiplied, as a complex number, by its `rotation`, [B, S, D / 2].
+    """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotation[:, :, None]).flatten(-2).to(x.dtype)
 
 
 class _SwiGLU(nn.Module):
-    """Gated MLP without biases: w3(silu(gate) * up), with gate and up projection from one matrix, w12."""
+    """Gated MLP without biases: w3(silu(gate) * up).
+
+    Gate and up projection have one matrix, w12.
+    """
 
     def __init__(self, hidden: int, inner: int):
         super().__init__()
@@ -90,7 +109,10 @@ class _SwiGLU(nn.Module):
 
 
 class _NeoBERTLayer(nn.Module):
-    """Transformer layer with RMSNorm before attention and MLP; each head has its query, key and value rows in `qkv` together."""
+    """Transformer layer with RMSNorm before attention and MLP.
+
+    Each head has its query, key and value rows in `qkv` together.
+    """
 
     is_causal = False
 
@@ -160,7 +182,11 @@ class NeoBERT(NeoBERTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return the states after the last norm, [B, S, H]; `attention_mask`: 1 for tokens of the text, or added to scores."""
+        """Return the states after the last norm, [B, S, H].
+
+        Args:
+            attention_mask: 1 for tokens of the text, or added to scores.
+        """
         x = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(x.size(1), device=x.device)[None]
@@ -179,7 +205,10 @@ class NeoBERT(NeoBERTPreTrainedModel):
 
 
 class NeoBERTLMHead(NeoBERTPreTrainedModel):
-    """NeoBERT with the output layer of masked language modelling, which has a matrix of its own and a bias."""
+    """NeoBERT with the output layer of masked language modelling.
+
+    The layer has a matrix of its own and a bias.
+    """
 
     def __init__(self, config: NeoBERTConfig):
         super().__init__(config)

@@ -1,1 +1,1 @@
-"""Families of Hugging Face models with layers or names of their own: their fields of config.json."""
+"""Families of Hugging Face models: their layers and their fields of config.json."""

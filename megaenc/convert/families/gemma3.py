@@ -1,4 +1,7 @@
-"""Conversion between the config.json of Gemma 3's text models and `ModelConfig`; EmbeddingGemma is one of them."""
+"""Conversion between config.json and `ModelConfig` for Gemma 3's text models.
+
+EmbeddingGemma is one of them.
+"""
 
 from typing import Any
 
@@ -39,15 +42,21 @@ FIXED = {
 
 def find_other_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all."""
-    if (
-        model.hidden_size % model.num_attention_heads
-    ):  # transformers refuses it, whatever the width of a head
+    # transformers refuses it, whatever the width of a head.
+    if model.hidden_size % model.num_attention_heads:
         return "heads whose number does not divide the hidden size"
     return find_other_activation(model)
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
+    """Return the fields of ModelConfig that are not in `FIELDS`.
+
+    Args:
+        file: Name of the config.json, for errors.
+
+    Raises:
+        InputError: A field, which the message names, asks for an unsupported feature.
+    """
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name) is not None:
             raise InputError(
@@ -93,10 +102,9 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a Gemma 3 config.json for `model`; the inverse of `read_fields`."""
-    window = (
-        model.window_size or model.hidden_size
-    )  # unused without local layers, but transformers requires it
+    """Return the other fields of a Gemma 3 config.json; the inverse of `read_fields`."""
+    # Unused without local layers, but transformers requires it.
+    window = model.window_size or model.hidden_size
     is_bidirectional = attention == Attention.BIDIRECTIONAL
     fields = layer_type_fields(model)
     if model.rotary_seq_len_interpolation_factor is not None:
@@ -108,7 +116,6 @@ def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> d
         "head_dim": model.head_dim,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
         "use_bidirectional_attention": is_bidirectional,
-        "sliding_window": 2 * window
-        if is_bidirectional
-        else window + 1,  # transformers halves the one of both sides
+        # transformers halves the one of both sides.
+        "sliding_window": 2 * window if is_bidirectional else window + 1,
     }

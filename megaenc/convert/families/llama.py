@@ -1,7 +1,8 @@
-"""Conversion between config.json and `ModelConfig` of families with Llama's layers: EuroBERT, Llama, Mistral, Qwen2 and Qwen3.
+"""Conversion between config.json and `ModelConfig` for families like Llama.
 
-They differ only in the options of one layer. Each module of this package has the same tables and functions, from which
-`megaenc.convert.architectures` converts in both directions.
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer. Each module of
+this package has the same tables and functions, from which `megaenc.convert.architectures` converts
+in both directions.
 """
 
 import math
@@ -22,7 +23,8 @@ FIELDS = {
     "initializer_range": "init_method_std",
 }
 """Fields of config.json with another name in ModelConfig."""
-# megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
+# megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is
+# configurable.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -44,9 +46,11 @@ OPTIONS = (
     "yarn_rotary_scaling_factor",
     "yarn_original_max_position_embeddings",
 )
-"""Other fields of ModelConfig that these families have, which `read_fields` returns. All others have their default."""
+"""Other fields of ModelConfig that these families have, which `read_fields` returns. All others
+have their default."""
 FIXED: dict[str, tuple[Any, str]] = {}
-"""Fields of ModelConfig with another value than the default in all models, and the text of the default for errors."""
+"""Fields of ModelConfig with another value than the default in all models, and the text of the
+default for errors."""
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
@@ -55,7 +59,14 @@ def find_other_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
+    """Return the fields of ModelConfig that are not in `FIELDS`.
+
+    Args:
+        file: Name of the config.json, for errors.
+
+    Raises:
+        InputError: A field, which the message names, asks for an unsupported feature.
+    """
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -67,7 +78,7 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def _check_supported_layers(config: Any, file: str) -> None:
-    """Raise InputError, naming `file` and field, if `config` has layers that are not supported here."""
+    """Raise InputError, naming file and field, for layers that are not supported here."""
     if getattr(config, "mlp_bias", False):
         raise InputError(f"{file}: field `mlp_bias`: found true, expected false")
     if config.hidden_act != "silu":
@@ -79,9 +90,8 @@ def _check_supported_layers(config: Any, file: str) -> None:
     for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
     kinds = getattr(config, "layer_types", None) or ()
-    windowed = (
-        "sliding_attention" in kinds or not kinds
-    )  # Mistral has no list: all of its layers have the window
+    # Mistral has no list: all of its layers have the window.
+    windowed = "sliding_attention" in kinds or not kinds
     if window is not None and window < context and windowed:
         raise InputError(
             f"{file}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
@@ -89,9 +99,8 @@ def _check_supported_layers(config: Any, file: str) -> None:
             f"{window} there to read no more tokens than the window"
         )
     for kind in kinds:
-        if (
-            kind != "full_attention" and window is None
-        ):  # a window as long as the context has no effect
+        # A window as long as the context has no effect.
+        if kind != "full_attention" and window is None:
             raise InputError(
                 f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer"
             )
@@ -125,7 +134,11 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig for `rope_parameters` of type yarn; InputError for options without a flag."""
+    """Return the fields of ModelConfig for `rope_parameters` of type yarn.
+
+    Raises:
+        InputError: An option without a flag does not have its default.
+    """
     factor = check_positive(rope.get("factor"), "factor", file)
     context = check_positive(
         rope.get("original_max_position_embeddings"), "original_max_position_embeddings", file
@@ -154,7 +167,7 @@ def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a config.json for `model`; the inverse of `read_fields`."""
+    """Return the other fields of a config.json, the inverse of `read_fields`."""
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.use_rope_scaling:
         rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}

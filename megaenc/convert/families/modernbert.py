@@ -1,7 +1,8 @@
-"""Conversion between ModernBERT's config.json and `ModelConfig`; Ettin encoders and mmBERT are ModernBERT models.
+"""Conversion between config.json and `ModelConfig` for ModernBERT.
 
-Ettin decoders have the same layers with causal attention (transformers' ModernBertDecoder). A window of w tokens in their
-config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT's spans w tokens to each side.
+Ettin encoders and mmBERT are ModernBERT models. Ettin decoders have the same layers with causal
+attention (transformers' ModernBertDecoder). A window of w tokens in their config.json includes the
+token itself, so that it spans w - 1 tokens; ModernBERT's spans w tokens to each side.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,10 @@ FIXED = {
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
-    """Return, as text, how the heads of `model` differ from those of equal number that share the hidden size, or None."""
+    """Return, as text, a feature of `model` that ModernBERT lacks; None if it has all.
+
+    Its heads have keys and values of their own and divide the hidden size.
+    """
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
     if model.query_size != model.hidden_size:
@@ -60,12 +64,22 @@ def find_other_shape(model: ModelConfig) -> str | None:
 
 
 def find_other_activation(model: ModelConfig) -> str | None:
-    """Return, as text, the activation of `model` if transformers has another one or none of its name, else None."""
+    """Return, as text, the activation of `model` if transformers lacks it, else None.
+
+    Transformers may also have another activation of this name.
+    """
     return None if model.activation in ACTIVATIONS else f"--activation {model.activation}"
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
+    """Return the fields of ModelConfig that are not in `FIELDS`.
+
+    Args:
+        file: Name of the config.json, for errors.
+
+    Raises:
+        InputError: A field, which the message names, asks for an unsupported feature.
+    """
     is_encoder = config.model_type == MODEL_TYPE
     if not is_encoder and not getattr(config, "is_causal", True):
         raise InputError(
@@ -87,7 +101,7 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     }
 
     def read_window() -> int:
-        """Return the tokens to each side, or before a token, that local layers attend to, as transformers reads them."""
+        """Return the tokens to each side, or before a token, that local layers attend to."""
         if is_encoder:
             return read_tokens(config.local_attention, "`local_attention`", file) // 2
         # It counts the token itself, and without it transformers derives it from `local_attention`.
@@ -106,7 +120,7 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def check_activation(name: Any, file: str) -> None:
-    """Raise InputError, naming `file`, if `name` is not an activation of the gated MLP here."""
+    """Raise InputError, naming `file`, if the gated MLP has no activation `name`."""
     if name not in ACTIVATIONS:
         raise InputError(
             f"{file}: field `hidden_activation`: found {shorten_repr(name)}, expected {' or '.join(ACTIVATIONS)}"
@@ -116,7 +130,16 @@ def check_activation(name: Any, file: str) -> None:
 def read_layer_types(
     kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str
 ) -> dict[str, Any]:
-    """Return the options of ModelConfig for `layer_types` and the rotary base of each kind; InputError if not periodic."""
+    """Return the fields of ModelConfig for `layer_types` of a config.json.
+
+    Args:
+        kinds: The `layer_types`.
+        bases: Rotary base of each kind of layer.
+        read_window: Returns the window of local layers.
+
+    Raises:
+        InputError: The global layers are not periodic.
+    """
     if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(
             f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}"
@@ -151,7 +174,11 @@ def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
 
 
 def read_tokens(value: Any, field: str, file: str) -> int:
-    """Return the tokens of a window in config.json; InputError, naming `file` and `field`, for fewer than two."""
+    """Return the tokens of a window in config.json.
+
+    Raises:
+        InputError: They are fewer than two; the message names `file` and `field`.
+    """
     if not isinstance(value, int) or value < 2:
         raise InputError(
             f"{file}: field {field}: found {shorten_repr(value)}, expected 2 or more tokens"
@@ -160,10 +187,12 @@ def read_tokens(value: Any, field: str, file: str) -> int:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `read_fields`."""
-    window = (model.window_size or model.hidden_size) + (
-        attention == Attention.CAUSAL
-    )  # unused without local layers
+    """Return ModernBERT's other config.json fields, the inverse of `read_fields`.
+
+    Its decoder has the same fields.
+    """
+    # Unused without local layers.
+    window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)
     return {
         "classifier_activation": model.activation,
         "local_attention": 2 * window,
@@ -174,7 +203,7 @@ def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> d
 
 
 def layer_type_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields `layer_types` and `rope_parameters` of a config.json; the inverse of `read_layer_types`."""
+    """Return `layer_types` and `rope_parameters`; the inverse of `read_layer_types`."""
     bases = {FULL: model.rotary_base, LOCAL: model.local_rotary_base or model.rotary_base}
     return {
         "layer_types": [FULL if window is None else LOCAL for window in model.layer_windows],

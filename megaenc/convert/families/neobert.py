@@ -1,4 +1,7 @@
-"""Conversion between NeoBERT's config.json (arXiv 2502.19587) and `ModelConfig`; its layers are Llama's, its names its own."""
+"""Conversion between config.json and `ModelConfig` for NeoBERT.
+
+Its layers (arXiv 2502.19587) are Llama's, with names of their own.
+"""
 
 from typing import Any
 
@@ -10,7 +13,8 @@ from megaenc.objectives import Attention
 
 MODEL_TYPE = "neobert"
 HUB_CODE = "chandar-lab/NeoBERT"
-"""Repository of the Hub with the code that loads NeoBERT in transformers, which has no class for it."""
+"""Repository of the Hub with the code that loads NeoBERT in transformers, which has no class for
+it."""
 _AUTO_MAP = {
     "AutoConfig": f"{HUB_CODE}--model.NeoBERTConfig",
     "AutoModel": f"{HUB_CODE}--model.NeoBERT",
@@ -28,7 +32,8 @@ FIELDS = {
     "decoder_init_range": "init_method_std",
 }
 """Fields of config.json with another name in ModelConfig."""
-# Fields of NeoBERT's variants that change its layers, with NeoBERT's value, which config.json need not have.
+# Fields of NeoBERT's variants that change its layers, with NeoBERT's value, which config.json need
+# not have.
 _VARIANTS = {
     "rms_norm": True,
     "rope": True,
@@ -48,7 +53,14 @@ def find_other_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the other options of ModelConfig; InputError, naming file and field, for unsupported features."""
+    """Return the fields of ModelConfig that are not in `FIELDS`.
+
+    Args:
+        file: Name of the config.json, for errors.
+
+    Raises:
+        InputError: A field, which the message names, asks for an unsupported feature.
+    """
     from megaenc.hf.neobert_model import inner_size  # here, because transformers takes seconds
 
     for name, expected in _VARIANTS.items():
@@ -83,7 +95,10 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a NeoBERT config.json for `model`, which depend on nothing else; inverse of `read_fields`."""
+    """Return the other fields of a NeoBERT config.json; the inverse of `read_fields`.
+
+    They depend only on `model`.
+    """
     return {
         "intermediate_size": model.ffn_hidden_size * 3 // 2,
         "dim_head": model.head_dim,

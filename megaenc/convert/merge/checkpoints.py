@@ -1,4 +1,7 @@
-"""Merge of checkpoints of one or several runs into a run folder with a checkpoint of step 0, without optimizer."""
+"""Merge of checkpoints of one or several runs to a run folder.
+
+The folder has a checkpoint of step 0 without optimizer state.
+"""
 
 import contextlib
 import dataclasses
@@ -64,7 +67,10 @@ class MergeSource:
 
     @property
     def history(self) -> tuple[Ancestor, ...]:
-        """Return the runs and models that the weights come from, the oldest first, with this run as the last."""
+        """Return the runs and models that the weights come from, the oldest first.
+
+        This run is the last.
+        """
         run = self.run
         settings = self.run.settings
         if run.converted:
@@ -79,7 +85,11 @@ class MergeSource:
         return (*run.start.before, own)
 
     def record(self, state: dict[str, Any], weight: float | None = None) -> MergedCheckpoint:
-        """Return the entry for run.json; `state`: content of state.json."""
+        """Return the entry for run.json.
+
+        Args:
+            state: Content of state.json.
+        """
         identity = identity_digest(self.run.identity)
         return MergedCheckpoint(
             str(self.run.folder.resolve()), self.step, identity, json_digest(state), weight
@@ -96,11 +106,22 @@ def merge(
     density: float | None = None,
     dtype: str = "source",
 ) -> MergeRecord:
-    """Merge the checkpoints `load` (RUN, RUN@STEP or RUN@STEP,STEP) into new run folder `output`; return its MergeRecord.
+    """Merge the checkpoints `load` and write the result as run folder `output`.
 
-    Float32 master weights are merged if a checkpoint has them. `weights`: one for each checkpoint (linear) or the position
-    between two (slerp). `base`, `density`: of TIES. `dtype` of the result: bf16, fp32, or source: bf16 if all sources are. Raises
-    InputError, and leaves no folder, if the checkpoints do not fit each other or one is damaged.
+    Float32 master weights are merged if a checkpoint has them.
+
+    Args:
+        load: Checkpoints as RUN, RUN@STEP or RUN@STEP,STEP.
+        weights: One for each checkpoint (linear), or the position between two (slerp).
+        base: Checkpoint from which all others were trained (ties).
+        density: Fraction of the changes that is merged (ties).
+        dtype: Dtype of the result: bf16, fp32, or source: bf16 if all checkpoints have it.
+
+    Returns:
+        The record of the merge, as in run.json.
+
+    Raises:
+        InputError: The checkpoints do not fit each other or one is damaged; no folder is left.
     """
     refuse_existing(output, "--output")
     sources = [source for text in load for source in _open_sources(text, "--load")]
@@ -183,7 +204,11 @@ def merge(
 
 
 def _open_sources(text: str, flag: str) -> list[MergeSource]:
-    """Return the checkpoints of RUN (the newest), RUN@STEP or RUN@STEP,STEP; InputError if it is no run or has no such step."""
+    """Return the checkpoints of RUN (the newest), RUN@STEP or RUN@STEP,STEP.
+
+    Raises:
+        InputError: It is no run or has no such step.
+    """
     name, at, steps = text.rpartition("@")
     if not at or os.path.isdir(text):
         name = text
@@ -212,7 +237,11 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
 def _check_options(
     method: str, count: int, weights: Sequence[float], base: str, density: float | None
 ) -> Sequence[float | None]:
-    """Return the weight of each of `count` checkpoints, None with TIES; InputError for options that do not fit `method`."""
+    """Return the weight of each of `count` checkpoints, None with TIES.
+
+    Raises:
+        InputError: An option does not fit `method`.
+    """
     if method not in METHODS:
         raise InputError(f"--method: found {method!r}, expected one of {', '.join(METHODS)}")
     if count < 2 or (method == "slerp" and count > 2):
@@ -295,10 +324,12 @@ def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | No
 def _merge_histories(
     sources: list[MergeSource], furthest: MergeSource, record: MergeRecord
 ) -> tuple[Ancestor, ...]:
-    """Return the ancestors of a merge: those that all sources share, and one for what the sources were trained on since.
+    """Return the ancestors of a merge.
 
-    That one has the names of all checkpoints, and step, schedule and tokens of the furthest trained. Different Hugging Face
-    models of one family, which decides on exports, become one ancestor, with the config fields that all of them have.
+    These are the ones that all sources share, and one for what the sources were trained on since.
+    That one has the names of all checkpoints, and step, schedule and tokens of the furthest
+    trained. Different Hugging Face models of one family, which decides on exports, become one
+    ancestor, with the config fields that all of them have.
     """
     histories = [source.history for source in sources]
     same = itertools.takewhile(
@@ -337,10 +368,13 @@ def _merge_histories(
 def _merge_weights(
     encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[WeightReader]", record: MergeRecord
 ) -> None:
-    """Set the weights of `encoder`, one by one, to the merged ones; rows that pad the vocabulary are zero.
+    """Set the weights of `encoder`, one by one, to the merged ones.
 
-    `readers`: of the record's checkpoints, and then of its base. A tensor is one of the export: query, key and value, and gate
-    and up projection, are merged separately.
+    Rows that pad the vocabulary are zero. A tensor is one of the export: query, key and value, and
+    gate and up projection, are merged separately.
+
+    Args:
+        readers: Readers of the record's checkpoints, and then of its base.
     """
     parameters = dict(encoder.named_parameters())
     weights = [checkpoint.weight for checkpoint in record.checkpoints]
@@ -363,7 +397,10 @@ def _merge_weights(
 
 
 def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[ParamMapping, str]]:
-    """Yield (mapping, name) of all weights `names` of a run; unchanged those that no family has, such as a head's norm."""
+    """Yield the mapping and the name of each of the weights `names` of a run.
+
+    Weights that no family has, such as a head's norm, are mapped to themselves.
+    """
     mapped = {core: mapping for mapping, core, _ in iter_mappings(run.model)}
     for core in (*mapped, *(name for name in names if name not in mapped)):
         yield mapped.get(core, ParamMapping(core, (core,))), core
@@ -372,7 +409,10 @@ def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[Pa
 def _find_thresholds(
     run: RunCheckpoint, readers: "list[WeightReader]", density: float, names: Collection[str]
 ) -> list[float]:
-    """Return for each checkpoint the magnitude from which on TIES keeps differences to the base, over all weights at once."""
+    """Return the magnitude from which on TIES keeps the changes of each checkpoint.
+
+    Changes are differences to the base; a threshold is over all weights at once.
+    """
     *others, base = readers
     values = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32)
     thresholds = []
@@ -387,6 +427,6 @@ def _find_thresholds(
 
 
 def _read_rows(reader: "WeightReader", core: str, run: RunCheckpoint) -> Tensor:
-    """Return the weight `core` of a checkpoint in float32, without the rows that pad the vocabulary."""
+    """Return a checkpoint's weight in float32, without rows that pad the vocabulary."""
     tensor = reader.read(core)
     return tensor[: run.vocab_size] if core in VOCABULARY_ROWS else tensor

@@ -1,6 +1,7 @@
-"""Methods that merge the weights of several checkpoints: linear, SLERP and TIES, computed in float64; record of a merge.
+"""Methods that merge the weights of checkpoints, and the record of a merge.
 
-A method gets one tensor of each checkpoint, in float32 and of equal shape, and returns the merged one, rounded once to float32.
+A method (linear, SLERP or TIES) gets one tensor of each checkpoint, in float32 and of equal shape,
+and returns the merged one, computed in float64 and rounded once to float32.
 """
 
 import dataclasses
@@ -21,7 +22,14 @@ _PARALLEL = 1e-6  # sine of the angle below which SLERP divides by rounding erro
 
 @dataclass(frozen=True)
 class MergedCheckpoint:
-    """Checkpoint that was merged: run directory, step, digests of its run's identity and of its state.json, and weight."""
+    """Checkpoint that was merged.
+
+    Args:
+        run: Run folder.
+        identity: Digest of the run's identity.
+        sha256: Digest of the checkpoint's state.json.
+        weight: Its weight in the average; None with TIES.
+    """
 
     run: str
     step: int
@@ -31,7 +39,7 @@ class MergedCheckpoint:
 
     @property
     def label(self) -> str:
-        """Return directory name and step, such as `clm-42@1000`."""
+        """Return folder name and step, such as `clm-42@1000`."""
         return f"{Path(self.run).name}@{self.step}"
 
     def describe(self) -> str:
@@ -41,7 +49,7 @@ class MergedCheckpoint:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """Record of a merge in run.json: method, checkpoints, and for TIES the base checkpoint and the density."""
+    """Record of a merge in run.json; base and density are those of TIES."""
 
     method: str
     checkpoints: tuple[MergedCheckpoint, ...]
@@ -50,7 +58,11 @@ class MergeRecord:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Return the record of `values`, the field `merge` of a run.json; TypeError for unknown or missing fields."""
+        """Return the record of `values`, the field `merge` of a run.json.
+
+        Raises:
+            TypeError: A field is unknown or missing.
+        """
         parts = tuple(MergedCheckpoint(**part) for part in values["checkpoints"])
         base = values["base"] and MergedCheckpoint(**values["base"])
         return cls(**values | {"checkpoints": parts, "base": base})
@@ -75,10 +87,14 @@ def merge_linear(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
-    """Return the spherical interpolation from the first (`t` = 0) to the second (`t` = 1) of two tensors, as flat vectors.
+    """Return the spherical interpolation between two tensors, as flat vectors.
 
-    Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b, whose lengths stay as they
-    are. Linear if a and b are parallel, opposite, or one of them is zero.
+    Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b,
+    whose lengths stay as they are. Linear if a and b are parallel, opposite, or one of them is
+    zero.
+
+    Args:
+        t: Position between the first tensor (0) and the second (1).
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
     for parts in _iter_chunks(tensors):
@@ -93,10 +109,11 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
 
 
 def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[float]) -> Tensor:
-    """Return `base` plus the merged differences of `tensors` to it, by TIES (arXiv 2306.01708, algorithm 1, lambda = 1).
+    """Return `base` plus the differences of `tensors` to it, merged by TIES.
 
-    Differences below the checkpoint's threshold (see `trim_threshold`) become 0; the sign of their sum is elected for each
-    element; those of this sign are averaged.
+    This is algorithm 1 of arXiv 2306.01708 with lambda = 1: differences below the checkpoint's
+    threshold (see `trim_threshold`) become 0; the sign of their sum is elected for each element;
+    those of this sign are averaged.
     """
 
     def merge(parts: list[Tensor]) -> Tensor:
@@ -118,14 +135,20 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
 
 
 def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
-    """Return |tensor - base| of each element as a flat float32 array, rounded as `merge_ties` compares it."""
+    """Return |tensor - base| of each element as a flat float32 array.
+
+    It is rounded as `merge_ties` compares it.
+    """
     return (
         _combine_chunks(lambda parts: (parts[1] - parts[0]).abs(), [base, tensor]).flatten().numpy()
     )
 
 
 def trim_threshold(values: np.ndarray, density: float) -> float:
-    """Return the magnitude that the largest `density` of all `values` reach, which are reordered; equal ones all reach it."""
+    """Return the magnitude that the largest `density` of all `values` reach.
+
+    Equal values all reach it. `values` are reordered in place.
+    """
     index = len(values) - max(1, round(density * len(values)))
     values.partition(index)
     return float(values[index])
@@ -138,7 +161,11 @@ def _iter_chunks(tensors: Sequence[Tensor]):
 
 
 def _combine_chunks(combine: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Return the float32 tensor of `combine`, an elementwise function of float64 parts of `tensors`."""
+    """Return `combine`'s result as float32, computed in chunks of `tensors`.
+
+    Args:
+        combine: Elementwise function of float64 parts of `tensors`.
+    """
     result = torch.empty(tensors[0].shape, dtype=torch.float32)
     for target, parts in zip(result.view(-1).split(_CHUNK), _iter_chunks(tensors), strict=True):
         target.copy_(combine(parts))
