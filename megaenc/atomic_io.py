@@ -159,7 +159,8 @@ def atomic_dir(path: Path) -> Iterator[Path]:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise InputError(
-                f"{path}: created meanwhile by another process ({error.strerror}); choose another name"
+                f"{path}: created meanwhile by another process ({error.strerror}); "
+                "choose another name"
             ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

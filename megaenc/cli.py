@@ -158,20 +158,24 @@ def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return name, arguments[words:]
-    first, both = arguments[0], " ".join(arguments[:2])
+    first = arguments[0]
+    both = " ".join(arguments[:2])
     if both in MOVED:
         raise InputError(
             f"megaenc {both}: is now a script of the repository; use `{MOVED[both]}` in a clone"
         )
     pairs = [name for name in COMMANDS if " " in name]
     if first in _command_groups():
-        command, known = both, [name for name in pairs if name.startswith(f"{first} ")]
+        command = both
+        known = [name for name in pairs if name.startswith(f"{first} ")]
         word = closest_match(arguments[1], [name.split()[1] for name in known])
         near = word and f"{first} {word}"
     elif near := closest_match(both, pairs, cutoff=0.8):
-        command, known = both, pairs
+        command = both
+        known = pairs
     else:
-        command, known = first, list(COMMANDS)
+        command = first
+        known = list(COMMANDS)
         near = closest_match(first, [*known, *_command_groups()])
     hint = f"did you mean `megaenc {near}`?" if near else f"expected one of {', '.join(known)}"
     raise InputError(f"megaenc {command}: no such command; {hint}")
@@ -192,7 +196,10 @@ def format_usage(group: str = "") -> str:
     width = max(map(len, descriptions))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in descriptions.items())
     if group:
-        return f"usage: megaenc {group} COMMAND [flags]\n\n{commands}\n\n`megaenc {group} COMMAND --help` explains the flags."
+        return (
+            f"usage: megaenc {group} COMMAND [flags]\n\n{commands}\n\n`megaenc {group} COMMAND "
+            "--help` explains the flags."
+        )
     return f"""usage: megaenc COMMAND [flags]
 
 {megaenc.__doc__.strip()}
@@ -202,4 +209,5 @@ commands:
 
 `megaenc COMMAND --help` explains the flags. From text to training data:
   megaenc tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer
-  megaenc preprocess --input corpus.jsonl --output-prefix out/corpus --tokenizer tokenizer --append-eod"""
+  megaenc preprocess --input corpus.jsonl --output-prefix out/corpus --tokenizer tokenizer \
+--append-eod"""

@@ -183,8 +183,10 @@ class ProgressLine:
         row_widths: tuple[int, int] | None = None,
         outlives_reader: bool = False,
     ) -> None:
-        self.description, self.total = escape_unprintable(description), total
-        self.interval, self.closing = interval, closing
+        self.description = escape_unprintable(description)
+        self.total = total
+        self.interval = interval
+        self.closing = closing
         self._widths = row_widths
         self._guard_output = _ignore_closed_output if outlives_reader else nullcontext
         self._done = 0.0
@@ -316,7 +318,8 @@ class ProgressLine:
         return (self.description, self._done, tuple(self._fields.items()))
 
     def _print(self, now: float) -> None:
-        self._print_time, self._printed_state = now, self._state()
+        self._print_time = now
+        self._printed_state = self._state()
         print(f"{self.description}  {self._tail(now)}".rstrip(), flush=True)
 
     def _tail(self, now: float) -> str:
@@ -359,13 +362,9 @@ def format_number(value: Any) -> str:
         return str(value)
     if abs(value) >= 1e6:
         return f"{value / 1e9:.2f}G" if abs(value) >= 1e9 else f"{value / 1e6:.2f}M"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:,.0f}"
-        if abs(value) >= 1000
-        else f"{value:.4g}"
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -127,10 +127,8 @@ class KeyedPermutation:
         Each round changes one half of the bits.
         """
         low_shift, high_shift = self._shifts
-        high, low = (
-            values >> self._low_bits,
-            values & ((np.uint64(1) << self._low_bits) - np.uint64(1)),
-        )
+        high = values >> self._low_bits
+        low = values & ((np.uint64(1) << self._low_bits) - np.uint64(1))
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_mix(high ^ key) >> low_shift)
@@ -165,7 +163,8 @@ def _stable_argsort(words: np.ndarray) -> np.ndarray:
     order.sort()
     has_tie = np.zeros(len(words), dtype=bool)
     for start in range(0, len(words) - 1, _CHUNK):
-        current, following = order[start : start + _CHUNK], order[start + 1 : start + _CHUNK + 1]
+        current = order[start : start + _CHUNK]
+        following = order[start + 1 : start + _CHUNK + 1]
         equal = ((current[: len(following)] ^ following) >> bits) == 0
         has_tie[start : start + len(equal)] |= equal
         has_tie[start + 1 : start + 1 + len(equal)] |= equal

@@ -42,8 +42,13 @@ REMOVED = {
     "explain": "--output writes all terms as JSON",
     "intra_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
     "inter_node_bandwidth": "give --mfu, the share of the peak that a run has reached",
-    "reported": "docs/study-plan.md has the models, steps and hours that the paper reports; leave the section out",
-    "timing_log_level": "--profile times each operation, and each row of metrics.jsonl the parts of a step",
+    "reported": (
+        "docs/study-plan.md has the models, steps and hours that the paper reports; "
+        "leave the section out"
+    ),
+    "timing_log_level": (
+        "--profile times each operation, and each row of metrics.jsonl the parts of a step"
+    ),
 }
 """Former flags, and what to use instead."""
 
@@ -194,8 +199,10 @@ def setting(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
-"""Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
+MAX_YAML = 1 << 20
+"""Size limit of a YAML file in bytes."""
+MAX_YAML_VALUES = 100_000
+"""Limit of the number of values in a YAML file with aliases expanded."""
 _MAX_LEVELS = 100  # Python cannot print or write much deeper values
 _MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
 # The other surrogates stand for bytes of file names.
@@ -240,7 +247,10 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
     """
     if isinstance(node, yaml.ScalarNode):
         if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
-            problem = f"found a number of {len(node.value):,} characters, expected at most {_MAX_NUMBER:,}"
+            problem = (
+                f"found a number of {len(node.value):,} characters, "
+                f"expected at most {_MAX_NUMBER:,}"
+            )
         elif match := _UNUSABLE.search(node.value):
             problem = f"found the character {match[0]!r}, which neither texts nor file names have"
         else:
@@ -529,7 +539,8 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
         pass
     if not isinstance(values, dict):
         raise InputError(
-            f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}"
+            f"{source}: found {truncate_text(repr(text))}{problem}, "
+            f"expected fields such as {example}"
         )
     return normalize_names(values, source)
 
@@ -616,7 +627,8 @@ def check_given(settings: Any, command: str, *names: str) -> None:
 
 
 _TITLES = re.compile(
-    "Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options"
+    "Missing argument|Value error|Unrecognized options|Parsing error|Invalid "
+    "(input|choice)|Required options"
 )
 
 
@@ -645,7 +657,10 @@ def _simplify_error(message: str) -> str:
     if match := re.match(
         r"invalid choice ('.*') for argument '(.+)'\. Expected one of \((.*?),?\)", sentence
     ):
-        return f"{match[2]}: found {match[1]}, expected one of {match[3].replace(chr(39), '').removeprefix(', ')}"
+        return (
+            f"{match[2]}: found {match[1]}, expected one of "
+            f"{match[3].replace(chr(39), '').removeprefix(', ')}"
+        )
     if match := re.match(r"Missing value for argument '(.+)'", sentence):
         return f"{match[1]}: no value given, expected one"
     if match := re.match(r"Missing from [^:]*: (.+)", sentence):
@@ -673,5 +688,8 @@ def _simplify_error(message: str) -> str:
             .replace("FLOAT", "a number")
         )
         kinds = re.sub(r"\{?\[(a whole number|a number) .*?\]\]\}?", r"\1 or more of them", kinds)
-        return f"{match[1]}: found {match[3]}, expected {' or '.join(kinds.translate({123: None, 125: None}).split('|'))}"
+        return (
+            f"{match[1]}: found {match[3]}, expected "
+            f"{' or '.join(kinds.translate({123: None, 125: None}).split('|'))}"
+        )
     return sentence

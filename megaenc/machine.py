@@ -38,7 +38,8 @@ def allow_open_files(count: int, purpose: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise InputError(
-            f"ulimit -Hn: found a limit of {hard:,} open files, expected {needed:,} or more for {purpose}"
+            f"ulimit -Hn: found a limit of {hard:,} open files, "
+            f"expected {needed:,} or more for {purpose}"
         )
     if soft != hard:
         # A kernel's own maximum may be lower than the limit that it states.
@@ -67,7 +68,8 @@ def check_process_count(flag: str, count: int) -> None:
     limit = max(_MAX_PROCESSES, _MAX_PER_CORE * cores)
     if count > limit:
         raise InputError(
-            f"{flag}: found {count:,}, expected at most {limit:,} with {cores:,} usable cores; give a smaller number"
+            f"{flag}: found {count:,}, expected at most {limit:,} with {cores:,} usable cores; "
+            "give a smaller number"
         )
 
 
@@ -84,7 +86,10 @@ def accelerator_names() -> list[str]:
         Path("/dev", name).exists() for name in ("kfd", "dxg")
     ):
         return []
-    code = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
+    code = (
+        "import torch; [print(torch.cuda.get_device_name(each)) for each in "
+        "range(torch.cuda.device_count())]"
+    )
     result = subprocess.run(
         with_pdeathsig(python_command("-c", code)),
         env=python_environment(),

@@ -50,7 +50,8 @@ def report_stale_files(*paths: Path) -> None:
             with contextlib.suppress(OSError):
                 size += file.stat().st_size
         print_rank_0(
-            f"{paths[0].parent}: {len(stale_files)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless "
+            f"{paths[0].parent}: {len(stale_files)} unfinished by a stopped run, "
+            f"{size / 1e6:,.1f} MB; remove them unless "
             f"another process is writing them: {format_paths([path.name for path in stale_files])}"
         )
 
@@ -85,13 +86,11 @@ def check_output_file(
     try:
         target = resolve_path(path)
         exists = os.path.lexists(path)
-        kind = (
-            "a folder"
-            if target.is_dir()
-            else ""
-            if target.is_file() or not target.exists()
-            else "no regular file"
-        )
+        kind = ""
+        if target.is_dir():
+            kind = "a folder"
+        elif target.exists() and not target.is_file():
+            kind = "no regular file"
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
     except ValueError:

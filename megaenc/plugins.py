@@ -71,7 +71,8 @@ class Registry(Generic[T]):
             raise InputError(f"unknown {title}, expected one of {', '.join(self.names())}{hint}")
         if own is not None:
             raise InputError(
-                f"{title}: {_format_package(offers[0])} offers it, but {_import_path(own)} has that name already"
+                f"{title}: {_format_package(offers[0])} offers it, "
+                f"but {_import_path(own)} has that name already"
             )
         if len(offers) > 1:
             packages = " and by ".join(_format_package(offer) for offer in offers)

@@ -166,13 +166,9 @@ class ChildProcess:
                 ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # reaped elsewhere in this process
                 return self.process.poll()
-            return (
-                None
-                if ended is None
-                else ended.si_status
-                if ended.si_code == os.CLD_EXITED
-                else -ended.si_status
-            )
+            if ended is None:
+                return None
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:

@@ -186,7 +186,8 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"{file}: field `model_type`: found {shorten_repr(model_type)}, expected one of {KNOWN_FAMILIES}"
+            f"{file}: field `model_type`: found {shorten_repr(model_type)}, "
+            f"expected one of {KNOWN_FAMILIES}"
         )
     return FAMILIES[model_type]
 
@@ -208,14 +209,17 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     # Only some of transformers' kernels follow it.
     if family.is_encoder and values.get("is_causal"):
         raise InputError(
-            f"{file}: field `is_causal`: found true, expected false: {family.model_type} models are bidirectional"
+            f"{file}: field `is_causal`: found true, expected false: "
+            f"{family.model_type} models are bidirectional"
         )
     if family.export_as:  # defaults of the export family are of another model
-        fields = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
+        rope = values.get("rope_parameters")
+        fields = values | (rope if isinstance(rope, dict) else {})
         for name in _FIELDS_WITHOUT_SHAPE:
             if name not in fields:
                 raise InputError(
-                    f"{file}: field `{name}`: missing, expected the value that the model was trained with"
+                    f"{file}: field `{name}`: missing, expected the value that the model was "
+                    "trained with"
                 )
     return build_hf_config(values, family.export_family.model_type, file)
 
@@ -313,7 +317,8 @@ def build_export_config(
 
     if family.is_encoder and tokenizer.mask_token_id is None:
         raise InputError(
-            f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
+            f"--as {family.model_type}: found a tokenizer without a mask token, "
+            "expected --as llama or another decoder"
         )
     pad = tokenizer.pad_token_id
     bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -396,6 +401,7 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
             else f"which this {config.model_type} model cannot have"
         )
         lines.append(
-            f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came in, {reason}"
+            f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came "
+            f"in, {reason}"
         )
     return lines

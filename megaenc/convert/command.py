@@ -21,7 +21,8 @@ USAGE = """usage: {prog} DIRECTION [options]
 
 directions:
   to-hf    convert a run's checkpoint, saved in any layout, to a Hugging Face folder
-  from-hf  convert a Hugging Face folder to a run folder, from which runs in any layout start (--init-from)
+  from-hf  convert a Hugging Face folder to a run folder, from which runs in any layout start \
+(--init-from)
   merge    average checkpoints of one or several runs to such a run folder
 
 {prog} to-hf --help shows the options."""
@@ -174,7 +175,10 @@ def _describe_proof(folder: Path) -> str:
     largest = max(
         number for kernel in proof["largest_difference"].values() for number in kernel.values()
     )
-    return f"as {proof['class']}, {proof['attention']}; {proof['compared']} differ by at most {largest:.1e}"
+    return (
+        f"as {proof['class']}, {proof['attention']}; "
+        f"{proof['compared']} differ by at most {largest:.1e}"
+    )
 
 
 def _from_hf(options: FromHFConfig) -> None:
@@ -189,8 +193,9 @@ def _from_hf(options: FromHFConfig) -> None:
         dtype=options.dtype,
     )
     print_rank_0(
-        f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
-        f"  prepare text for it: megaenc preprocess --tokenizer {Path(options.output) / 'tokenizer'} --special-tokens template\n"
+        f"{options.output}: the {source.family.model_type} model of {options.input}, "
+        f"{mask.describe()}\n  prepare text for it: megaenc preprocess --tokenizer "
+        f"{Path(options.output) / 'tokenizer'} --special-tokens template\n"
         f"{_describe_start(options.output)}"
     )
 
@@ -206,7 +211,8 @@ def _merge(options: MergeConfig) -> None:
     names = ", ".join(one.describe() for one in record.checkpoints)
     base = f", base {record.base.label}, density {record.density:g}" if record.base else ""
     print_rank_0(
-        f"{options.output}: {record.method} merge of {names}{base}\n{_describe_start(options.output)}"
+        f"{options.output}: {record.method} merge of "
+        f"{names}{base}\n{_describe_start(options.output)}"
     )
 
 

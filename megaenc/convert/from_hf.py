@@ -115,8 +115,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     if model.untie_embeddings_and_output_weights and head not in folder.shapes:
         if not tie:
             raise InputError(
-                f"{path}: no tensor `{head}`: the model was saved without its output layer, which training needs; give "
-                "--tie-word-embeddings to take the embedding for it"
+                f"{path}: no tensor `{head}`: the model was saved without its output layer, "
+                "which training needs; give --tie-word-embeddings to take the embedding for it"
             )
         model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
@@ -133,7 +133,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     for name in family.zero_bias_names(model):
         if folder.tensor(name).any():
             raise InputError(
-                f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros"
+                f"{path}: tensor `{name}`: found a bias of attention's output, "
+                "expected none or zeros"
             )
     if (
         tied

@@ -101,23 +101,19 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     loader = (
         "megaenc's own NeoBERT" if provenance.architecture.startswith("NeoBERT") else "transformers"
     )
-    trained = (
-        "made for"
-        if provenance.converted
-        else "last trained"
-        if provenance.is_trained
-        else "trained first"
-    )
+    if provenance.converted:
+        trained = "made for"
+    else:
+        trained = "last trained" if provenance.is_trained else "trained first"
     # transformers' fill-mask pipeline supports only masked-LM classes.
-    has_features = provenance.encoder_only or (_is_decoder(provenance) and not causal)
-    tag = "feature-extraction" if has_features else "text-generation" if causal else "fill-mask"
-    library, tag = (
-        ("sentence-transformers", "sentence-similarity")
-        if provenance.sentences
-        else ("transformers", tag)
-    )
+    if provenance.sentences:
+        tag = "sentence-similarity"
+    elif provenance.encoder_only or (_is_decoder(provenance) and not causal):
+        tag = "feature-extraction"
+    else:
+        tag = "text-generation" if causal else "fill-mask"
     return f"""---
-library_name: {library}
+library_name: {"sentence-transformers" if provenance.sentences else "transformers"}
 pipeline_tag: {tag}
 license: {provenance.license}
 tags: [megaenc]
@@ -125,7 +121,8 @@ tags: [megaenc]
 
 # {escape_markdown(name)}
 
-A text {"decoder" if causal else "encoder"}{_format_training(provenance)} {_format_ancestry(provenance)}Attention in this
+A text {"decoder" if causal else "encoder"}{_format_training(provenance)} \
+{_format_ancestry(provenance)}Attention in this
 export: {attention}.{_format_loading_class(provenance, attention)}
 
 {_format_metrics(provenance)}## Where predictions stand
@@ -138,7 +135,8 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 
 {_format_texts(provenance, attention)}## Proof
 
-`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {loader} loads it, are
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, \
+as {loader} loads it, are
 from those of megatron-core's model.
 """
 
@@ -159,7 +157,10 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
         return ""
     text = f"In training a document was {inline_code(provenance.document)}. "
     if attention == Attention.CAUSAL:
-        text += "`tokenizer(text)` gives the same without its end, so that the model can go on with a prompt."
+        text += (
+            "`tokenizer(text)` gives the same without its end, "
+            "so that the model can go on with a prompt."
+        )
     else:
         text += "`tokenizer(text)` gives the same, and `tokenizer(first, second)` a pair."
     return f"## Texts\n\n{text}\n\n"
@@ -178,7 +179,8 @@ def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
 
     The keys are `training` and `held out, OBJECTIVE`; missing ones are left out.
     """
-    metrics = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
+    row = _read_last_row(folder / METRICS_FILE, step)
+    metrics = {"training": row} if row else {}
     row = _read_last_row(folder / VALIDATION_FILE, step)
     objectives = row.get("objectives")
     for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
@@ -232,12 +234,15 @@ def _format_training(provenance: ExportProvenance) -> str:
             if merge.base
             else ""
         )
-        return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
+        return (
+            f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; "
+            "nothing\nwas trained since."
+        )
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
-        f" pretrained on {inline_code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
-        f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
+        f" pretrained on {inline_code(provenance.schedule_text)} over {provenance.total_iters:,} "
+        f"steps;\nthis is step {provenance.step:,}, after {provenance.tokens:,} tokens."
     )
 
 
@@ -249,22 +254,26 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
     start = provenance.start
     whose = "weights" if provenance.converted else "first weights"
     parts = [
-        f"Its {whose} are those of {inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
+        f"Its {whose} are those of {inline_code(Path(stage.run).name)}, "
+        f"a Hugging Face model of type {stage.family}. "
         for stage in start.before
         if stage.family
     ]
     if provenance.added_token:
         parts.append(
-            f"The row of its mask token, {inline_code(provenance.added_token)}, was added: the mean of the others. "
+            f"The row of its mask token, {inline_code(provenance.added_token)}, was added: "
+            "the mean of the others. "
         )
     stages = [
-        f"{inline_code(Path(stage.run).name)} to step {stage.step:,} ({inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
+        f"{inline_code(Path(stage.run).name)} to step {stage.step:,} "
+        f"({inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
     if stages:
         parts.append(
-            f"{'They' if parts else f'Its {whose}'} were trained in other runs: {', then '.join(stages)}. "
+            f"{'They' if parts else f'Its {whose}'} were trained in other runs: "
+            f"{', then '.join(stages)}. "
         )
     if start.kind == "branch":
         run = inline_code(Path(start.run).name)
@@ -286,21 +295,29 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     if provenance.architecture.startswith("NeoBERT"):
         loader = "AutoModel" if provenance.encoder_only else "AutoModelForMaskedLM"
         return (
-            f" It loads with `{loader}` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
-            "written for transformers 4: under 5 it computes other outputs, without an error. `megaenc finetune`, "
-            "`megaenc embed` and `megaenc fill-mask` run none."
+            f" It loads with `{loader}` and `trust_remote_code=True`, "
+            f"which runs the code of {HUB_CODE} on the Hub, "
+            "written for transformers 4: under 5 it computes other outputs, without an error. "
+            "`megaenc finetune`, `megaenc embed` and `megaenc fill-mask` run none."
         )
     version = f" {provenance.transformers} or later" if provenance.transformers else ""
     text = f" It loads with `{provenance.architecture}` of transformers{version}"
     if provenance.encoder_only:
         text += " and has no output layer"
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
-        text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
+        text += (
+            ", which reads both ways here, and not with `AutoModelForMaskedLM`; "
+            "`megaenc fill-mask` fills masks with it"
+        )
     if provenance.sentences:
-        text += ". `SentenceTransformer` gives the mean of its hidden states, in float32 unless `model_kwargs` has another `dtype`"
+        text += (
+            ". `SentenceTransformer` gives the mean of its hidden states, "
+            "in float32 unless `model_kwargs` has another `dtype`"
+        )
     if provenance.dtype != "float32":
         text += (
-            f". The weights are in {provenance.dtype}: to fine-tune them or to export them to ONNX, give `from_pretrained` "
+            f". The weights are in {provenance.dtype}: "
+            "to fine-tune them or to export them to ONNX, give `from_pretrained` "
             '`dtype="float32"`, as small steps of an optimizer are lost otherwise'
         )
     return f"{text}."
@@ -320,29 +337,34 @@ def _format_prediction_shift(
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append(
-            "The output at position i predicts token i + 1, as transformers' causal language models do."
+            "The output at position i predicts token i + 1, "
+            "as transformers' causal language models do."
         )
     elif shift:
-        pipeline = '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
+        pipeline = (
+            '`transformers.pipeline("fill-mask")` reads position i and would answer for another '
+            "token; "
+        )
         parts.append(
-            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** {name} predicts a token from the output "
-            f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
-            f"{'' if _is_decoder(provenance) else pipeline}`megaenc fill-mask` moves the logits by itself."
+            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** {name} "
+            "predicts a token from the output "
+            f"{shift} before it: for the mask token at position i read the logits at position i - "
+            f"{shift}. "
+            f"{'' if _is_decoder(provenance) else pipeline}`megaenc fill-mask` moves the logits by "
+            "itself."
         )
     else:
         parts.append(
             f"{name} predicts a token where it stands: the output at position i is for token i."
         )
     if objective.attention != attention:
-        was = (
-            "came in reading"
-            if provenance.converted
-            else "was trained"
-            if provenance.is_trained
-            else "is first trained"
-        )
+        if provenance.converted:
+            was = "came in reading"
+        else:
+            was = "was trained" if provenance.is_trained else "is first trained"
         parts.append(
-            f"It {was} under {objective.attention} attention, and this export reads its text under {attention}."
+            f"It {was} under {objective.attention} attention, "
+            f"and this export reads its text under {attention}."
         )
     parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

@@ -142,7 +142,8 @@ class RunCheckpoint:
         expected = str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(
-                f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+                f"{where}: found another tokenizer than the run's (fingerprint "
+                f"{vocabulary.fingerprint[:12]}, run.json says "
                 f"{expected[:12]}); put the one back that the run wrote there"
             )
         if vocabulary.size > self.vocab_size:
@@ -164,8 +165,8 @@ class RunCheckpoint:
             )
         except InputError as error:
             raise InputError(
-                f"--load {self.folder}: its model card cannot be written, as its schedule cannot be read ({error}); install the "
-                "package of the objective"
+                f"--load {self.folder}: its model card cannot be written, "
+                f"as its schedule cannot be read ({error}); install the package of the objective"
             ) from None
 
     def exportable_steps(self) -> list[int]:
@@ -195,7 +196,8 @@ class RunCheckpoint:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
             reason = "only an unfinished checkpoint" if unfinished else "no checkpoint yet"
             raise InputError(
-                f"{flag} {self.folder}: {reason}; give the run's command again to continue to its next checkpoint"
+                f"{flag} {self.folder}: {reason}; give the run's command again to continue to its "
+                "next checkpoint"
             )
         return newest
 
@@ -248,7 +250,8 @@ def report_removal(
         ) or checkpoints.is_complete(step):
             raise
         raise InputError(
-            f"{checkpoints.path(step)}: was removed while it was read, as runs remove old checkpoints; "
+            f"{checkpoints.path(step)}: was removed while it was read, "
+            "as runs remove old checkpoints; "
             f"expected one that stays ({flag}, or wait for the end of the run)"
         ) from None
 
@@ -264,7 +267,8 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     """
     if not os.path.isfile(folder / CONFIG_FILE):
         raise InputError(
-            f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save"
+            f"{flag} {folder}: no {CONFIG_FILE} there, "
+            "expected the folder that a pretraining run got as --save"
         )
     facts, start = _read_facts(folder / RUN_FILE)
     settings = read_config_file(str(folder / CONFIG_FILE))
@@ -278,7 +282,8 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
         )
     if (configured := settings.shape.vocab_size) not in (None, vocab_size):
         raise InputError(
-            f"{folder / CONFIG_FILE}: field `vocab_size`: found {configured}, expected {vocab_size} as in {RUN_FILE}"
+            f"{folder / CONFIG_FILE}: field `vocab_size`: found {configured}, "
+            f"expected {vocab_size} as in {RUN_FILE}"
         )
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     final = settings.phase_configs[-1].settings
@@ -326,7 +331,8 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     for stage in start.before:
         if stage.family and stage.family not in FAMILIES:
             raise InputError(
-                f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN_FAMILIES}"
+                f"{file}: start: field `family`: found {stage.family!r}, "
+                f"expected one of {KNOWN_FAMILIES}"
             )
     return facts, start
 

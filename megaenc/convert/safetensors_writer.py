@@ -86,7 +86,8 @@ def write_shards(
                 tensor_name, tensor = next(remaining)
                 if tensor_name != name or tuple(tensor.shape) != tuple(shapes[name]):
                     raise ValueError(
-                        f"found {tensor_name} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}"
+                        f"found {tensor_name} of shape {tuple(tensor.shape)}, "
+                        f"expected {name} of {shapes[name]}"
                     )
                 content = memoryview(tensor_bytes(tensor.to(dtype)))
                 stream.write(content)

@@ -39,12 +39,12 @@ from megaenc.convert.tokenizer_io import (
     write_tokenizer,
 )
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
-from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
+from megaenc.data.tokenizer.special_tokens import set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
 from megaenc.hf.model import find_base_class, find_lowest_version, save_hf_config
-from megaenc.objectives import Attention, Objective
+from megaenc.objectives import Attention
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import TOKENIZER_DIR
@@ -196,22 +196,12 @@ class Exporter:
         if encoder_only:
             self.config.architectures = [find_base_class(self.config).__name__]
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
-        self.special_tokens = self._choose_special_tokens()
+        self.special_tokens = run.special_tokens
         if self.special_tokens is not None:
+            # An export with causal attention continues texts, so that it does not end them.
+            if self.attention == Attention.CAUSAL:
+                self.special_tokens = dataclasses.replace(self.special_tokens, after=())
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
-
-    def _choose_special_tokens(self) -> SpecialTokens | None:
-        """Return the special tokens that the export's tokenizer adds to a text.
-
-        A bidirectional export adds those of training. One with causal attention, which continues
-        texts, does not end them. None if the tokenizer stays as it is.
-        """
-        special = self.run.special_tokens
-        if special is None:
-            return None
-        if self.attention == Attention.CAUSAL:
-            special = dataclasses.replace(special, after=())
-        return special
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
         """Write and verify the export of one step in `folder`, and return the step.
@@ -225,7 +215,15 @@ class Exporter:
         tokens = self._write_tokenizer(folder)
         with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
             provenance = self._provenance(step)
-            self.config.prediction_shift = self._select_objective(provenance).shift
+            objective = provenance.select_objective(self.attention)
+            if objective.classes and not self.encoder_only:
+                raise InputError(
+                    f"step {provenance.step} of {self.run.folder}: "
+                    f"trained last on {objective.describe()}, whose output layer "
+                    f"predicts {objective.classes} classes and no tokens; expected --encoder-only, "
+                    "which leaves it out"
+                )
+            self.config.prediction_shift = objective.shift
             save_hf_config(self.config, folder)
             if self.attention == Attention.CAUSAL and run.generation:
                 write_json(folder / GENERATION, run.generation)
@@ -254,7 +252,8 @@ class Exporter:
             )
         except InputError as error:
             raise InputError(
-                f"step {step} of {run.folder}: the export is not the model: {error}; nothing is written"
+                f"step {step} of {run.folder}: the export is not the model: {error}; "
+                "nothing is written"
             ) from None
         origin = {
             "megaenc": __version__,
@@ -266,20 +265,6 @@ class Exporter:
         }
         write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
-
-    def _select_objective(self, provenance: ExportProvenance) -> Objective:
-        """Return the objective of the output layer.
-
-        Raises:
-            InputError: The output layer predicts no tokens and is not left out.
-        """
-        objective = provenance.select_objective(self.attention)
-        if objective.classes and not self.encoder_only:
-            raise InputError(
-                f"step {provenance.step} of {self.run.folder}: trained last on {objective.describe()}, whose output layer "
-                f"predicts {objective.classes} classes and no tokens; expected --encoder-only, which leaves it out"
-            )
-        return objective
 
     def report_changed_fields(self) -> None:
         """Print a line for each field of the original model's config.json that changed."""
@@ -296,8 +281,8 @@ class Exporter:
             return
         able = able_families(self.run.model, self.attention)
         raise InputError(
-            f"--as {self.family.model_type}: has no bias of the output layer, and step {step} has one of up to "
-            f"{float(bias.abs().max()):.2g}; "
+            f"--as {self.family.model_type}: has no bias of the output layer, "
+            f"and step {step} has one of up to {float(bias.abs().max()):.2g}; "
             + (f"expected --as {' or '.join(able)}" if able else "expected zeros")
         )
 

@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,8 @@ _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processo
 # are used.
 _RESERVED_TOKEN = re.compile(
     r"<\|?mask\|?>|\[MASK\]"  # a mask token without its role
-    r"|[<\[]\|?(reserved_special_token|reserved_token|reserved|unused|extra|dummy|placeholder|control|SPECIAL)_?\d+\|?[>\]]",
+    r"|[<\[]\|?(reserved_special_token|reserved_token|reserved|unused|extra|dummy|placeholder"
+    r"|control|SPECIAL)_?\d+\|?[>\]]",
     re.IGNORECASE,
 )
 
@@ -102,11 +102,12 @@ def _raise_too_many_ids(
         token = getattr(tokenizer, role)
         if token is not None and token not in known:
             raise InputError(
-                f"{folder / CONFIG}: field `{role}`: found {token!r}, expected a token of {FILE}: the model's {rows} rows "
-                "leave none for another"
+                f"{folder / CONFIG}: field `{role}`: found {token!r}, expected a token of {FILE}: "
+                f"the model's {rows} rows leave none for another"
             )
     raise InputError(
-        f"{folder / 'config.json'}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
+        f"{folder / 'config.json'}: field `vocab_size`: found {rows}, "
+        f"expected at least the tokenizer's {ids} ids"
     )
 
 
@@ -145,18 +146,20 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     if tokenizer.mask_token is not None:
         if add:
             raise InputError(
-                f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; leave the flag out"
+                f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; "
+                "leave the flag out"
             )
         return MaskToken(str(tokenizer.mask_token), tokenizer.mask_token_id, "own")
     token = MASK if add else _find_reserved_token(tokenizer)
     if token is None:
         raise InputError(
-            f"--input: its tokenizer has neither a mask token nor a reserved one; give --add-mask-token to add {MASK}, with "
-            "the mean of the other rows as its row"
+            "--input: its tokenizer has neither a mask token nor a reserved one; "
+            f"give --add-mask-token to add {MASK}, with the mean of the other rows as its row"
         )
     if add and token in tokenizer.get_vocab():
         raise InputError(
-            f"--add-mask-token: the tokenizer has a token {MASK} without the role; leave the flag out"
+            f"--add-mask-token: the tokenizer has a token {MASK} without the role; "
+            "leave the flag out"
         )
     from tokenizers import AddedToken
 
@@ -196,9 +199,9 @@ def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
     # tokenizer.json.
     for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
         config.pop(name, None)
-    config |= {
-        role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES
-    }
+    for role in ROLES:
+        token = getattr(tokenizer, role)
+        config[role] = None if token is None else str(token)
     config |= {"tokenizer_class": _GENERIC_CLASS, **options}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -240,8 +243,13 @@ def verify_tokenizer(
     """
     loaded = load_tokenizer(folder)
     kind = type(loaded).__name__
-    texts = list(_probe_texts(trained))
-    prefix = f"the tokenizer that transformers loads with a {model_type} config.json, {kind}, is not the run's: "
+    texts = [*PROBES, *(f" {text}" for text in PROBES)]
+    for token in trained.added_tokens_decoder.values():
+        texts += [f"The {token} quick {token}{token}.", f"{token} x"]
+    prefix = (
+        f"the tokenizer that transformers loads with a {model_type} config.json, {kind}, "
+        "is not the run's: "
+    )
     for text, corpus in zip(texts, encode_documents(trained, texts), strict=True):
         ids = trained(text)["input_ids"]
         pairs = [
@@ -262,9 +270,8 @@ def verify_tokenizer(
                     min(len(actual), len(expected)),
                 )
                 start = max(0, same - 2)
-                actual, expected = (
-                    " ".join(map(str, row[start : start + 12])) for row in (actual, expected)
-                )
+                actual = " ".join(map(str, actual[start : start + 12]))
+                expected = " ".join(map(str, expected[start : start + 12]))
                 raise InputError(
                     f"{prefix}{text[:60]!r} is encoded as .. {actual}, expected .. {expected}"
                 )
@@ -273,7 +280,8 @@ def verify_tokenizer(
     for role in ROLES:
         if getattr(loaded, role) != getattr(trained, role):
             raise InputError(
-                f"{prefix}`{role}` is {getattr(loaded, role)!r}, expected {getattr(trained, role)!r}"
+                f"{prefix}`{role}` is {getattr(loaded, role)!r}, "
+                f"expected {getattr(trained, role)!r}"
             )
     actual = _read_pipeline(loaded)
     expected = _read_pipeline(trained)
@@ -282,15 +290,6 @@ def verify_tokenizer(
             raise InputError(f"{prefix}`{part}` differs")
     same = ["ids", "text of the ids", "roles", *_PARTS]
     return {"class": kind, "mask_token": loaded.mask_token, "texts": len(texts), "same": same}
-
-
-def _probe_texts(tokenizer: Any) -> Iterator[str]:
-    """Yield the texts for comparisons: fixed ones, and two with each added token."""
-    yield from PROBES
-    yield from (f" {text}" for text in PROBES)
-    for token in tokenizer.added_tokens_decoder.values():
-        yield f"The {token} quick {token}{token}."
-        yield f"{token} x"
 
 
 def _read_pipeline(tokenizer: Any) -> dict[str, Any]:

@@ -119,7 +119,10 @@ def verify_export(
 
     model, architecture = _load_export(folder)
     _check_windows(model.config, windows, attention)
-    _check_weights(model, digests)
+    state = model.state_dict()
+    for name, digest in digests.items():
+        if hashlib.sha256(memoryview(tensor_bytes(state[name]))).hexdigest() != digest:
+            raise _VerificationError(f"`{name}` is not what was written")
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
     tolerance = max(_TOLERANCE, _TOLERANCE * largest / 10)
@@ -171,7 +174,8 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
             raise _VerificationError(
-                f"{architecture} finds {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}"
+                f"{architecture} finds {kind.replace('_', ' ')}: "
+                f"{sorted(map(str, report[kind]))[0]}"
             )
     return model, architecture
 
@@ -202,14 +206,6 @@ def _check_windows(config: Any, windows: Sequence[int | None], attention: Attent
         raise _VerificationError(
             f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}"
         )
-
-
-def _check_weights(model: Any, digests: dict[str, str]) -> None:
-    """Raise an error if the SHA-256 of a loaded weight differs from `digests`."""
-    state = model.state_dict()
-    for name, digest in digests.items():
-        if hashlib.sha256(memoryview(tensor_bytes(state[name]))).hexdigest() != digest:
-            raise _VerificationError(f"`{name}` is not what was written")
 
 
 def _compare_outputs(
@@ -245,7 +241,8 @@ def _compare_outputs(
     for case, difference in largest.items():
         if not difference <= tolerance:  # also fails for NaN
             raise _VerificationError(
-                f"{label}, {case}: outputs differ by {difference:.2e}, expected at most {tolerance:.1e}"
+                f"{label}, {case}: outputs differ by {difference:.2e}, "
+                f"expected at most {tolerance:.1e}"
             )
     return largest
 

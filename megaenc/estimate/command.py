@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = sum(report.estimate.seconds for report in reports)
         hours = sum(report.estimate.hours for report in reports)
         console.print(
-            f"all phases: {format_duration(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours",
+            f"all phases: {format_duration(seconds)}, "
+            f"{hours:,.{0 if hours >= 10 else 2}f} device hours",
             style="bold",
         )
         values = {
@@ -135,7 +136,8 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 
     Steps before --branch-at are left out.
     """
-    pretrain, done = config.pretrain, config.pretrain.start.branch_at or 0
+    pretrain = config.pretrain
+    done = pretrain.start.branch_at or 0
     if not pretrain.phases:
         return [config]
     output = replace(pretrain.output, eval_interval=pretrain.eval_every)
@@ -163,23 +165,20 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
         pretrain = flags.replace_fields(pretrain, _STUDY_RECIPE, source="the study's recipe")
     default = EstimateConfig(pretrain=merge_defaults(argv, prog, pretrain))
     config = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
-    _check_config(config)
-    config.pretrain.check(config.gpus)
-    return config
-
-
-def _check_config(config: EstimateConfig) -> None:
-    """Raise InputError for flags that are missing or contradict each other."""
     if config.pretrain.micro_batch_size == "auto":
         raise InputError(
-            "--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one"
+            "--micro-batch-size: found auto, expected a number of packs; "
+            "the last lines of an estimate suggest one"
         )
     if not config.pretrain.output.gpu:
         raise InputError("--gpu: missing, expected a device such as h100 or mi250x")
     if config.mfu is None and not config.pretrain.bf16:
         raise InputError(
-            "--no-bf16: the table's speeds are for bf16; give --mfu, the share of the bf16 peak that float32 reaches"
+            "--no-bf16: the table's speeds are for bf16; give --mfu, "
+            "the share of the bf16 peak that float32 reaches"
         )
+    config.pretrain.check(config.gpus)
+    return config
 
 
 def build_report(config: EstimateConfig) -> EstimateReport:

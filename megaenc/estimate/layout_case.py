@@ -133,7 +133,8 @@ class LayoutCase:
     @property
     def layer_parameters(self) -> int:
         """Return the number of parameters of one layer on each tensor-parallel rank."""
-        shape, widths = self.shape, self.shape.linear_shapes(self.tensor_parallel_size)
+        shape = self.shape
+        widths = shape.linear_shapes(self.tensor_parallel_size)
         norms = shape.norms_per_layer * shape.norm_size(shape.hidden_size)
         norms += shape.qk_layernorm * 2 * shape.norm_size(shape.head_dim)
         return (
@@ -144,11 +145,9 @@ class LayoutCase:
 
     def build_stage(self, number: int) -> PipelineStage:
         """Return pipeline stage `number`, counted from 0."""
-        layers, first, last = (
-            sum(self.split[number :: self.num_stages]),
-            number == 0,
-            number == self.num_stages - 1,
-        )
+        layers = sum(self.split[number :: self.num_stages])
+        first = number == 0
+        last = number == self.num_stages - 1
         matrix = self.vocab_rows * self.shape.hidden_size
         # A tied head is a copy on the last stage.
         own_head = self.shape.untie_embeddings_and_output_weights or not first

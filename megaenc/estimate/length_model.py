@@ -70,10 +70,8 @@ def build_length_model(
     """
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
-        squares, pairs = (
-            mean_squared_chunk_lengths(data.seq_length),
-            mean_chunk_pairs(data.seq_length, window),
-        )
+        squares = mean_squared_chunk_lengths(data.seq_length)
+        pairs = mean_chunk_pairs(data.seq_length, window)
         return LengthModel(
             squares, 2.0, 0.0, "two chunks per pack, cut at random", local_pairs=pairs
         )
@@ -97,14 +95,14 @@ def build_length_model(
     )
     weights = list(map(float, weigh_corpora(sources, tokens, data.blend_temperature)))
     names = ("squares", "pieces", "special", "local_pairs", "special_starts")
-    *mean, pairs, starts = (
-        float(np.average([getattr(part, name) for part in parts], weights=weights))
+    means = {
+        name: float(np.average([getattr(part, name) for part in parts], weights=weights))
         for name in names
-    )
+    }
     source = ", ".join(part.source for part in parts[:_LISTED_CORPORA])
     if len(parts) > _LISTED_CORPORA:
         source += f", and {len(parts) - _LISTED_CORPORA:,} more corpora"
-    return LengthModel(*mean, source, pairs, starts)
+    return LengthModel(source=source, **means)
 
 
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
@@ -159,7 +157,10 @@ def _read_corpus_lengths(
         check_has_sentences(prefix, metadata, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]
     special = _ONE_EOS if metadata is None else metadata.surrounding_tokens
-    source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
+    source = (
+        f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on "
+        "average"
+    )
     return int(lengths.sum()), _concat_length_model(
         lengths, data.seq_length, special, source, window
     )
@@ -178,10 +179,12 @@ def _concat_length_model(
         lengths: int64[D].
         pack: Tokens of a pack, L.
     """
-    d, mean = lengths.astype(np.float64), float(lengths.mean(dtype=np.float64))
+    d = lengths.astype(np.float64)
+    mean = float(lengths.mean(dtype=np.float64))
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
-    pieces, documents = (mean + pack - 1) / mean, pack / mean
+    pieces = (mean + pack - 1) / mean
+    documents = pack / mean
     special = special_tokens.count * documents
     pairs = 0.0
     if window is not None:

@@ -44,7 +44,10 @@ class EstimateReport:
         )
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
         console.print(f"{self.documents.source}\n{_describe_layout(case)}", soft_wrap=True)
-        speed = f"{100 * self.utilization.share:.3g} % of {self.device.peak / 1e12:,.4g} TFLOP/s in bf16"
+        speed = (
+            f"{100 * self.utilization.share:.3g} % of {self.device.peak / 1e12:,.4g} TFLOP/s in "
+            "bf16"
+        )
         console.print(
             f"{case.gpus:,} x {self.device.name} at {speed} ({self.utilization.source})",
             soft_wrap=True,
@@ -100,7 +103,8 @@ class EstimateReport:
                 *([f"{hours * self.price:,.0f}"] if self.price else []),
             )
 
-        phases, validation = self.estimate.phases, self.estimate.validation
+        phases = self.estimate.phases
+        validation = self.estimate.validation
         rows = [
             (
                 phase.text,
@@ -138,7 +142,8 @@ class EstimateReport:
             return [] if own.fits else ["does not fit"]
         if better is None:
             return [
-                "does not fit, and no layout on these devices does: raise --gpus or choose a larger --gpu"
+                "does not fit, and no layout on these devices does: "
+                "raise --gpus or choose a larger --gpu"
             ]
         is_simpler = _count_replica_ranks(better.case) < _count_replica_ranks(own.case)
         if own.fits and not is_simpler and own.seconds < MIN_SPEEDUP * better.seconds:
@@ -149,7 +154,10 @@ class EstimateReport:
             gain = "simpler"
         else:
             gain = f"{own.seconds / better.seconds:.2f} x as fast"
-        cost = f"{format_duration(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
+        cost = (
+            f"{format_duration(better.seconds)}, {better.hours:,.0f} device hours, "
+            f"{better.memory.total / GIB:.1f} GiB"
+        )
         return [
             f"a better layout ({gain}: {cost}):",
             "  " + " ".join(format_layout_flags(better.case)),
@@ -193,7 +201,8 @@ def _count_replica_ranks(case: LayoutCase) -> int:
 
 def _estimate_to_dict(estimate: Estimate, device: Device) -> dict[str, Any]:
     """Return an estimate as a JSON object."""
-    case, memory = estimate.case, estimate.memory
+    case = estimate.case
+    memory = estimate.memory
     return {
         "devices": case.gpus,
         "layout": dataclasses.asdict(case.layout)
@@ -236,8 +245,9 @@ def _describe_layout(case: LayoutCase) -> str:
     ] * layout.overlap_grad_reduce
     parts += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
     return (
-        f"{', '.join(parts)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
-        f"{case.micro_batches:,} micro-batch{'es' * (case.micro_batches != 1)} of {case.packs_at_once} on each rank"
+        f"{', '.join(parts)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} "
+        f"tokens, {case.micro_batches:,} micro-batch{'es' * (case.micro_batches != 1)} of "
+        f"{case.packs_at_once} on each rank"
     )
 
 
@@ -256,7 +266,8 @@ def _format_save_cost(saving: dict[str, Any]) -> str:
     """Return the size of a checkpoint and the host memory of a save as one line."""
     ranks = f"{saving['ranks_per_node']} rank{'s' * (saving['ranks_per_node'] != 1)}"
     return (
-        f"a save: {saving['total'] / 1e9:,.2f} GB; it takes {saving['synchronous'] / GIB:,.2f} GiB of host memory on a node of "
+        f"a save: {saving['total'] / 1e9:,.2f} GB; "
+        f"it takes {saving['synchronous'] / GIB:,.2f} GiB of host memory on a node of "
         f"{ranks}, with --async-save {saving['asynchronous'] / GIB:,.2f}"
     )
 

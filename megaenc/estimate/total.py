@@ -16,9 +16,15 @@ from megaenc.estimate.work import ObjectiveWork, PhaseWork
 _MAX_STAGES = 64
 _MOST_PACKS = 4096  # in a micro-batch; no device is faster with more
 _LAYOUT_FIELDS = (
-    "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "use_distributed_optimizer",
-    "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
-)  # fmt: skip
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute_granularity",
+    "recompute_modules",
+)
 """Fields of a suggested layout, in the order of printed flags."""
 _RECOMPUTE = (
     {},

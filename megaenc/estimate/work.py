@@ -54,7 +54,8 @@ class ObjectiveWork:
 
         They follow from the squared lengths of documents and bidirectional parts.
         """
-        each, local = shape.attention_flops(1, prefix=0) // shape.num_layers, shape.local_layers
+        each = shape.attention_flops(1, prefix=0) // shape.num_layers
+        local = shape.local_layers
         global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
         return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
 
@@ -110,7 +111,8 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
     schedule = build_schedule(config, vocab_size)
     phases = []
     for phase in schedule.phases:
-        first, last = max(phase.first_step, (config.start.branch_at or 0) + 1), phase.last_step
+        first = max(phase.first_step, (config.start.branch_at or 0) + 1)
+        last = phase.last_step
         if first <= last:
             pairs = zip(phase.choices, phase.shares, strict=True)
             works = [
@@ -133,17 +135,16 @@ def compute_objective_work(
     The options of the objective go linearly from `start` to `end`.
     """
     length = config.data.seq_length
-    unpredicted, special = 0.0, docs.special
+    unpredicted = 0.0
+    special = docs.special
     if start.shift:
         unpredicted = docs.pieces  # a document's first token has no predecessor
         special -= docs.special_starts  # counted in `unpredicted`
     text = length - unpredicted - special
     predicted = length - unpredicted  # `clm` also predicts the ends of documents
     is_bidirectional = start.attention is Attention.BIDIRECTIONAL
-    visible_squares, visible_local = (
-        is_bidirectional * docs.squares,
-        is_bidirectional * docs.local_pairs,
-    )
+    visible_squares = is_bidirectional * docs.squares
+    visible_local = is_bidirectional * docs.local_pairs
     if hasattr(start, "mask"):
         predicted = (start.mask + end.mask) / 2 * text
     if isinstance(start, MaskedDiffusion):
@@ -151,22 +152,27 @@ def compute_objective_work(
     if isinstance(start, GPTBERT):
         causal = (start.causal + end.causal) / 2
         predicted += causal * (text - predicted)
-        visible_squares, visible_local = (
-            (1 - causal) * docs.squares,
-            (1 - causal) * docs.local_pairs,
-        )
+        visible_squares = (1 - causal) * docs.squares
+        visible_local = (1 - causal) * docs.local_pairs
     elif start.attention is Attention.PREFIX:
-        low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
+        low = getattr(start, "low", 0.0)
+        high = getattr(start, "high", 1.0)
         # A prefix is rounded down.
         rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - special
         predicted = min(text, rest)
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         # Exact if documents are much longer than the window.
         visible_local = docs.local_pairs * (low + high) / 2
-    pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
-    selects_rows = config.layout.selects_rows
     return ObjectiveWork(
-        start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows, start.classes
+        objective=start.describe(end=end),
+        tokens=length,
+        predicted=max(predicted, 0.0),
+        squares=docs.squares,
+        visible_squares=visible_squares,
+        local_pairs=docs.local_pairs,
+        visible_local_pairs=visible_local,
+        selects_rows=config.layout.selects_rows,
+        classes=start.classes,
     )
 
 

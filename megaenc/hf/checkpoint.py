@@ -37,13 +37,16 @@ _COMPUTED = ".rotary_emb.inv_freq"
 # Fields of config.json that tell transformers how to load a model (its source and code) or what it
 # returns besides states.
 _LOADING = re.compile(
-    "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype|experts_implementation|fusion_config|id2label"
-    "|kernel_config|label2id|name_or_path|num_labels|output_attentions|output_hidden_states|problem_type|return_dict|torch_dtype"
+    "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype"
+    "|experts_implementation|fusion_config|id2label|kernel_config|label2id|name_or_path"
+    "|num_labels|output_attentions|output_hidden_states|problem_type|return_dict|torch_dtype"
     "|transformers_weights|trust_remote_code|use_kernels"
 )
 # Fields that count layers or parts of layers, which cost memory before any weight is checked.
 _COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
-_MAX_COUNT, _MAX_EXPERTS = 4096, 1 << 15  # limits of these counts, unless a folder has more tensors
+# Limits of these counts, unless a folder has more tensors.
+_MAX_COUNT = 4096
+_MAX_EXPERTS = 1 << 15
 
 
 class TensorHeader(NamedTuple):
@@ -74,7 +77,8 @@ class HFCheckpoint:
         self.flag = flag
         if not os.path.isdir(path):  # False for a name that is too long too
             raise InputError(
-                f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
+                f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf "
+                "download gets it from the Hub)"
             )
         self.config_file = path / CONFIG
         values = read_json_object(self.config_file, f"the {CONFIG} of a Hugging Face model")
@@ -138,13 +142,16 @@ class TrainableHFCheckpoint(HFCheckpoint):
             name = stored if stored.startswith(_WITH_OUTPUT_LAYER) else f"model.{stored}"
             if name in self._stored:
                 raise InputError(
-                    f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)"
+                    f"{file}: holds `{stored}` a second time (it is in "
+                    f"{self._stored[name][0].name} already)"
                 )
             if dtype not in FLOAT_DTYPES:
                 raise InputError(
-                    f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+                    f"{file}: tensor `{stored}`: found dtype {dtype}, "
+                    f"expected one of {', '.join(FLOAT_DTYPES)}"
                 )
-            self._stored[name], self.shapes[name] = (file, stored), shape
+            self._stored[name] = (file, stored)
+            self.shapes[name] = shape
 
     @property
     def dtypes(self) -> set[str]:
@@ -168,12 +175,14 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 )
             if self.shapes[name] != tuple(shape):
                 raise InputError(
-                    f"{self.path}: tensor `{name}`: found shape {list(self.shapes[name])}, expected {list(shape)}"
+                    f"{self.path}: tensor `{name}`: found shape {list(self.shapes[name])}, "
+                    f"expected {list(shape)}"
                 )
         for name, (file, stored) in self._stored.items():
             if name not in expected and name not in optional:
                 raise InputError(
-                    f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have"
+                    f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does "
+                    "not have"
                 )
 
     def tensor(self, name: str) -> "Tensor":
@@ -212,7 +221,8 @@ def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
     for extreme in tensor.aminmax():
         if not extreme.isfinite():
             raise InputError(
-                f"{file}: tensor `{name}`: found {extreme.item()}, expected finite weights; download or train it again"
+                f"{file}: tensor `{name}`: found {extreme.item()}, expected finite weights; "
+                "download or train it again"
             )
 
 
@@ -242,7 +252,8 @@ def _check_counts(values: Any, limit: int, file: Path) -> None:
             maximum = max(limit, _MAX_EXPERTS) if "expert" in name else limit
             if value > maximum:
                 raise InputError(
-                    f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {maximum} for this number of weights"
+                    f"{file}: field `{name}`: found {shorten_repr(value)}, "
+                    f"expected at most {maximum} for this number of weights"
                 )
 
 
@@ -257,8 +268,8 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         if pickles:
             raise InputError(
-                f"{path / pickles[0]}: a pickle, which could run any code when loaded; expected {WEIGHTS} "
-                "(save_pretrained of transformers writes it)"
+                f"{path / pickles[0]}: a pickle, which could run any code when loaded; "
+                f"expected {WEIGHTS} (save_pretrained of transformers writes it)"
             )
         raise InputError(
             f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model"
@@ -273,7 +284,8 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     for file in sorted({*index.values()}):
         if Path(file).name != file or "\0" in file:
             raise InputError(
-                f"{path / INDEX}: found {shorten_repr(file)}, expected the name of a file in the same folder"
+                f"{path / INDEX}: found {shorten_repr(file)}, "
+                "expected the name of a file in the same folder"
             )
         if not (path / file).exists():
             raise InputError(
@@ -298,10 +310,8 @@ def _read_generation_config(file: Path) -> dict[str, Any]:
             f"{file}: {' '.join(str(error).split())[:200]}; expected a generation config"
         ) from None
     ends = values.get("eos_token_id")
-    if not all(
-        type(token) is int
-        for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])
-    ):
+    tokens = ends if isinstance(ends, list) else [ends]
+    if ends is not None and not all(type(token) is int for token in tokens):
         raise InputError(
             f"{file}: field `eos_token_id`: found {shorten_repr(ends)}, expected ids of tokens"
         )

@@ -34,7 +34,8 @@ _OLD_MODELS = (
     "modernbert",
     "modernbert-decoder",
 )
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
 """Kinds of layers in `layer_types`, and keys of `rope_parameters`, of models with local layers."""
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
 _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
@@ -59,7 +60,8 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         if settings.get("quantization_config") is not None:
             quantization = str(settings["quantization_config"])[:60]
             raise InputError(
-                f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
+                f"{where}: field `quantization_config`: found {quantization}, expected none: "
+                "download the model in bf16 or fp32"
             )
     # transformers' kernels would read it differently.
     if not isinstance(is_causal := values.get("is_causal", True), bool):
@@ -150,7 +152,8 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
         )
     if model_type in _HUB_KERNEL_MODELS:
         raise InputError(
-            f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; expected another"
+            f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; "
+            "expected another"
         )
     return build_hf_config(folder.config, model_type, where)
 
@@ -239,13 +242,14 @@ def load_model(
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # a tied embedding may be counted twice
         raise InputError(
-            f"{folder.config_file}: describes a model of {parameters:,} parameters, and the files hold {stored:,}; "
-            f"expected {expected}"
+            f"{folder.config_file}: describes a model of {parameters:,} parameters, "
+            f"and the files hold {stored:,}; expected {expected}"
         )
     computed = sum(buffer.numel() * buffer.element_size() for buffer in empty.buffers())
     if computed > _MAX_BUFFER_BYTES:
         raise InputError(
-            f"{folder.config_file}: describes a model with computed masks and tables of {computed:,} bytes; "
+            f"{folder.config_file}: describes a model with computed masks and tables of "
+            f"{computed:,} bytes; "
             f"expected at most {_MAX_BUFFER_BYTES:,}: a smaller `max_position_embeddings`"
         )
     del empty
@@ -271,7 +275,8 @@ def load_model(
     for name, stored_shape, shape in sorted(report["mismatched_keys"]):
         file, stored = _find_stored(folder, model, name)
         raise InputError(
-            f"{file}: tensor `{stored}`: found shape {list(stored_shape)}, but {list(shape)} by config.json; expected {expected}"
+            f"{file}: tensor `{stored}`: found shape {list(stored_shape)}, "
+            f"but {list(shape)} by config.json; expected {expected}"
         )
     for name, parameter in model.named_parameters():
         file, stored = _find_stored(folder, model, name)
@@ -280,7 +285,8 @@ def load_model(
             "F64",
         ):
             raise InputError(
-                f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+                f"{file}: tensor `{stored}`: found dtype {dtype}, "
+                f"expected one of {', '.join(FLOAT_DTYPES)}"
             )
         check_finite(parameter.detach(), stored, file)
     return model, report

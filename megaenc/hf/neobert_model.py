@@ -23,10 +23,8 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Constants of the Hub's code: positions, and the width inside the MLP.
-_ROTARY_BASE, _MULTIPLE = (
-    10000.0,
-    8,
-)
+_ROTARY_BASE = 10000.0
+_MULTIPLE = 8
 
 
 def inner_size(intermediate_size: int) -> int:

@@ -60,13 +60,15 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name) is not None:
             raise InputError(
-                f"{file}: field `{name}`: found {shorten_repr(getattr(config, name))}, expected none"
+                f"{file}: field `{name}`: found {shorten_repr(getattr(config, name))}, "
+                "expected none"
             )
     if config.attention_bias:
         raise InputError(f"{file}: field `attention_bias`: found true, expected false")
     if not getattr(config, "is_causal", True):  # transformers' windows would be one token wider
         raise InputError(
-            f"{file}: field `is_causal`: found false, expected `use_bidirectional_attention` true instead"
+            f"{file}: field `is_causal`: found false, "
+            "expected `use_bidirectional_attention` true instead"
         )
     check_activation(config.hidden_activation, file)
     for name in (

@@ -94,15 +94,18 @@ def _check_supported_layers(config: Any, file: str) -> None:
     windowed = "sliding_attention" in kinds or not kinds
     if window is not None and window < context and windowed:
         raise InputError(
-            f"{file}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
-            "`max_position_embeddings`, as attention here has no window; set `max_position_embeddings` to "
+            f"{file}: field `sliding_window`: found {window}, "
+            f"expected none or at least the {context} tokens of "
+            "`max_position_embeddings`, as attention here has no window; "
+            "set `max_position_embeddings` to "
             f"{window} there to read no more tokens than the window"
         )
     for kind in kinds:
         # A window as long as the context has no effect.
         if kind != "full_attention" and window is None:
             raise InputError(
-                f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer"
+                f"{file}: field `layer_types`: found {kind!r}, "
+                "expected full_attention in every layer"
             )
 
 
@@ -111,11 +114,13 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     kind = rope.get("rope_type")
     if kind not in ("default", "llama3", "yarn"):
         raise InputError(
-            f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, llama3 or yarn"
+            f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, "
+            "llama3 or yarn"
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(
-            f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0"
+            f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, "
+            "expected 1.0"
         )
     base = {"rotary_base": check_positive(rope.get("rope_theta"), "rope_theta", file)}
     if kind == "default":
@@ -125,7 +130,8 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     for name, expected in _LLAMA3.items():
         if rope.get(name) != expected:
             raise InputError(
-                f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
+                f"{file}: field `{name}`: found {rope.get(name)}, "
+                f"expected {expected} (only the factor is configurable)"
             )
     return base | {
         "use_rope_scaling": True,
@@ -145,12 +151,14 @@ def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     )
     if not context.is_integer():
         raise InputError(
-            f"{file}: field `original_max_position_embeddings`: found {context}, expected a whole number"
+            f"{file}: field `original_max_position_embeddings`: found {context}, "
+            "expected a whole number"
         )
     for name, values in _YARN.items():
         if (value := rope.get(name, values[0])) not in values:
             raise InputError(
-                f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, the default of YaRN"
+                f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, "
+                "the default of YaRN"
             )
     default = 0.1 * math.log(max(factor, 1)) + 1
     scale = rope.get("attention_factor")
@@ -158,7 +166,8 @@ def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
         isinstance(scale, int | float) and math.isclose(scale, default, rel_tol=1e-6)
     ):
         raise InputError(
-            f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, that of YaRN"
+            f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, "
+            "that of YaRN"
         )
     return {
         "yarn_rotary_scaling_factor": factor,

@@ -83,7 +83,8 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     is_encoder = config.model_type == MODEL_TYPE
     if not is_encoder and not getattr(config, "is_causal", True):
         raise InputError(
-            f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal"
+            f"{file}: field `is_causal`: found false, expected true: "
+            f"transformers' {DECODER_TYPE} is only causal"
         )
     for name in ("attention_bias", "mlp_bias", "classifier_bias"):
         if getattr(config, name):
@@ -123,7 +124,8 @@ def check_activation(name: Any, file: str) -> None:
     """Raise InputError, naming `file`, if the gated MLP has no activation `name`."""
     if name not in ACTIVATIONS:
         raise InputError(
-            f"{file}: field `hidden_activation`: found {shorten_repr(name)}, expected {' or '.join(ACTIVATIONS)}"
+            f"{file}: field `hidden_activation`: found {shorten_repr(name)}, "
+            f"expected {' or '.join(ACTIVATIONS)}"
         )
 
 
@@ -142,7 +144,8 @@ def read_layer_types(
     """
     if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(
-            f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}"
+            f"{file}: field `layer_types`: found {shorten_repr(others[0])}, "
+            f"expected {FULL} or {LOCAL}"
         )
     if LOCAL not in kinds:
         return {"rotary_base": bases[FULL]}
@@ -155,7 +158,8 @@ def read_layer_types(
     if global_layers != list(range(first, len(kinds), every)) or every < 2:
         numbers = str(global_layers)[:60]
         raise InputError(
-            f"{file}: field `layer_types`: found {FULL} in layers {numbers}, expected m, m + n, m + 2 n, ... to the last"
+            f"{file}: field `layer_types`: found {FULL} in layers {numbers}, expected m, m + n, "
+            "m + 2 n, ... to the last"
         )
     local_base = None if bases[LOCAL] == bases[FULL] else bases[LOCAL]
     return options | {

@@ -67,7 +67,8 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
         value = getattr(config, name, expected)
         if value != expected:
             raise InputError(
-                f"{file}: field `{name}`: found {shorten_repr(value)}, expected {expected} as in NeoBERT"
+                f"{file}: field `{name}`: found {shorten_repr(value)}, "
+                f"expected {expected} as in NeoBERT"
             )
     activation = getattr(config, "hidden_act", "swiglu")
     if str(activation).lower() != "swiglu":
@@ -86,7 +87,8 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
     if getattr(config, "dim_head", width) != width:
         text = shorten_repr(config.dim_head)
         raise InputError(
-            f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads"
+            f"{file}: field `dim_head`: found {text}, expected {width}, "
+            "hidden_size / num_attention_heads"
         )
     return {
         "num_query_groups": config.num_attention_heads,

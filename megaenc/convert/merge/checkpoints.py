@@ -215,7 +215,8 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
         steps = ""
     elif not _STEPS.fullmatch(steps):
         raise InputError(
-            f"{flag} {text}: found {steps!r} after the @, expected a step or steps, such as {name}@1000,1200"
+            f"{flag} {text}: found {steps!r} after the @, expected a step or steps, "
+            f"such as {name}@1000,1200"
         )
     run = open_run_checkpoint(Path(name), flag)
     checkpoints = CheckpointDir(run.folder / "checkpoints")
@@ -247,7 +248,8 @@ def _check_options(
     if count < 2 or (method == "slerp" and count > 2):
         expected = "2" if method == "slerp" else "2 or more"
         raise InputError(
-            f"--load: found {count} checkpoint{'s' * (count != 1)}, expected {expected} for --method {method}"
+            f"--load: found {count} checkpoint{'s' * (count != 1)}, "
+            f"expected {expected} for --method {method}"
         )
     for flag, value in (("--base", base), ("--density", density)):
         if value not in ("", None) and method != "ties":
@@ -256,11 +258,13 @@ def _check_options(
     if method == "ties":
         if weights:
             raise InputError(
-                f"--weights {text}: not for --method ties, which counts all checkpoints alike; leave the flag out"
+                f"--weights {text}: not for --method ties, which counts all checkpoints alike; "
+                "leave the flag out"
             )
         if not base:
             raise InputError(
-                "--base: missing, expected for --method ties the RUN@STEP from which all checkpoints were trained"
+                "--base: missing, expected for --method ties the RUN@STEP from which all "
+                "checkpoints were trained"
             )
         if density is None:
             raise InputError(
@@ -270,7 +274,8 @@ def _check_options(
     if method == "slerp":
         if len(weights) > 1 or max(weights, default=0) > 1:
             raise InputError(
-                f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 (second checkpoint)"
+                f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 "
+                "(second checkpoint)"
             )
         t = weights[0] if weights else 0.5
         return [1 - t, t]
@@ -294,7 +299,8 @@ def _check_same_model(first: MergeSource, other: MergeSource) -> None:
         *fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")
     ):
         raise InputError(
-            f"{other.flag} {other.name}: {mismatch}; only weights of one shape and tokenizer can be merged"
+            f"{other.flag} {other.name}: {mismatch}; "
+            "only weights of one shape and tokenizer can be merged"
         )
 
 
@@ -314,8 +320,8 @@ def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | No
     for source, other in recorded:
         if not special.is_same(other):
             print_rank_0(
-                f"{source.name} was trained with --special-tokens {other.mode}, {first.name} with {special.mode}: "
-                "exports have the latter"
+                f"{source.name} was trained with --special-tokens {other.mode}, "
+                f"{first.name} with {special.mode}: exports have the latter"
             )
             break
     return special

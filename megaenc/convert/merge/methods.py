@@ -98,14 +98,17 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
     for parts in _iter_chunks(tensors):
-        a, b = (part.numpy() for part in parts)
+        a = parts[0].numpy()
+        b = parts[1].numpy()
         dots += a @ a, b @ b, a @ b
     length = math.sqrt(dots[0]) * math.sqrt(dots[1])
     angle = math.acos(min(1.0, max(-1.0, dots[2] / length))) if length else 0.0
-    weights = 1 - t, t
+    first = 1 - t
+    second = t
     if math.sin(angle) > _PARALLEL:
-        weights = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
-    return _combine_chunks(lambda parts: weights[0] * parts[0] + weights[1] * parts[1], tensors)
+        first = math.sin((1 - t) * angle) / math.sin(angle)
+        second = math.sin(t * angle) / math.sin(angle)
+    return _combine_chunks(lambda parts: first * parts[0] + second * parts[1], tensors)
 
 
 def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[float]) -> Tensor:
