@@ -1,1 +1,1 @@
-"""Studies from one manifest: plan, runs, results, statistics, claims and the report."""
+"""Studies from one manifest: plan, runs, results, statistics, claims, report."""

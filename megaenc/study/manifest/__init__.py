@@ -1,1 +1,1 @@
-"""The manifest of a study: its schema, its expansion into runs, and the arguments that they get."""
+"""Manifest of a study: schema, expansion into models, arguments of their runs."""

@@ -1,4 +1,4 @@
-"""Section `embed` of a manifest: zero-shot retrieval, before and after contrastive training."""
+"""Manifest section `embed`: zero-shot retrieval and contrastive training."""
 
 import re
 from collections import Counter
@@ -23,12 +23,14 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 
 @dataclass(frozen=True)
 class EmbedEntry:
-    """Manifest's `embed`: what zero-shot retrieval evaluates and trains on."""
+    """Manifest section `embed`: retrieval sets, training pairs, seeds and flags."""
 
     datasets: tuple[str, ...] = ()
     """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
     train: str = ""
-    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the pretrained models are evaluated"""
+    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the
+    pretrained models are evaluated
+    """
     seeds: Annotated[int, Bounds(low=1, high=1_000)] = 3
     """seeds of contrastive training"""
     bm25: bool = True
@@ -49,10 +51,15 @@ class EmbedEntry:
 def build_embed_entry(
     values: Mapping[str, Any], data_dir: Path
 ) -> tuple[EmbedEntry, dict[str, Any]]:
-    """Return the manifest's `embed` and the flags of its contrastive training.
+    """Return the manifest section `embed` and the flags of contrastive training.
 
-    Its paths get `data_dir` before them, files need not exist yet. Raises InputError for unknown, repeated, missing or impossible
-    values.
+    Relative paths start from `data_dir`; files need not exist yet.
+
+    Returns:
+        The entry, and the flags of contrastive training that the manifest sets.
+
+    Raises:
+        InputError: A value is unknown, repeated, missing or impossible.
     """
     if "seed" in values:
         raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")

@@ -1,4 +1,4 @@
-"""Expansion of manifest entries into models: one per combination of the lists, with schedule, learning rate and name."""
+"""Expansion of manifest entries into models, one per combination of their lists."""
 
 import itertools
 import math
@@ -26,24 +26,19 @@ from megaenc.study.manifest.pretrain_args import (
 )
 from megaenc.training.config import PretrainConfig
 
-_LIMITS = {
-    "models": 1_000,
-    "checkpoints": 10_000,
-    "phases": 200_000,
-}  # of all models together; all are kept in memory
-_PLACEHOLDER_VOCAB_SIZE = (
-    1024  # schedules are parsed before the tokenizer exists; the size does not matter
-)
-_STANDARD_OBJECTIVE = re.compile(
-    r"(clm|mlm)(\(mask=[^,>]*\))?"
-)  # objectives that the columns can express
+# Of all models together; all are kept in memory.
+_LIMITS = {"models": 1_000, "checkpoints": 10_000, "phases": 200_000}
+# Schedules are parsed before the tokenizer exists; the size does not matter.
+_PLACEHOLDER_VOCAB_SIZE = 1024
+# Objectives that the columns can express.
+_STANDARD_OBJECTIVE = re.compile(r"(clm|mlm)(\(mask=[^,>]*\))?")
 _MAX_NAME_BYTES = 180  # file names may have 255 bytes
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of directories, stages and results
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """Item of a manifest's `models`: values or lists of size, steps, mask, seed ...; each combination is a model."""
+    """Item of a manifest's `models`: one model for each combination of its lists."""
 
     size: tuple[str, ...] = ()
     """sizes, as named in `sizes`; a continued model has its parent's"""
@@ -56,9 +51,13 @@ class ManifestEntry:
     mask: tuple[PositiveFraction, ...] = ()
     """share of the tokens that MLM masks"""
     schedule: str = ""
-    """value of --objective-schedule instead of these three: alternations, mixtures, mntp, ratios that change"""
+    """value of --objective-schedule instead of these three: alternations, mixtures, mntp, ratios
+    that change
+    """
     after: tuple[str, ...] = ()
-    """names of models to continue from their decayed end with MLM or `schedule`, a new optimizer and no warm-up"""
+    """names of models to continue from their decayed end with MLM or `schedule`, a new optimizer
+    and no warm-up
+    """
     peak_rate: tuple[PositiveFloat, ...] = ()
     """peak learning rates to compare; each becomes a suffix of the name"""
     seed: tuple[NonNegativeInt, ...] = (1,)
@@ -66,7 +65,8 @@ class ManifestEntry:
     checkpoints: tuple[PositiveInt, ...] = ()
     """intermediate steps, before the decay, that are evaluated as well"""
     name: str = ""
-    """name of the model, if it should differ from the derived one; only for an entry of one model"""
+    """name of the model, if it should differ from the derived one; only for an entry of one model
+    """
     group: str = ""
     """group under which the plan counts its cost"""
     evaluate: bool = True
@@ -81,18 +81,21 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Model of a study, the end of one pretraining run: name, key, flags, phases, warm-up, decay, parent, checkpoints."""
+    """Model of a study: the end of one pretraining run."""
 
     name: str
     key: ModelKey
     flags: Mapping[str, Any] = field(repr=False)
-    """Flags of `megaenc pretrain` without schedule, steps, seed, warm-up, decay, start and output."""
+    """Flags of `megaenc pretrain` without schedule, steps, seed, warm-up, decay, start and output.
+    """
     config: PretrainConfig = field(repr=False)
     """`flags` applied to the defaults."""
     schedule: str
     """Value of --objective-schedule."""
     phases: tuple[PhaseWork, ...]
-    """Phases of the schedule, counted without a corpus: randomly cut packs have two documents, others one."""
+    """Phases of the schedule, counted without a corpus: randomly cut packs have two documents,
+    others one.
+    """
     warmup: int
     decay: int
     after: str
@@ -102,20 +105,28 @@ class PlannedModel:
     evaluate: bool
     inferred: bool
     distinguishing_flags: str
-    """Differences that `key` cannot express, as `lr=0.002, weight_decay=0`, including those of the parent."""
+    """Differences that `key` cannot express, as `lr=0.002, weight_decay=0`, including those of the
+    parent.
+    """
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps of the model's run, without those of a parent that it continues."""
+        """Return the number of optimizer steps of the run, without those of a parent."""
         return self.phases[-1].last
 
     @property
     def last_undecayed_step(self) -> int:
-        """Return the last step of the run before its learning rate decays; other runs can share the steps up to it."""
+        """Return the last step of the run before its learning rate decays.
+
+        Other runs can share the steps up to it.
+        """
         return self.steps - self.decay
 
     def checkpoint_key(self, step: int) -> ModelKey:
-        """Return the ModelKey of the run's checkpoint at `step`: not decayed, the CLM and MLM steps up to there."""
+        """Return the ModelKey of the run's checkpoint at `step`.
+
+        The key is not decayed and has the CLM and MLM steps up to `step`.
+        """
         on_the_way = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
@@ -126,7 +137,11 @@ class PlannedModel:
         return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
     def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
-        """Return (phase, share) for all phases: the share, 0 to 1, of the phase's steps that are in after + 1..last."""
+        """Return each phase with the share of its steps that are in after + 1..last.
+
+        Returns:
+            (phase, share) for all phases, with shares from 0 to 1.
+        """
         lengths = [
             max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases
         ]
@@ -136,7 +151,10 @@ class PlannedModel:
         ]
 
     def checkpoint_name(self, step: int) -> str:
-        """Return the name of the checkpoint at `step`: the model's with `-STEP` at the end, but before `-seedN`."""
+        """Return the name of the checkpoint at `step`: the model's with `-STEP`.
+
+        `-STEP` is at the end, but before `-seedN`.
+        """
         stem, mark, seed = self.name.rpartition("-seed")
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
 
@@ -144,15 +162,22 @@ class PlannedModel:
 def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
-    """Return the models of all entries, parents first; `pretrain`: flags of all, `sizes`: by size. InputError if invalid."""
+    """Return the models of all entries, parents first.
+
+    Args:
+        sizes: Flags of `megaenc pretrain` by size.
+        pretrain: Flags of `megaenc pretrain` of all models.
+
+    Raises:
+        InputError: An entry is invalid, a name repeated, or the number of models too large.
+    """
     for size in sizes:
         _check_name("sizes", size)
     models: dict[str, PlannedModel] = {}
     place_of: dict[str, str] = {}
     counts: Counter[str] = Counter()
-    for entry in sorted(
-        entries, key=lambda entry: bool(entry.after)
-    ):  # stable: otherwise in the order of the file
+    # The sort is stable: otherwise entries stay in the order of the file.
+    for entry in sorted(entries, key=lambda entry: bool(entry.after)):
         with prefix_errors(entry.place):
             _check_entry(entry)
             _add_counts(
@@ -222,7 +247,10 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _count_models(entry: ManifestEntry) -> int:
-    """Return the maximum number of models of an entry: the number of combinations of its lists."""
+    """Return the number of combinations of an entry's lists.
+
+    It is the maximum number of its models.
+    """
     lists = (
         entry.size,
         entry.steps,
@@ -236,7 +264,11 @@ def _count_models(entry: ManifestEntry) -> int:
 
 
 def _add_counts(counts: Counter[str], **numbers: int) -> None:
-    """Add `numbers` of models, checkpoints or phases to `counts`; InputError if that is more than _LIMITS allow."""
+    """Add `numbers` of models, checkpoints or phases to `counts`.
+
+    Raises:
+        InputError: `_LIMITS` allow fewer.
+    """
     counts.update(numbers)
     for noun in numbers:
         if counts[noun] > _LIMITS[noun]:
@@ -246,10 +278,11 @@ def _add_counts(counts: Counter[str], **numbers: int) -> None:
 
 
 def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
-    """Return the models, in order, with keys that no two different ways of training share.
+    """Return the models, in order, with keys that tell their ways of training apart.
 
-    Of models with the same key, the one without flags of its own keeps it. The flags of the others become part of `key.schedule`:
-    reports list them in a separate table, apart from the study's models and its claims.
+    Of models with the same key, the one without flags of its own keeps it. The flags of the others
+    become part of `key.schedule`: reports list them in a separate table, apart from the study's
+    models and its claims.
     """
     keys_by_model = [
         (
@@ -278,7 +311,11 @@ def _expand_entry(
     sizes: Mapping[str, Any],
     pretrain: Mapping[str, Any],
 ) -> Iterator[PlannedModel]:
-    """Yield every model of an entry; `models` are the ones that it may continue, by name."""
+    """Yield every model of an entry.
+
+    Args:
+        models: Models by name that the entry may continue.
+    """
     runs: dict[tuple, PretrainConfig] = {}  # reading flags takes most of a model's time
     origins = entry.after or entry.size
     rates = entry.peak_rate or (None,)
@@ -343,7 +380,10 @@ def _expand_entry(
 
 
 def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
-    """Return the objective schedules of an entry for runs of `steps` steps; two phases are given in steps."""
+    """Return the objective schedules of an entry for runs of `steps` steps.
+
+    The lengths of two phases are given in steps.
+    """
     if entry.schedule:
         return [entry.schedule]
     if entry.clm_steps and max(entry.clm_steps) > steps:
@@ -368,7 +408,11 @@ def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
 
 
 def _build_model_name(entry: ManifestEntry, key: ModelKey, rate: float | None) -> str:
-    """Return the name of a model: the entry's `name` or the one of its key, with the peak learning rate if given."""
+    """Return the name of a model: the entry's `name`, otherwise that of its key.
+
+    Args:
+        rate: Peak learning rate that the name gets, before `-seedN`; None if the entry has none.
+    """
     try:
         name = entry.name or format_model_name(key)
     except ValueError as error:
@@ -381,9 +425,10 @@ def _build_model_name(entry: ManifestEntry, key: ModelKey, rate: float | None) -
 
 
 def expected_length_model(run: PretrainConfig) -> LengthModel:
-    """Return the LengthModel assumed without a corpus: two documents a pack with random-length packing, otherwise one.
+    """Return the LengthModel that is assumed without a corpus.
 
-    This overestimates the attention FLOPs by some percent at most.
+    Packs have two documents with random-length packing, otherwise one. This overestimates the
+    attention FLOPs by some percent at most.
     """
     length = run.data.seq_length
     window = run.shape.window_size
@@ -399,7 +444,7 @@ def expected_length_model(run: PretrainConfig) -> LengthModel:
 def _build_model_key(
     base: ModelKey, model_phases: Sequence[PhaseWork], text: str, parent: PlannedModel | None
 ) -> ModelKey:
-    """Return the key of a model, with the schedule if the other columns cannot express it."""
+    """Return the key of a model, with its schedule if other columns cannot express it."""
     clm_steps = round(sum(map(_count_clm_steps, model_phases)))
     total = model_phases[-1].last
     masked_works = [
@@ -441,6 +486,10 @@ def _count_clm_steps(phase: PhaseWork) -> float:
 
 
 def format_suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` if none is near."""
+    """Return the end of an error message about an unknown name.
+
+    It is `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` if
+    none is near.
+    """
     near = closest_match(name, known)
     return f", did you mean {near}?" if near else f", expected one of {', '.join(known)}"

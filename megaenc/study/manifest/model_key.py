@@ -1,4 +1,4 @@
-"""Identity of a model of the study: the columns of its published tables, and the names of its artifacts.
+"""Identity of a study's model: the columns of tables, and the name of artifacts.
 
 610m-mlm40-42k                 MLM with 40 % of the tokens masked, 42,000 steps
 610m-clm-10k-mlm40-42k         CLM up to step 10,000, then MLM up to 42,000, in one run
@@ -10,7 +10,8 @@
 import re
 from dataclasses import dataclass, field
 
-DEFAULT_BUDGET = 42_000  # steps of the published runs: the total assumed for an intermediate checkpoint whose key has none
+DEFAULT_BUDGET = 42_000
+"""Total steps of published runs, assumed for an intermediate checkpoint whose key has none."""
 
 _STEPS, _MASK = r"\d+k?", r"\d+(?:\.\d+)?"
 _NAME = re.compile(
@@ -18,14 +19,13 @@ _NAME = re.compile(
 )
 _CONTINUED = re.compile(rf"(.+-)dec({_STEPS})-mlm({_MASK})-({_STEPS})")
 _RUN = re.compile(rf"(?:-clm-({_STEPS}))?(?:-mlm({_MASK})-({_STEPS}))?")
-_PARAMETER_COUNT = re.compile(
-    r"\d+(\.\d+)?[kmb]"
-)  # sizes given as a number of parameters: 610m, 1b
+# Sizes given as a number of parameters: 610m, 1b.
+_PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")
 
 
 @dataclass(frozen=True, order=True)
 class ModelKey:
-    """Identity of a model or intermediate checkpoint: size, CLM and MLM steps, mask ratio, decayed, schedule, seed."""
+    """Identity of a model or of an intermediate checkpoint."""
 
     size: str
     """"210M", "610M", "1B", or a name of the manifest's `sizes`"""
@@ -39,29 +39,39 @@ class ModelKey:
     decayed: bool = True
     """False for an intermediate checkpoint, before the learning rate decays"""
     schedule: str = ""
-    """objective schedule of the last run if the columns above cannot express it (alternating, MNTP, ...)"""
+    """objective schedule of the last run if the columns above cannot express it (alternating, MNTP,
+    ...)
+    """
     seed: int = 1
     """pretraining seed"""
     budget: int = field(default=0, compare=False)
-    """for an intermediate checkpoint: total steps of its run (the one after the decayed end, if any); 0: DEFAULT_BUDGET. It
-    affects only the name: the weights do not depend on later steps
+    """for an intermediate checkpoint: total steps of its run (the one after the decayed end, if
+    any); 0: DEFAULT_BUDGET. It affects only the name: the weights do not depend on later steps
     """
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps behind the weights: CLM, MLM, and MLM after a decayed end."""
+        """Return the number of all CLM and MLM steps behind the weights."""
         return self.clm_steps + self.mlm_steps + self.cpt_mlm_steps
 
     @property
     def clm_share(self) -> float:
-        """Return clm_steps / (clm_steps + mlm_steps), 0 to 1; 0.0 if both are 0. MLM after a decayed end is not counted."""
+        """Return clm_steps / (clm_steps + mlm_steps), 0 to 1; 0.0 if both are 0.
+
+        MLM after a decayed end is not counted.
+        """
         return self.clm_steps / first if (first := self.clm_steps + self.mlm_steps) else 0.0
 
 
 def format_model_name(key: ModelKey) -> str:
-    """Return the name of `key`, as `610m-clm-10k-mlm40-42k`: size, phases with end steps, checkpoint step, seed unless 1.
+    """Return the name of a key, such as `610m-clm-10k-mlm40-42k`.
 
-    Raises ValueError for MLM without a mask ratio, and for an intermediate checkpoint behind the end of its run.
+    A name has size, phases with end steps, step of an intermediate checkpoint, and seed unless it
+    is 1.
+
+    Raises:
+        ValueError: MLM has no mask ratio, or an intermediate checkpoint is not before the end of
+            its run.
     """
     size = key.size.lower() if _PARAMETER_COUNT.fullmatch(key.size.lower()) else key.size
     first = key.clm_steps + key.mlm_steps
@@ -94,7 +104,7 @@ def format_model_name(key: ModelKey) -> str:
 
 
 def parse_model_name(name: str) -> ModelKey | None:
-    """Return the ModelKey of a name by `format_model_name`, such as `610m-mlm40-42k`; None for any other name."""
+    """Return the ModelKey of a name by `format_model_name`; None for any other name."""
     if not (match := _NAME.fullmatch(name)):
         return None
     size, phases, step, seed = match.groups()
@@ -109,9 +119,8 @@ def parse_model_name(name: str) -> ModelKey | None:
     mlm = _parse_steps(mlm_end) - clm if mlm_end else 0
     cpt = _parse_steps(end) - clm - mlm if end else 0
     masks = {float(percent) for percent in (mask, continued_mask) if percent}
-    if len(masks) > 1 or not all(
-        0 < percent <= 100 for percent in masks
-    ):  # the key has only one mask ratio
+    # The key has only one mask ratio.
+    if len(masks) > 1 or not all(0 < percent <= 100 for percent in masks):
         return None
     if (clm_end and not clm) or (mlm_end and mlm < 1) or (end and cpt < 1):
         return None

@@ -1,4 +1,7 @@
-"""Flags of `megaenc pretrain` in a manifest: checks and path resolution, without loading torch."""
+"""Flags of `megaenc pretrain` in a manifest: checks and path resolution.
+
+Nothing here loads torch.
+"""
 
 import contextlib
 import glob
@@ -53,7 +56,12 @@ STEP_FLAGS = {
 
 
 def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
-    """Raise InputError, naming `source`, for an unknown flag, a wrong value, or a flag that the study sets itself."""
+    """Check the flags of `megaenc pretrain` in a section of the manifest.
+
+    Raises:
+        InputError: A flag is unknown, has a wrong value, or is one that the study sets itself; the
+            message names `source`.
+    """
     for name in flag_values:
         if name in RESERVED_FLAGS:
             raise InputError(
@@ -63,9 +71,13 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
 
 
 def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
-    """Return the PretrainConfig of `flag_values` over the preset of their `model`; InputError, naming `source`, if invalid.
+    """Return the PretrainConfig of flags over the preset of their `model`.
 
-    bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run may be on another machine.
+    bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run
+    may be on another machine.
+
+    Raises:
+        InputError: A flag is invalid; the message names `source`.
     """
     values = {str(name): value for name, value in flag_values.items()}
     with prefix_errors(source):
@@ -74,16 +86,22 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Raise InputError for an impossible model, or a random-length sequence too short for two chunks."""
+    """Check the shape of the model and the sequence length of a run.
+
+    Raises:
+        InputError: The model is impossible, or a random-length sequence is too short for two
+            chunks.
+    """
     run.shape.check()
     if run.data.packing == "random-length":
         check_two_chunks_fit(run.data.seq_length)
 
 
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Return `flag_values` with `data_dir` before paths.
+    """Return flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    They are those of data_path, except weights, and of valid_data_path, and the tokenizer if it exists there.
+    Paths are those of data_path, except weights, and of valid_data_path, and the tokenizer if it
+    exists in `data_dir`.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
@@ -101,7 +119,7 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
         resolved["valid_data_path"] = [
             f"{name}={data_dir / prefix}" if prefix else name for name, _, prefix in parts
         ]
-    # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for a name that is too long.
+    # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for too long a name.
     if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))
     return resolved
@@ -122,9 +140,11 @@ def _resolve_corpus(word: Any, data_dir: Path) -> Any:
 
 
 def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, int]:
-    """Return (warm-up, decay) steps of a run of `total` steps. InputError if the two exceed it, or decay is below 1.
+    """Return the numbers of warm-up and decay steps of a run of `total` steps.
 
-    InputError also for a decay style other than WSD, because models share the steps before their decay.
+    Raises:
+        InputError: The two exceed `total`, decay is below 1, or the decay style is not WSD: models
+            share the steps before their decay.
     """
     if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"
@@ -152,7 +172,10 @@ def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, 
 
 @contextlib.contextmanager
 def prefix_errors(place: str) -> Iterator[None]:
-    """Put `PLACE: `, the location in the manifest, before the message of an InputError raised inside the context."""
+    """Put `PLACE: ` before the message of an InputError raised inside the context.
+
+    `place` is a location in the manifest.
+    """
     try:
         yield
     except InputError as error:

@@ -1,6 +1,7 @@
-"""Schema and reader of a study's manifest: models, training flags, evaluation and cost assumptions.
+"""Schema and reader of the manifest of a study.
 
-docs/study-plan.md has every key.
+A manifest has models, training flags, evaluation and cost assumptions. docs/study-plan.md has every
+key.
 """
 
 import math
@@ -49,24 +50,29 @@ _COMMAND_LINE_ONLY = {
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """Manifest's `corpus`: text files or demo to build the corpus from (none: it is not built), and the vocabulary size."""
+    """Manifest section `corpus`: text of the study's corpus, and vocabulary size.
+
+    Without text and demo, the study builds no corpus.
+    """
 
     demo: bool = False
     """build the demo corpus from packages installed here"""
     text: tuple[str, ...] = ()
-    """JSONL, CSV, TSV, Parquet or text files, or directories of them, to tokenize; relative to the manifest or to --data"""
+    """JSONL, CSV, TSV, Parquet or text files, or directories of them, to tokenize; relative to the
+    manifest or to --data
+    """
     vocab_size: NonNegativeInt = 0
     """vocabulary size of the tokenizer to train, or of the one in `pretrain` (for the costs)"""
 
     @property
     def is_built_by_study(self) -> bool:
-        """Return whether the study builds its own tokenizer and corpus: `demo` is set or `text` is not empty."""
+        """Return whether the study builds its own tokenizer and corpus."""
         return self.demo or bool(self.text)
 
 
 @dataclass(frozen=True)
 class HardwareEntry:
-    """Manifest's `hardware`: device name, devices a run, tokens per second by size, seconds per fine-tuning run, source."""
+    """Manifest section `hardware`: devices and throughputs for planned hours."""
 
     device: str = "device"
     """name of a device, for display"""
@@ -84,7 +90,10 @@ class HardwareEntry:
     """origin of these numbers, for display"""
 
     def rate(self, size: str) -> float:
-        """Return a device's pretraining tokens per second for `size`: its entry, else that of all sizes; 0.0 if none."""
+        """Return the pretraining tokens per second of one device; 0.0 if unknown.
+
+        Without an entry of its own, `size` has the throughput of all sizes.
+        """
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
@@ -112,11 +121,17 @@ class Manifest:
     """Flags of contrastive training that the manifest sets."""
 
     def model_keys(self) -> dict[str, ModelKey]:
-        """Return the ModelKey of every evaluated checkpoint by name: ends of models first, then intermediate ones."""
+        """Return the ModelKey of every evaluated checkpoint by name.
+
+        Ends of models come first, then intermediate checkpoints.
+        """
         return {name: setting for name, setting, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
-        """Yield (name, key, model, step) of every evaluated checkpoint: ends of models first, then intermediate ones."""
+        """Yield (name, key, model, step) of every evaluated checkpoint.
+
+        Ends of models come first, then intermediate checkpoints.
+        """
         yield from (
             (model.name, model.key, model, model.steps) for model in self.models if model.evaluate
         )
@@ -125,7 +140,7 @@ class Manifest:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
 
     def vocab_size(self, model: PlannedModel) -> int:
-        """Return the vocabulary size of `model`: its flag vocab_size, otherwise that of the manifest's `corpus`."""
+        """Return the vocabulary size of `model`: its own flag's, else that of `corpus`."""
         return model.config.shape.vocab_size or self.corpus.vocab_size
 
 
@@ -147,9 +162,14 @@ class _ManifestFile:
 
 
 def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
-    """Return the Manifest in YAML file `path`, checked (InputError); data paths start from `data_dir`, else its folder.
+    """Return the checked manifest in a YAML file.
 
-    Raises InputError in one line: file, field, found, expected, and the nearest known key.
+    Args:
+        data_dir: Directory that relative data paths start from; None: that of the file.
+
+    Raises:
+        InputError: The manifest is invalid; the message is one line with file, field, found,
+            expected, and the nearest known key.
     """
     path = Path(path)
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml")
@@ -177,7 +197,11 @@ def _build_section(empty: _Section, values: Mapping[str, Any], place: str) -> _S
 
 
 def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Manifest:
-    """Return the Manifest of the parsed top-level keys. Raises InputError for inconsistent values."""
+    """Return the Manifest of the parsed top-level keys.
+
+    Raises:
+        InputError: Values are missing or inconsistent.
+    """
     if not sections.models:
         raise InputError("field `models`: found none, expected a list of at least one entry")
     if not sections.sizes:
@@ -272,7 +296,6 @@ def _format_value(value: Any) -> str:
 
 
 def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
-    """Return the entry numbered `number` of `models` from its keys. Raises InputError."""
     place = f"models, entry {number}"
     if not isinstance(values, dict):
         raise InputError(
@@ -305,7 +328,6 @@ def _check_hardware(hardware: HardwareEntry, sizes: Iterable[str]) -> None:
 
 
 def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
-    """Return the fine-tuning grid of the manifest's `finetune` keys. Raises InputError."""
     for name in keys:
         if name in _COMMAND_LINE_ONLY:
             raise InputError(
@@ -336,7 +358,10 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
 
 
 def _check_log_names(manifest: Manifest) -> None:
-    """Raise InputError if CHECKPOINT@DATASET.log, the longest file name of the study, would be too long for a file."""
+    """Raise InputError if CHECKPOINT@DATASET.log would be too long a file name.
+
+    It is the longest file name of the study.
+    """
     model, dataset = (
         max(names, key=lambda name: len(name.encode()), default="")
         for names in (
@@ -356,7 +381,10 @@ def _check_log_names(manifest: Manifest) -> None:
 def _build_grid_flags(
     grid: GridConfig, manifest_values: Mapping[str, Any], data_dir: Path
 ) -> dict[str, Any]:
-    """Return the flags of `megaenc finetune grid` that the manifest sets, with data set paths relative to `data_dir`."""
+    """Return the flags of `megaenc finetune grid` that the manifest sets.
+
+    Relative paths of data sets start from `data_dir`.
+    """
     values = flags.flatten(grid)
     grid_flags = {name: values[name] for name in manifest_values}
     grid_flags |= {

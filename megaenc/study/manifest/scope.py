@@ -1,6 +1,7 @@
-"""Scope of a study: the models, sizes and fine-tuning grid that its manifest asks for.
+"""Scope of a study: models, sizes and grid that its manifest asks for.
 
-With it, a report of a study that is one tenth done picks the same baseline, end of run and mask ratio as the final report.
+With it, a report of a study that is one tenth done picks the same baseline, end of run and mask
+ratio as the final report.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyScope:
-    """Evaluated models by name, sizes, rates and seeds, and data sets that a manifest asks for; empty without a manifest."""
+    """Checkpoints, sizes, grid and data sets of a manifest; empty without one."""
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
     """evaluated checkpoints by name, in the manifest's order"""
@@ -36,7 +37,7 @@ EMPTY_SCOPE = StudyScope()
 
 
 def build_scope(manifest: "Manifest") -> StudyScope:
-    """Return the StudyScope of `manifest`: evaluated checkpoints, sizes by parameter count, rates and seeds, data sets."""
+    """Return the StudyScope of a manifest."""
     counts: dict[str, int] = {}
     for model in manifest.models:
         counts.setdefault(

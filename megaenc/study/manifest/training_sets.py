@@ -1,4 +1,7 @@
-"""Training sets of a study's fine-tuning grid, determined from the names of its data sets without opening them."""
+"""Training sets of a study's fine-tuning grid.
+
+They follow from the names of the data sets, which are not opened.
+"""
 
 import os
 from collections import Counter
@@ -26,7 +29,8 @@ class TrainingSet:
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
     """Return a TrainingSet for each set that `grid` trains on.
 
-    Raises InputError for an unknown data set or an impossible name.
+    Raises:
+        InputError: A data set is unknown, or its name impossible.
     """
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in grid.datasets:
@@ -70,7 +74,7 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 def dataset_result_name(dataset: str) -> str:
     """Return a data set's name in results: its own, or NAME of NAME=PATH.
 
-    Of a PATH it is the file's or folder's name.
+    A PATH without NAME has the name of its file or folder.
     """
     return parse_dataset_name(dataset)[0]
 

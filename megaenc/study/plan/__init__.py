@@ -1,1 +1,1 @@
-"""`megaenc study plan`: the graph of stages, shared prefixes, cost, and a drawing of it."""
+"""`megaenc study plan`: graph of stages, shared prefixes, cost, and a drawing."""

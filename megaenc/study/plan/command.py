@@ -1,4 +1,6 @@
-"""Print the plan of a study: its runs, with every shared prefix trained once, and their cost. Nothing is trained or written.
+"""Print the plan of a study: its runs, with shared prefixes, and their cost.
+
+Every shared prefix is trained once. Nothing is trained or written.
 
 megaenc study plan configs/study/mini.yaml
 megaenc study plan configs/study/paper.yaml --picture plan.png
@@ -29,18 +31,22 @@ _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Flags of `megaenc study plan`: the manifest, the directory of its data, and a picture file for the graph of runs."""
+    """Flags of `megaenc study plan`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
     picture: str = ""
     """Also draw the runs to this .png, .pdf or .svg file."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own."""
+    """Directory that relative data paths of the manifest start from; default: the manifest's own.
+    """
 
 
 def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the plan's lines: tree of runs, costs of pretraining and evaluation, disk space, critical path if known."""
+    """Yield the lines of a plan: tree of runs, costs, disk space, critical path.
+
+    The critical path is left out if the throughput is unknown.
+    """
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
     evaluations = (
@@ -97,7 +103,7 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
 
 
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the lines on the number and the hours of fine-tuning runs, and on the hours of the whole study."""
+    """Yield the lines on fine-tuning: runs, hours, and hours with pretraining."""
     manifest = graph.manifest
     hardware = manifest.hardware
     sets = sum(len(training.datasets) for training in manifest.training_sets)
@@ -121,7 +127,7 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
 
 
 def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the lines on the evaluations of zero-shot retrieval, and the number and hours of contrastive trainings."""
+    """Yield the lines on zero-shot retrieval and contrastive trainings."""
     stage = next(iter(graph.embeds.values()))
     hardware = graph.manifest.hardware
     checkpoints = len(graph.embeds)
@@ -139,7 +145,10 @@ def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
 
 
 def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the lines on the critical path and the total time; none if the throughput is unknown."""
+    """Yield the lines on the critical path and the total time.
+
+    There are none if the throughput is unknown.
+    """
     hardware = graph.manifest.hardware
     if cost.longest_chain.hours is None:
         return
@@ -193,7 +202,7 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc study plan`: print a manifest's runs and their cost, and draw the runs to the file --picture if given."""
+    """Print the plan of a manifest, and draw its runs to --picture if given."""
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None

@@ -1,7 +1,8 @@
-"""Cost of a study: steps, FLOPs, hours and bytes, with and without shared prefixes, and the critical path.
+"""Cost of a study: steps, FLOPs, hours and bytes, and the critical path.
 
-FLOPs are counted as in training (`ModelConfig.training_flops`), at the expected document lengths and numbers of predictions.
-Hours follow from the manifest's tokens per second, bytes from the parameter counts.
+Pretraining is counted with and without shared prefixes, and FLOPs as in training
+(`ModelConfig.training_flops`), at the expected document lengths and numbers of predictions. Hours
+follow from the manifest's tokens per second, bytes from the parameter counts.
 """
 
 from collections import Counter
@@ -13,11 +14,16 @@ from megaenc.study.plan.training_cost import TrainingCost, compute_training_cost
 from megaenc.study.run.pretrain_stage import PretrainStage
 
 RESULT_BYTES = 272_000
-"""Average size of a fine-tuning result: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
+"""Average size of a fine-tuning result: 18,000 of the study's form and size take 4.9 GB
+(docs/grid.md).
+"""
 
 
 class StageChain(NamedTuple):
-    """Ids of stages of which each waits for the one before, and the hours until the last ends (None if unknown)."""
+    """Chain of stages, each of which waits for the one before.
+
+    `stages` are ids; `hours` pass until the last stage ends, None if unknown.
+    """
 
     hours: float | None
     stages: tuple[str, ...]
@@ -25,11 +31,11 @@ class StageChain(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyCost:
-    """Cost of a study: pretraining with and without shared prefixes, fine-tuning, contrastive training, bytes, critical paths."""
+    """Cost of a study: pretraining, fine-tuning, contrastive training and disk."""
 
     groups: dict[str, tuple[TrainingCost, TrainingCost]]
-    """Pretraining cost by group of models, with and without shared prefixes. Without them, each model trains from its own first
-    step; continued models still start from the study's own parent.
+    """Pretraining cost by group of models, with and without shared prefixes. Without them, each
+    model trains from its own first step; continued models still start from the study's own parent.
     """
     with_sharing: TrainingCost
     without_sharing: TrainingCost
@@ -41,15 +47,19 @@ class StudyCost:
     """Number of contrastive trainings."""
     embed_hours: float | None
     disk: dict[str, int]
-    """Bytes by kind of a finished study; of checkpoints, the last of each run and those that other stages need."""
+    """Bytes by kind of a finished study; of checkpoints, the last of each run and those that other
+    stages need.
+    """
     longest_chain: StageChain
-    """Critical path if a branch starts once its checkpoint exists and all fine-tuning runs are parallel."""
+    """Critical path if a branch starts once its checkpoint exists and all fine-tuning runs are
+    parallel.
+    """
     longest_chain_run_by_run: StageChain
     """Critical path if a branch waits for its parent's end."""
 
 
 def compute_study_cost(graph: StageGraph) -> StudyCost:
-    """Return the StudyCost of `graph`: pretraining with and without sharing, fine-tuning, disk bytes, critical paths."""
+    """Return the StudyCost of a graph of stages."""
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():
         shared, unshared = groups[run.model.group]
@@ -77,7 +87,8 @@ def compute_study_cost(graph: StageGraph) -> StudyCost:
 def _compute_disk_bytes(graph: StageGraph) -> dict[str, int]:
     """Return the bytes of checkpoints, exports, results, and embedding models.
 
-    A checkpoint holds the weights, the float32 master weights of bfloat16 ones, and AdamW's moments.
+    A checkpoint holds the weights, the float32 master weights of bfloat16 ones, and AdamW's
+    moments.
     """
     checkpoints = exports = embeddings = 0
     exported = Counter(export.run for export in graph.exports.values())
@@ -97,7 +108,11 @@ def _compute_disk_bytes(graph: StageGraph) -> dict[str, int]:
 
 
 def _find_longest_chain(graph: StageGraph, wait_for_end: bool) -> StageChain:
-    """Return the chain of stages that ends last; with `wait_for_end`, branches start when their parent has ended."""
+    """Return the chain of stages that ends last.
+
+    With `wait_for_end`, branches start when their parent has ended, otherwise once their checkpoint
+    exists.
+    """
     if any(run.cost.device_hours is None for run in graph.runs.values()):
         return StageChain(None, ())
     hardware = graph.manifest.hardware

@@ -1,9 +1,11 @@
-"""Graph of a study's stages: corpus, pretraining runs, exports, fine-tuning grids, zero-shot retrieval.
+"""Graph of a study's stages, in which shared prefixes are trained once.
 
-Shared prefixes are trained once. A run of N steps that decays over the last D shares its first N - D steps with every run that
-trains the same objectives at the same learning rate up to there. Each model branches off the run with which it shares most, or
-starts anew if it shares nothing; longer runs come first and are the trunks. A model that continues from a decayed end is a run of
-its own, which others can branch off.
+Stages are the corpus, pretraining runs, exports, fine-tuning grids and zero-shot retrieval.
+
+A run of N steps that decays over the last D shares its first N - D steps with every run that trains
+the same objectives at the same learning rate up to there. Each model branches off the run with
+which it shares most, or starts anew if it shares nothing; longer runs come first and are the
+trunks. A model that continues from a decayed end is a run of its own, which others can branch off.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ from megaenc.training.run_dir import RUN_FILE
 from megaenc.training.run_init import read_run_metadata
 
 PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
-"""Start of a run: with new weights, as a branch, or with another run's weights; that run's name; the branch step or 0."""
+"""Start of a run: with new weights, as a branch, or with another run's weights; that run's name;
+the branch step or 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class StageGraph:
 
     @property
     def stages(self) -> dict[str, StageRunner]:
-        """Return all stages by id, such as `pretrain/NAME`, each after the stages that it needs."""
+        """Return all stages by id (`pretrain/NAME`), each after those that it needs."""
         corpus = [self.corpus] if self.corpus else []
         kinds = (self.runs, self.exports, self.grids, self.embeds)
         return {
@@ -63,11 +67,14 @@ def build_graph(
     grid_jobs: int = 1,
     data_flags: Mapping[str, Any] | None = None,
 ) -> StageGraph:
-    """Return the StageGraph: runs branch off one with the same first steps; those existing in `study` keep their start.
+    """Return the graph of a study, whose runs branch off others with the same steps.
 
-    `study` is the study directory: its existing runs keep their start, and others branch off them at checkpoints that exist.
-    `processes` per pretraining run (0: the manifest's devices). `grid_jobs`: fine-tuning runs in parallel per grid (0: as many as
-    the machine has room for). `data_flags`: data_path and tokenizer of pretraining, replacing the manifest's.
+    Args:
+        study: Study directory; its existing runs keep their start, and others branch off them at
+            checkpoints that exist.
+        processes: Processes per pretraining run; 0: the manifest's devices.
+        grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
+        data_flags: data_path and tokenizer of pretraining, replacing the manifest's.
     """
     starts = _plan_starts(manifest.models, study)
     study = study or Path()
@@ -88,9 +95,8 @@ def build_graph(
         checkpoint_steps[parent].update([branch_step] if branch_step else [])
     for name, key, model, step in manifest.checkpoints():
         run = model.name
-        while (
-            starts[run][0] == "branch" and step <= starts[run][2]
-        ):  # trained by the run that it branches off
+        # Steps before a branch are trained by the run that it branches off.
+        while starts[run][0] == "branch" and step <= starts[run][2]:
             run = starts[run][1]
         exports[name] = ExportStage(study=study, name=name, key=key, run=run, step=step)
         checkpoint_steps[run].update([] if key.decayed else [step])
@@ -162,9 +168,10 @@ def _build_grids(
 def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
     """Return the start of each model's run by name, parents before children.
 
-    Runs that exist in `study` keep their start and are branched at checkpoints that they have. The total number of steps does not
-    depend on the order, only the choice of the trunk does: the longest run, of equals the one with the fewest objectives, after
-    which intermediate checkpoints are named.
+    Runs that exist in `study` keep their start and are branched at checkpoints that they have. The
+    total number of steps does not depend on the order, only the choice of the trunk does: the
+    longest run, of equals the one with the fewest objectives, after which intermediate checkpoints
+    are named.
     """
     families: dict[tuple, list[PlannedModel]] = defaultdict(list)
     for model in models:
@@ -197,7 +204,8 @@ def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str
 
 def _sharing_key(model: PlannedModel) -> tuple:
     """Return a key that runs have in common if they can share a prefix."""
-    # Compares resolved values, so that an explicit default makes no difference. Schedules are compared by count_shared_steps.
+    # Compares resolved values, so that an explicit default makes no difference. Schedules are
+    # compared by count_shared_steps.
     flags = {
         name: value
         for name, value in flatten(model.config).items()
@@ -217,16 +225,18 @@ def _choose_start(
     starts: Mapping[str, PlannedStart],
     study: Path | None,
 ) -> PlannedStart:
-    """Return the start as a branch of the run in `placed` that shares most steps, of equals the first; unshared if none does."""
+    """Return the start as a branch of the candidate that shares most steps.
+
+    Of candidates that share as many, it is the first; if none shares steps, the run is no branch.
+    """
     parent = ""
     branch_step = 0
     for other in candidates:
         shared = count_shared_steps(model, other)
         shared = _find_branch_step(study / "runs" / other.name, shared) if study else shared
         kind, _, other_branch_step = starts[other.name]
-        if shared > branch_step and (
-            kind != "branch" or shared > other_branch_step
-        ):  # a step that it trains itself
+        # Only at a step that the other run trains itself.
+        if shared > branch_step and (kind != "branch" or shared > other_branch_step):
             parent = other.name
             branch_step = shared
     return ("branch", parent, branch_step) if parent else _unshared_start(model)
@@ -235,12 +245,14 @@ def _choose_start(
 def _read_existing_starts(
     models: Mapping[str, PlannedModel], study: Path | None
 ) -> dict[str, PlannedStart]:
-    """Return the starts of existing runs by name, leaving out those that contradict the manifest."""
+    """Return the starts of existing runs by name.
+
+    Those that contradict the manifest are left out.
+    """
     starts: dict[str, PlannedStart] = {}
     for name in models if study else ():
-        with contextlib.suppress(
-            InputError
-        ):  # there is no run, or the stage's check reports its damaged run.json
+        # There may be no run; the stage's check reports a damaged run.json.
+        with contextlib.suppress(InputError):
             _, start = read_run_metadata(study / "runs" / name / RUN_FILE)
             starts[name] = (start.kind, Path(start.run).name, start.step)
 
@@ -265,7 +277,10 @@ def _read_existing_starts(
 
 
 def _find_branch_step(run: Path, step: int) -> int:
-    """Return the last step up to `step` at which `run` can be branched: one not reached yet, or a kept checkpoint; or 0."""
+    """Return the last step up to `step` at which a run can be branched.
+
+    It is a step that the run has not reached yet, or a kept checkpoint; 0 if there is none.
+    """
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
     if latest is None or latest < step:
@@ -281,9 +296,11 @@ def _find_branch_step(run: Path, step: int) -> int:
 
 
 def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
-    """Return the number of first, undecayed steps with the same objectives in two models of equal flags and warm-up.
+    """Return the number of first steps that two models have in common.
 
-    A phase within which an option changes is shared as a whole or not at all.
+    The models have equal flags and warm-up. Steps are common if their objectives are the same and
+    neither model has decayed. A phase within which an option changes is shared as a whole or not at
+    all.
     """
     phases = model.phases
     other_phases = other.phases

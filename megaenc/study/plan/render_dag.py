@@ -1,4 +1,4 @@
-"""Drawings of the stage graph: a tree of runs as text, and bars over steps as a figure."""
+"""Drawings of the stage graph: a tree as text, and bars over steps as a figure."""
 
 import re
 from collections import defaultdict
@@ -27,7 +27,7 @@ _MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
 
 @dataclass(frozen=True)
 class DagRow:
-    """Row of a drawing: a run, the steps before its own step 0, the index of its parent's row, and tree lines."""
+    """Row of a drawing: a run, its place, and the tree lines in front of it."""
 
     run: PretrainStage
     offset: int = 0
@@ -41,17 +41,20 @@ class DagRow:
 
     @property
     def start(self) -> int:
-        """Return the x position where the run's own steps begin: its offset plus the step at which it branches."""
+        """Return the x position, in steps, where the run's own steps begin."""
         return self.offset + self.run.branch_step
 
     @property
     def end(self) -> int:
-        """Return the x position of the run's last step: its offset plus the number of steps of its model."""
+        """Return the x position, in steps, of the run's last step."""
         return self.offset + self.run.model.steps
 
 
 def layout_rows(graph: StageGraph) -> list[DagRow]:
-    """Return a DagRow for every run in drawing order: children below their parent, the latest branch first."""
+    """Return a DagRow for every run in drawing order.
+
+    Children are below their parent, the latest branch first.
+    """
     children: dict[str, list[PretrainStage]] = defaultdict(list)
     for run in graph.runs.values():
         children[run.parent].append(run)
@@ -73,7 +76,11 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
 
 
 def format_tree(graph: StageGraph) -> Iterator[str]:
-    """Yield a tree of runs as lines, by size: name, start, own steps, phases, inferred or not, intermediate checkpoints."""
+    """Yield the lines of a tree of runs, grouped by size.
+
+    A line has name, start, own steps, phases, remarks on an inferred or unevaluated model, and
+    intermediate checkpoints.
+    """
     rows = layout_rows(graph)
     on_the_way: dict[str, list[int]] = defaultdict(list)
     for export in graph.exports.values():
@@ -101,7 +108,7 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
 
 
 def _format_phases(run: PretrainStage) -> str:
-    """Return the phases that a run trains itself, as `CLM to 10,000, MLM 40 % to 42,000`."""
+    """Return a run's own phases, as `CLM to 10,000, MLM 40 % to 42,000`."""
     own_phases = [phase for phase in run.model.phases if phase.last > run.branch_step]
     texts = [f"{format_phase(phase)} to {phase.last:,}" for phase in own_phases[:_MAX_PHASES]]
     more = len(own_phases) - _MAX_PHASES
@@ -109,7 +116,10 @@ def _format_phases(run: PretrainStage) -> str:
 
 
 def format_phase(phase: PhaseWork) -> str:
-    """Return the label of a phase: `CLM`, `MLM 40 %` or `MNTP 40 %`, otherwise its text in the schedule."""
+    """Return the label of a phase, such as `CLM`, `MLM 40 %` or `MNTP 40 %`.
+
+    Other phases are labelled by their text in the schedule.
+    """
     name = phase.text.partition("(")[0]
     work, _ = phase.parts[0]
     if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
@@ -119,9 +129,12 @@ def format_phase(phase: PhaseWork) -> str:
 
 @without_math_text
 def draw_graph(graph: StageGraph, title: str) -> Any:
-    """Return a matplotlib Figure: a bar per run over its own steps, coloured by phase, as high as the learning rate.
+    """Return a matplotlib Figure with a bar per run over its own steps.
 
-    Raises InputError if the runs have more than 5,000 phases.
+    Bars are coloured by phase, and as high as the learning rate.
+
+    Raises:
+        InputError: The runs have more than 5,000 phases.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -221,7 +234,10 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
 
 
 def _row_positions(rows: list[DagRow]) -> list[float]:
-    """Return the y position of each row, with more room around trunks with branches and between sizes."""
+    """Return the y position of each row.
+
+    There is more room around trunks with branches and between sizes.
+    """
     places = [0.0]
     for before, row, after in zip(rows, rows[1:], [*rows[2:], None], strict=False):
         branched = before.rails or (after is not None and after.rails)
@@ -231,7 +247,10 @@ def _row_positions(rows: list[DagRow]) -> list[float]:
 
 
 def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
-    """Return (x, half height) of a bar over the steps first..last of a run; the height follows the learning rate."""
+    """Return x and half height of a bar over the steps first..last of a run.
+
+    The height follows the learning rate.
+    """
     import numpy as np
 
     model = row.run.model
@@ -252,7 +271,10 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
 
 
 def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:
-    """Return the colour of each phase label: blue for CLM, shades of orange by mask ratio of MLM, others for the rest."""
+    """Return the colour of each phase label.
+
+    CLM is blue, MLM has shades of orange by mask ratio, and the rest has other colours.
+    """
     from matplotlib.colors import to_hex, to_rgb
 
     parts = {format_phase(phase): phase for row in rows for phase in row.run.model.phases}

@@ -1,4 +1,7 @@
-"""Cost of training steps: tokens, FLOPs as training counts them, and device hours by the manifest's tokens per second."""
+"""Cost of training steps: tokens, FLOPs and device hours.
+
+FLOPs are counted as in training; hours follow from the manifest's tokens per second.
+"""
 
 from dataclasses import dataclass
 

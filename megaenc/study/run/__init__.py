@@ -1,1 +1,1 @@
-"""`megaenc study run` and `status`: execution of the stages of a plan, here or on Slurm."""
+"""`megaenc study run` and `status`: execution of a plan, here or on Slurm."""

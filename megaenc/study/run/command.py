@@ -1,9 +1,12 @@
-"""Run a study: pretraining, exports with certificate and fine-tuning, each stage once the stages that it needs are done.
+"""Run a study: pretraining, exports with certificate, and fine-tuning.
+
+Each stage starts once the stages that it needs are done.
 
 megaenc study run configs/study/mini.yaml --output study
 megaenc study status configs/study/mini.yaml --output study
 
-Rerun the same command to resume after a kill or a failure, or with more models in the manifest; finished stages are kept.
+Rerun the same command to resume after a kill or a failure, or with more models in the manifest;
+finished stages are kept.
 """
 
 import fnmatch
@@ -52,24 +55,30 @@ from megaenc.study.run.stage import (
 
 @dataclass(frozen=True)
 class StudyRunConfig:
-    """Flags of `megaenc study run`: manifest, study directory, data, parallel stages, stages to run, dry run, Slurm."""
+    """Flags of `megaenc study run`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
     output: str = ""
     """Study directory for runs, exports, results and logs."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own."""
+    """Directory that relative data paths of the manifest start from; default: the manifest's own.
+    """
     data_path: tuple[str, ...] = ()
-    """Pretraining corpus, as --data-path of `megaenc pretrain`, if the manifest builds none; overrides the manifest's."""
+    """Pretraining corpus, as --data-path of `megaenc pretrain`, if the manifest builds none;
+    overrides the manifest's.
+    """
     tokenizer: str = ""
     """Tokenizer of this corpus: a directory or a name."""
     jobs: NonNegativeInt = 0
     """Stages in parallel; 0: one per GPU, or without GPUs one per core."""
     processes: NonNegativeInt = 0
-    """Processes per pretraining run, each on its own GPU; 0: `hardware: devices` of the manifest."""
+    """Processes per pretraining run, each on its own GPU; 0: `hardware: devices` of the manifest.
+    """
     only: tuple[str, ...] = ()
-    """Models, checkpoints or stages (pretrain/NAME) to run, with all that they need; * and ? are wildcards."""
+    """Models, checkpoints or stages (pretrain/NAME) to run, with all that they need; * and ? are
+    wildcards.
+    """
     dry_run: bool = False
     """Print the state and the remaining commands of each stage, and do nothing."""
     slurm: ClusterConfig = field(default_factory=ClusterConfig)
@@ -77,7 +86,11 @@ class StudyRunConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc study run`: execute, submit (--slurm) or list (--dry-run) the stages left to do; exit 1 on failure."""
+    """Execute, submit (--slurm) or list (--dry-run) the remaining stages of a study.
+
+    Raises:
+        SystemExit: A stage has failed; the exit code is 1.
+    """
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
     study = resolve_study_dir(settings.output, "run")
@@ -118,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
-    """Raise InputError for impossible numbers, and for flags that would have no effect."""
+    """Raise InputError for flags that have no effect with or without --slurm."""
     if cluster.slurm and jobs:
         raise InputError(
             "--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid"
@@ -133,7 +146,9 @@ def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
 def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[str, Any]:
     """Return data_path and tokenizer for pretraining from the command line.
 
-    Raises InputError if the manifest builds its own, or if neither the manifest nor the command line names them.
+    Raises:
+        InputError: The manifest builds its own, or neither the manifest nor the command line names
+            them.
     """
     data_flags = {
         name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))
@@ -156,7 +171,10 @@ def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[st
 
 
 def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
-    """Raise InputError for missing text, corpus, tokenizer, retrieval set or pairs that a remaining stage reads."""
+    """Raise InputError for missing data that a remaining stage reads.
+
+    Data are text, corpora, tokenizers, retrieval sets and pairs.
+    """
     check_embed_data(stages, manifest)
     remaining = [stage for stage in stages if not stage.is_done()]
     for path in [
@@ -185,7 +203,10 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
 
 
 def _print_dry_run(stages: Sequence[StageRunner]) -> None:
-    """Print the state of each stage, and its remaining commands one per line as they can be typed."""
+    """Print the state and the remaining commands of each stage.
+
+    Commands are one per line, as they can be typed.
+    """
     done = finished_stages(stages)
     start = python_command("-m")
     for stage in stages:
@@ -227,7 +248,15 @@ def print_summary(
     seconds: float,
     settings: StudyRunConfig,
 ) -> None:
-    """Print failures (`failed`: reasons by id), counts, and the report command if all are done, else exit with 1."""
+    """Print failures, counts, and the report command if all stages are done.
+
+    Args:
+        failed: Reasons of failures by stage id.
+        seconds: Duration of this execution.
+
+    Raises:
+        SystemExit: A stage is not done; the exit code is 1.
+    """
     done = finished_stages(stages).difference(failed)
     for stage in stages:
         if (
@@ -253,7 +282,14 @@ def print_summary(
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
-    """Return `output`, the study directory, as absolute path; InputError, with `command` for --help, if empty or a file."""
+    """Return the study directory --output as an absolute path.
+
+    Args:
+        command: Subcommand of `megaenc study` whose --help an error names.
+
+    Raises:
+        InputError: `output` is empty or is a file.
+    """
     if not output:
         raise InputError(
             f"--output: missing, expected the study directory; see megaenc study {command} --help"
@@ -273,8 +309,11 @@ def resolve_study_dir(output: str, command: str) -> Path:
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
     """Return the stages whose id or name matches any of `only`, and their needs.
 
-    All stages if `only` is empty. The id of a grid's stage also matches without its training set. Raises InputError for a pattern
-    without a match.
+    All stages are returned if `only` is empty. The id of a grid's stage also matches without its
+    training set.
+
+    Raises:
+        InputError: A pattern has no match.
     """
     ids: list[str] = [] if only else list(stages)
     names = {id: strip_training_set(id).rpartition("/")[2] for id in stages}
@@ -295,7 +334,14 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 
 
 def device_slots(jobs: int) -> list[str]:
-    """Return the GPU ("" without GPUs) of each of `jobs` parallel processes; 0: one per GPU, or per core without GPUs."""
+    """Return the device of each of `jobs` parallel processes.
+
+    Args:
+        jobs: Number of processes; 0: one per GPU, or without GPUs one per core.
+
+    Returns:
+        A GPU for each process; "" without GPUs.
+    """
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]

@@ -1,4 +1,7 @@
-"""Zero-shot retrieval as a stage of a study: a model evaluated as pretrained, and after contrastive training with each seed."""
+"""Zero-shot retrieval as a stage of a study.
+
+A model is evaluated as pretrained, and after contrastive training with each seed.
+"""
 
 import contextlib
 import json
@@ -39,7 +42,7 @@ _PAIRS = "pairs.json"  # record of the pairs that were there before the training
 
 @dataclass(frozen=True)
 class EmbedData:
-    """Retrieval sets and training pairs of a study: their paths, and the fingerprints of the sets."""
+    """Retrieval sets and training pairs of a study: paths and fingerprints."""
 
     entry: EmbedEntry
     demo_folder: str
@@ -60,7 +63,10 @@ class EmbedData:
 
     @property
     def demo(self) -> Path | None:
-        """Return the folder of demo_ir, which the study builds; None if the manifest does not name it."""
+        """Return the folder of demo_ir; None if the manifest does not name it.
+
+        The study builds this set.
+        """
         return (
             Path(self.demo_folder, DEMO_SET)
             if DEMO_SET in (*self.entry.datasets, self.entry.train)
@@ -79,7 +85,9 @@ class EmbedData:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedStage(StageRunner):
-    """Stage of `megaenc embed`: evaluates an exported model, then trains it on pairs and evaluates it again for each seed.
+    """Stage of `megaenc embed`: zero-shot retrieval of an exported model.
+
+    The model is evaluated, then trained on pairs and evaluated again for each seed.
 
     STUDY/embed/NAME/pretrained.json    scores of the exported model
     STUDY/embed/NAME/seed-S             model after contrastive training with seed S
@@ -105,38 +113,53 @@ class EmbedStage(StageRunner):
 
     @property
     def work(self) -> float:
-        """Return the number of evaluations, to which the run times of these stages are proportional."""
+        """Return the number of evaluations, to which run times are proportional."""
         return 1.0 + self.run_count
 
     @property
     def planned_seconds(self) -> float | None:
-        """Return the planned seconds of all contrastive trainings, None if unknown; without training those of a conversion."""
+        """Return the planned seconds of all contrastive trainings; None if unknown.
+
+        Without trainings, they are those of a conversion.
+        """
         return (
             self.run_count * self.seconds or None if self.run_count else StageRunner.planned_seconds
         )
 
     @property
     def models(self) -> dict[str, Path]:
-        """Return the folder of each evaluated model by its name in the evaluation: pretrained, seed-0, ..."""
+        """Return the folder of each evaluated model by name: pretrained, seed-0, ...
+
+        The names are those in the evaluations.
+        """
         trained = {
             f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds
         }
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
     def prepare(self) -> None:
-        """Write the name and size of the pairs to pairs.json for `check`, if no training is finished yet."""
+        """Write name and size of the pairs to pairs.json, for `check`.
+
+        Once a training has finished, nothing is written.
+        """
         trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
         if trained and not any((folder / TRAINING_DETAILS).is_file() for folder in trained):
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write(self.folder / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n")
 
     def _describe_pairs(self) -> dict[str, Any]:
-        """Return name and size in bytes of the pairs; without the size if there are none, as before the study builds them."""
+        """Return the name of the pairs, and their size in bytes.
+
+        The size is left out if there are no pairs, as before the study builds them.
+        """
         size = compute_size(self.data.pairs)
         return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command lines, in order, of demo set, trainings and evaluations whose output does not exist."""
+        """Return the command lines, in order, whose output does not exist.
+
+        They build the demo set, train, and evaluate.
+        """
         commands = []
         demo = self.data.demo
         if demo is not None and not os.path.isdir(demo) and not self.is_done():
@@ -161,21 +184,23 @@ class EmbedStage(StageRunner):
         """Return the command line of `megaenc embed eval` for the model `name`."""
         data = [f"{dataset}={folder}" for dataset, folder in self.data.folders.items()]
         paths = {"model": f"{name}={self.models[name]}", "data": data, "output": self._file(name)}
-        paths["overwrite"] = (
-            True  # a file that lacks scores, such as those of a set added to the manifest
-        )
+        # The file may lack scores, such as those of a set added to the manifest.
+        paths["overwrite"] = True
         bm25 = {} if self._needs_bm25(name) else {"bm25": False}
         return megaenc_command(
             "embed", "eval", *format_flags({**paths, **self._rules(name), **bm25})
         )
 
     def _rules(self, name: str) -> dict[str, Any]:
-        """Return the flags of an evaluation; a trained model's folder has its own attention, length and prefixes."""
+        """Return the flags of an evaluation.
+
+        A trained model's folder has its own attention, length and prefixes.
+        """
         given = RULES if name == PRETRAINED else ("precision",)
         return {rule: self.flags[rule] for rule in given if rule in self.flags}
 
     def _needs_bm25(self, name: str) -> bool:
-        """Return whether an evaluation ranks by BM25 too: only that of the pretrained model does."""
+        """Return whether an evaluation ranks by BM25: only the pretrained model's does."""
         return self.data.entry.bm25 and name == PRETRAINED
 
     def _file(self, name: str) -> Path:
@@ -183,7 +208,10 @@ class EmbedStage(StageRunner):
         return self.folder / f"{name}.json"
 
     def _is_evaluated(self, name: str) -> bool:
-        """Return whether a model's evaluation has the scores of every data set, and of BM25 if it is to have them."""
+        """Return whether a model's evaluation has the scores of every data set.
+
+        Those of BM25 must exist too if the evaluation ranks by it.
+        """
         evaluation = read_evaluation(self._file(name))
         if evaluation is None:
             return False
@@ -191,11 +219,17 @@ class EmbedStage(StageRunner):
         return all(evaluation.datasets_of(model) >= self.data.folders.keys() for model in needed)
 
     def progress(self) -> tuple[float, float]:
-        """Return (number of finished evaluations, number of all: of the pretrained model, and one for each seed)."""
+        """Return the numbers of finished evaluations and of all evaluations.
+
+        There is one of the pretrained model and one for each seed.
+        """
         return sum(map(self._is_evaluated, self.models)), len(self.models)
 
     def check(self) -> None:
-        """Raise StaleArtifactError for an evaluation or a training of another model, other data or other settings."""
+        """Raise StaleArtifactError if an evaluation or a training is out of date.
+
+        It is if it was made from another model, other data or other settings.
+        """
         evaluations = {
             name: read_evaluation(self._file(name))
             for name in self.models
@@ -220,19 +254,24 @@ class EmbedStage(StageRunner):
             self._compare(name, evaluation.data, self.data.fingerprints)
 
     def _check_training(self, seed: int, origin: Mapping[str, str]) -> None:
-        """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
+        """Raise StaleArtifactError if the training with `seed` is out of date.
+
+        It is if it had other settings, or another model than the one with the fingerprints
+        `origin`.
+        """
         name = f"seed-{seed}"
         recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
         config, planned = (
             _get_object(recorded, "config"),
             flags.flatten(self.data.entry.training) | {"seed": seed},
         )
+        # Those of an export.
         defaults = {
             "pooling": "mean",
             "attention": "bidirectional",
             "query_prefix": "",
             "document_prefix": "",
-        }  # of an export
+        }
         planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
         if not planned["precision"]:  # depends on the machine
             del planned["precision"]
@@ -247,7 +286,10 @@ class EmbedStage(StageRunner):
         self._compare(name, _get_object(recorded, "fingerprints"), origin)
 
     def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-        """Raise StaleArtifactError if a recorded value differs from the current one of that name; both must be known."""
+        """Raise StaleArtifactError if a recorded value differs from the current one.
+
+        Values are compared by name, and only if both are known.
+        """
         values = {key: recorded[key] for key in current if key in recorded}
         if difference := describe_difference(values, {key: current[key] for key in values}):
             raise StaleArtifactError(
@@ -256,7 +298,7 @@ class EmbedStage(StageRunner):
 
 
 def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the JSON object under `name` in `values`; empty if it is missing or anything else."""
+    """Return the JSON object under `name` in `values`; empty if there is none."""
     value = values.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -264,7 +306,8 @@ def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fingerprints of a model and its tokenizer; {} if there is none.
 
-    They are the `recorded` ones, without reading the weights, if its files have the recorded sizes and times.
+    If the files have the recorded sizes and times, the `recorded` fingerprints are returned without
+    reading the weights.
     """
     if not (folder / "config.json").is_file():
         return {}
@@ -276,13 +319,12 @@ def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str
 
 
 def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
-    """Raise InputError for a missing retrieval set or missing pairs that a remaining stage reads."""
+    """Raise InputError if a remaining stage lacks its retrieval sets or pairs."""
     remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
     for data in [stage.data for stage in remaining][:1]:  # all stages read the same
         for name, folder in data.folders.items():
-            if folder != data.demo and not os.path.isdir(
-                folder
-            ):  # False for a name that is too long
+            # Unlike Path's, os.path.isdir is False for a name that is too long.
+            if folder != data.demo and not os.path.isdir(folder):
                 place = f"{manifest}: embed: field `datasets`: {name}"
                 raise InputError(
                     f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)"

@@ -18,9 +18,8 @@ class EtaEstimator:
         """Read the durations of the stages that are done from their logs."""
         self._stages = {stage.id: stage for stage in stages}
         self._shares: dict[str, float] = {}
-        self._durations: dict[str, list[float]] = defaultdict(
-            lambda: [0.0, 0.0]
-        )  # by kind: seconds, work
+        # By kind: seconds, work.
+        self._durations: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for stage in self._stages.values():
             self._shares[stage.id] = float(stage.is_done())
             attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
@@ -65,9 +64,10 @@ class EtaEstimator:
         )
 
     def longest_chains(self) -> dict[str, float]:
-        """Return by stage id the seconds left of its longest chain of stages.
+        """Return the seconds left of each stage's longest chain of stages, by id.
 
-        It begins with the stage, and goes on with stages that need it. Unknown seconds count 0.
+        A chain begins with the stage and continues with stages that need it. Unknown seconds count
+        0.
         """
         chains: dict[str, float] = {}
         later: dict[str, float] = defaultdict(float)

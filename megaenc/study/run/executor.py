@@ -1,4 +1,7 @@
-"""Execution of a study's stages on this machine, several at a time, as child processes that end with this one."""
+"""Execution of a study's stages on this machine, several at a time.
+
+Commands are child processes that end with this one.
+"""
 
 import contextlib
 import time
@@ -17,20 +20,16 @@ from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages
 
-_INPUT_ERROR, _STOPPED = (
-    2,
-    75,
-)  # exit codes: wrong input; pretraining stopped by a signal, after saving
-_POLL_SECONDS, _REDRAW_SECONDS = (
-    0.2,
-    1.0,
-)  # intervals of checking the children and of redrawing the terminal
+# Exit codes: wrong input; pretraining stopped by a signal, after saving.
+_INPUT_ERROR, _STOPPED = (2, 75)
+# Intervals of checking the children and of redrawing the terminal.
+_POLL_SECONDS, _REDRAW_SECONDS = (0.2, 1.0)
 _SAVE_SECONDS = 300.0  # granted to a run between SIGTERM and SIGKILL
 
 
 @dataclass
 class _RunningStage:
-    """A running stage."""
+    """Stage whose command runs in a child process."""
 
     stage: StageRunner
     command: list[str]
@@ -43,18 +42,24 @@ class _RunningStage:
 
 
 def format_progress(done: float, total: float, unit: str) -> str:
-    """Return `DONE of TOTAL UNIT`, rounded to whole numbers, such as `120 of 300 steps`."""
+    """Return `DONE of TOTAL UNIT` in whole numbers, such as `120 of 300 steps`."""
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
 def execute_stages(
     stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2
 ) -> dict[str, str]:
-    """Run `stages` in parallel, each after its needs, and retry crashes; return errors by id. `slots`: device or "".
+    """Run stages in parallel, each after its needs, and return errors by stage id.
 
-    A slot holds one process: the device that the process sees, or "". Of the stages that are ready, the one with the longest
-    remaining chain starts first. A crash is retried, up to `max_attempts` attempts. No child process outlives this call; children
-    that are stopped can save first.
+    Of the stages that are ready, the one with the longest remaining chain starts first. A crash is
+    retried, up to `max_attempts` attempts. No child process outlives this call; children that are
+    stopped can save first.
+
+    Args:
+        slots: For each process that can run at a time, the device that it sees, or "".
+
+    Raises:
+        InputError: There are fewer slots than a stage has processes.
     """
     widest = max((stage.processes for stage in stages), default=1)
     if len(_pick_slots(slots, widest)) < widest:
@@ -115,7 +120,10 @@ class _Executor:
         self._attempt_counts: dict[str, int] = defaultdict(int)
 
     def ready_stages(self) -> list[StageRunner]:
-        """Return the waiting stages whose needed stages are done; needed stages outside this execution count as done."""
+        """Return the waiting stages whose needed stages are done.
+
+        Needed stages outside this execution count as done.
+        """
         return [
             stage
             for stage in self.waiting.values()
@@ -123,7 +131,11 @@ class _Executor:
         ]
 
     def start_ready_stages(self) -> None:
-        """Start ready stages while slots are free; skip locked ones, and record those found done or, if stale, failed."""
+        """Start ready stages while slots are free.
+
+        Locked stages are skipped. Stages whose output turns out complete or stale are recorded as
+        done or failed.
+        """
         for stage in self.ready_stages():
             slots = _pick_slots(self.free_slots, stage.processes)
             if len(slots) < stage.processes:
@@ -174,7 +186,10 @@ class _Executor:
         )
 
     def handle_exit(self, running: _RunningStage, code: int) -> None:
-        """Log a command's exit `code`; start the stage's next command, or record it as done, failed or to be retried."""
+        """Log the exit code of a command, and continue its stage.
+
+        The stage's next command starts, or the stage is recorded as done, failed or to be retried.
+        """
         stage = running.stage
         log = stage_log.log_path(self.study, stage.id)
         seconds = time.monotonic() - running.start_time
@@ -192,9 +207,8 @@ class _Executor:
         elif code == _STOPPED:
             outcome = stage_log.STOPPED
         elif code:
-            outcome = (
-                describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")
-            )  # exit code 1, killed by SIGKILL
+            # As `exit code 1` or `killed by SIGKILL`.
+            outcome = describe_exit_code(code).removeprefix("ended with ").removeprefix("was ")
         else:
             outcome = "exit code 0, but its output is missing"
         stage_log.log_end(log, outcome)
@@ -218,7 +232,10 @@ class _Executor:
                 self.display.print_line(f"{stage.id}: {outcome}: {message}; trying once more")
 
     def update_display(self) -> None:
-        """Redraw the rows of the running stages, and the study's row with finished stages and time left."""
+        """Redraw the rows of the running stages and the row of the study.
+
+        The row of the study has the numbers of finished and failed stages, and the time left.
+        """
         share = float(len(self.finished))
         rows = {}
         parts = []
@@ -247,7 +264,10 @@ class _Executor:
         )
 
     def stop(self) -> None:
-        """Send SIGTERM to all running stages, wait up to 300 s for them to save, kill the rest, and log them as stopped."""
+        """Stop all running stages, and log them as stopped.
+
+        They get SIGTERM and up to 300 s to save; then they are killed.
+        """
         if not self.running:
             return
         for running in self.running.values():
@@ -275,11 +295,16 @@ def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
 
 
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
-    """Return os.environ for a stage's process: GPUs of `slots`, 1 / `slot_count` of the cores, this package's path."""
+    """Return the environment variables of a stage's process.
+
+    These are os.environ, the GPUs of `slots`, 1 / `slot_count` of the cores, and this package's
+    path.
+    """
     devices = {select_visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     return {
         "OMP_NUM_THREADS": str(max(1, usable_core_count() // slot_count)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_SAVE_SECONDS:.0f}",  # before torchrun kills its workers; needs torch 2.12
+        # Before torchrun kills its workers; needs torch 2.12.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_SAVE_SECONDS:.0f}",
         **python_environment(),
         "PYTHONUNBUFFERED": "1",
         **devices,
@@ -287,7 +312,10 @@ def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
 
 
 def with_dependencies(stages: Mapping[str, StageRunner], ids: Iterable[str]) -> list[StageRunner]:
-    """Return the stages with these ids and all that they need, directly or not, in the order of the mapping `stages`."""
+    """Return the stages with these ids and all that they need, directly or not.
+
+    They are in the order of the mapping `stages`.
+    """
     selected = set(ids)
     for id, stage in reversed(stages.items()):
         selected.update(stage.needs if id in selected else ())

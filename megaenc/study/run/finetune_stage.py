@@ -38,20 +38,26 @@ def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LabelledData:
-    """Labelled data sets of a study's grid as text (name, PATH or NAME=PATH), and the flags that locate them."""
+    """Labelled data sets of a study's grid, and the flags that locate them.
+
+    A data set is given as name, PATH or NAME=PATH.
+    """
 
     datasets: tuple[str, ...]
     flags: DatasetConfig
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
-        """Return {"dataset": own, "train_on": training set's} fingerprints by name of each readable set; cached."""
+        """Return the fingerprints of each readable data set by name; cached.
+
+        Returns:
+            By name, {"dataset": fingerprint of the set, "train_on": that of its training set}.
+        """
         fingerprints = {}
         for text in self.datasets:
             demo_names = {text, self.flags.train_on}.intersection(demo.DEMO_DATASETS)
-            if all(
-                Path(self.flags.demo_folder, name).is_dir() for name in demo_names
-            ):  # finding a demo set would create it
+            # Finding a demo set would create it.
+            if all(Path(self.flags.demo_folder, name).is_dir() for name in demo_names):
                 with contextlib.suppress(InputError):
                     dataset = find_dataset(text, **asdict(self.flags))
                     fingerprints[dataset.name] = {
@@ -67,7 +73,9 @@ class FinetuneStage(StageRunner):
 
     training: TrainingSet
     flags: Mapping[str, Any] = field(repr=False)
-    """Flags of the grid in the manifest, always with learning_rates, seeds, and the datasets of `training`."""
+    """Flags of the grid in the manifest, always with learning_rates, seeds, and the datasets of
+    `training`.
+    """
     protocol: FinetuneConfig
     data: LabelledData
     jobs: int
@@ -83,7 +91,7 @@ class FinetuneStage(StageRunner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return (`export/NAME`,), the id of the stage that exports the model to fine-tune."""
+        """Return (`export/NAME`,), the id of the stage that exports the model."""
         return (f"export/{self.name}",)
 
     @property
@@ -93,17 +101,20 @@ class FinetuneStage(StageRunner):
 
     @property
     def result_count(self) -> int:
-        """Return the number of results of the complete grid: data sets x learning rates x seeds."""
+        """Return the number of all results: data sets x learning rates x seeds."""
         return len(self.training.datasets) * self.run_count
 
     @property
     def work(self) -> float:
-        """Return the number of training runs as a float; run times of grids are proportional to it."""
+        """Return the number of training runs, to which run times are proportional."""
         return float(self.run_count)
 
     @property
     def planned_seconds(self) -> float | None:
-        """Return the planned seconds of all training runs, one at a time; None if the manifest has no seconds a run."""
+        """Return the planned seconds of all training runs, one at a time.
+
+        They are None if the manifest has no seconds per run.
+        """
         return self.run_count * self.run_seconds or None
 
     @property
@@ -128,7 +139,10 @@ class FinetuneStage(StageRunner):
         ]
 
     def progress(self) -> tuple[float, float]:
-        """Return (number of existing results, recorded failures included; number of results of the complete grid)."""
+        """Return the numbers of existing results and of all results.
+
+        Recorded failures are results.
+        """
         return len(self._result_files()), self.result_count
 
     def describe_failed_runs(self) -> str:
@@ -157,7 +171,10 @@ class FinetuneStage(StageRunner):
         return results
 
     def check(self) -> None:
-        """Raise StaleArtifactError if an existing result was made by another protocol, model, tokenizer or data set."""
+        """Raise StaleArtifactError if an existing result is out of date.
+
+        It is if it was made by another protocol, model, tokenizer or data set.
+        """
         files = self._result_files()
         model_fingerprints = {}
         if files and (self._export / "config.json").is_file():
@@ -183,8 +200,11 @@ class FinetuneStage(StageRunner):
 def _fingerprint_export(folder: str, results: str, stamp: str) -> dict[str, str]:
     """Return the fingerprints of a model and its tokenizer.
 
-    They are read once for all training sets of the model; `stamp` tells versions of the files apart. `results` is that of
-    `compute_model_fingerprints`.
+    They are read once for all training sets of the model.
+
+    Args:
+        results: Directory of results, as for `compute_model_fingerprints`.
+        stamp: Text that tells versions of the model's files apart.
     """
     [weights] = compute_model_fingerprints([folder], results)
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(folder)}

@@ -42,7 +42,10 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainStage(StageRunner):
-    """Stage of `megaenc pretrain` that ends as `model`: trains all its steps, or those after the branch off `parent`."""
+    """Stage of `megaenc pretrain` that ends as `model`.
+
+    It trains all steps of the model, or those after the branch off `parent`.
+    """
 
     model: PlannedModel
     start: Literal["new", "branch", "weights"]
@@ -65,7 +68,11 @@ class PretrainStage(StageRunner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the id of the parent's stage in a tuple, or `corpus` if the study builds its corpus, or else ()."""
+        """Return the id of the stage that this run needs, in a tuple.
+
+        It is the parent's stage, otherwise `corpus` if the study builds its corpus; () if neither
+        exists.
+        """
         return (
             (f"{self.kind}/{self.parent}",)
             if self.parent
@@ -76,23 +83,23 @@ class PretrainStage(StageRunner):
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that this run trains itself: the model's steps minus the branch step."""
+        """Return the number of steps that this run trains itself, after its branch."""
         return self.model.steps - self.branch_step
 
     @property
     def work(self) -> float:
-        """Return the training FLOPs of the run's own steps; run times of pretraining are proportional to it."""
+        """Return the FLOPs of the run's own steps, to which run times are proportional."""
         return self.cost.flops
 
     @property
     def planned_seconds(self) -> float | None:
-        """Return the planned run time in seconds by the manifest's tokens per second; None if that is unknown."""
+        """Return the planned run time in seconds; None if the throughput is unknown."""
         hours = self.cost.device_hours
         return None if hours is None else 3600 * hours / self.processes
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Return the flags of `megaenc pretrain` for this run by field name: model, schedule, steps, data, output, start."""
+        """Return the flags of `megaenc pretrain` for this run, by field name."""
         parent = str(self._parent)
         starts = {
             "new": {},
@@ -119,7 +126,7 @@ class PretrainStage(StageRunner):
 
     @property
     def _parent(self) -> Path:
-        """Return the parent's run directory."""
+        """Return the parent's run directory; the run's own if it has no parent."""
         return self.folder.with_name(self.parent) if self.parent else self.folder
 
     def remaining_commands(self) -> list[list[str]]:
@@ -139,7 +146,7 @@ class PretrainStage(StageRunner):
         ]
 
     def is_done(self) -> bool:
-        """Return whether the checkpoint of the model's last step is complete and is the latest of the run."""
+        """Return whether the last step's checkpoint is complete and the run's latest."""
         checkpoints = CheckpointDir(self.folder / "checkpoints")
         return (
             checkpoints.is_complete(self.model.steps)
@@ -147,13 +154,19 @@ class PretrainStage(StageRunner):
         )
 
     def progress(self) -> tuple[float, float]:
-        """Return (own steps trained so far, by metrics.jsonl; number of own steps)."""
+        """Return the numbers of own steps trained so far and of all own steps.
+
+        Trained steps are those in metrics.jsonl.
+        """
         if self.is_done():
             return self.steps, self.steps
         return max(0, _read_last_step(self.folder / METRICS_FILE) - self.branch_step), self.steps
 
     def check(self) -> None:
-        """Raise StaleArtifactError if the run's run.json has other flags, another parent or other data; pass without one."""
+        """Raise StaleArtifactError if the run had other flags, parent or data.
+
+        They are compared with its run.json; a run without one passes.
+        """
         run_file = self.folder / RUN_FILE
         if not run_file.exists():
             return
@@ -171,7 +184,10 @@ class PretrainStage(StageRunner):
                 )
 
     def _check_start(self, start: RunInit) -> None:
-        """Raise StaleArtifactError if the run began differently, or with another parent than the one that exists now."""
+        """Raise StaleArtifactError if the run began differently.
+
+        It also did if its parent is not the one that exists now.
+        """
         parent = read_identity(self._parent) if self.parent else None
         at = (
             self.branch_step
@@ -194,9 +210,10 @@ class PretrainStage(StageRunner):
             )
 
     def _data_fingerprints(self) -> dict[str, str]:
-        """Return the fingerprints of data and tokenizer as in run.json, as far as they can be compared.
+        """Return the fingerprints of data and tokenizer that can be compared.
 
-        The corpora need metadata. Shares that follow from sizes are computed from the training tokens in run.json.
+        They are those of run.json's identity, and need the metadata of the corpora. Shares that
+        follow from sizes are computed from the training tokens in run.json.
         """
         try:
             sources = find_corpora(tuple(map(str, self.flags.get("data_path", ()))))
@@ -255,8 +272,9 @@ class PretrainStage(StageRunner):
         return values | self._step_flags | {"objective_schedule": schedule.canonical}
 
 
-# Unless set, bf16 and vocab_size depend on machine and tokenizer. The tokenizer is compared by its fingerprint, the first sample
-# by the parent that it follows from. The order of documents depends on their number too.
+# Unless set, bf16 and vocab_size depend on machine and tokenizer. The tokenizer is compared by its
+# fingerprint, the first sample by the parent that it follows from. The order of documents depends
+# on their number too.
 _RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples", "data_order"}
 
 

@@ -1,4 +1,7 @@
-"""Provenance of a study: hardware, dates, commit and libraries, recorded in study.json and shown by the report."""
+"""Provenance of a study: hardware, dates, commit and libraries.
+
+It is recorded in study.json and shown by the report.
+"""
 
 import contextlib
 import json
@@ -19,15 +22,17 @@ from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.machine import accelerator_names, read_processor_name, usable_core_count
 
 PROVENANCE_FILE = "study.json"
-"""File in the study directory: an object whose values are texts, or lists of texts in chronological order."""
+"""File in the study directory: an object whose values are texts, or lists of texts in chronological
+order.
+"""
 
 _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def record_environment(study: Path) -> None:
-    """Add this machine's hardware, today's date, the commit and library versions to `study`/study.json if they are new.
+    """Add this machine's hardware, date, commit and libraries to study.json.
 
-    An unreadable file is left as it is; the report names it.
+    Only new texts are added. An unreadable file is left as it is; the report names it.
     """
     if _add_environment(study / PROVENANCE_FILE):
         # Jobs of a cluster start at the same time; one that hangs must not block the others.
@@ -39,7 +44,10 @@ def record_environment(study: Path) -> None:
 
 
 def _add_environment(file: Path) -> dict:
-    """Return the entries of `file` with the current environment added; empty if nothing is new or the file is unreadable."""
+    """Return the entries of `file` with the current environment added.
+
+    There are none if nothing is new or the file is unreadable.
+    """
     values = read_json_or_empty(file)
     if not values and file.exists():
         return {}
@@ -53,7 +61,13 @@ def _add_environment(file: Path) -> dict:
 
 
 def read_provenance(file: Path) -> dict[str, str]:
-    """Return study.json's texts by name, lists joined by `, then `; {} without the file. InputError if it is no object."""
+    """Return the texts of study.json by name; {} without the file.
+
+    Lists are joined by `, then `.
+
+    Raises:
+        InputError: The file is no JSON object.
+    """
     if not file.is_file():
         return {}
     values = read_json_object(file, "an object of texts")
@@ -62,7 +76,10 @@ def read_provenance(file: Path) -> dict[str, str]:
 
 
 def current_environment() -> dict[str, str]:
-    """Return texts by "hardware", "date" (today, UTC), "commit" (of megaenc, or its version) and "libraries"."""
+    """Return texts on hardware, date, commit and libraries by name.
+
+    The date is today's in UTC. The commit is megaenc's, or its version.
+    """
     libraries = [f"Python {platform.python_version()}"]
     for name in _LIBRARIES:
         try:
@@ -98,7 +115,10 @@ def _describe_hardware() -> str:
 
 @cache
 def _describe_commit() -> str:
-    """Return the commit of the checkout, and whether files differ; for an installed package, its version."""
+    """Return the commit of megaenc's checkout, and whether files differ.
+
+    For an installed package, it is the version.
+    """
     root = Path(megaenc.__file__).parents[1]
 
     def git(*words: str) -> str:

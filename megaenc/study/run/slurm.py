@@ -1,4 +1,7 @@
-"""Submission of a study to Slurm through submitit: a job for each remaining stage, after the jobs that it needs."""
+"""Submission of a study to Slurm through submitit.
+
+Each remaining stage is a job, after the jobs that it needs.
+"""
 
 import hashlib
 import subprocess
@@ -29,7 +32,10 @@ _FIRST_PORT, _PORT_COUNT = 20_000, 20_000
 
 @dataclass(frozen=True)
 class StageTask:
-    """Callable of a Slurm job that runs one stage on one or several machines; picklable, and requeued at a timeout."""
+    """Callable of a Slurm job that runs one stage on one or several machines.
+
+    It can be pickled, and is requeued at a timeout.
+    """
 
     stage: StageRunner
     study: Path
@@ -38,21 +44,31 @@ class StageTask:
     def __call__(self) -> None:
         """Run the stage as `execute_stages` does.
 
-        Raises RuntimeError for a failure and InputError for stale output, so that Slurm starts no stage that needs it.
+        After an error, Slurm starts no stage that needs this one.
+
+        Raises:
+            RuntimeError: The stage has failed.
+            InputError: The output is stale.
         """
         silence_libraries()
         self.stage.check()
         self._run_with_other_machines() if self.machines > 1 else self._run_to_end(self.stage)
 
     def _run_to_end(self, stage: StageRunner, **options: int) -> None:
-        """Run `stage` until it is done; after a stop by Slurm (scancel, preemption), wait to be ended."""
+        """Run `stage` until it is done.
+
+        After a stop by Slurm (scancel, preemption), wait to be ended.
+        """
         while failed := execute_stages([stage], self.study, [""] * stage.processes, **options):
             if self._attempts()[-1].outcome != stage_log.STOPPED:
                 raise RuntimeError(failed[stage.id])
             time.sleep(_REQUEUE_SECONDS)  # Slurm would count an earlier exit as a failure
 
     def _run_with_other_machines(self) -> None:
-        """Run this machine's torchrun of several; the first machine writes the log and holds the lock."""
+        """Run the torchrun of this machine, one of several.
+
+        The first machine writes the log and holds the lock.
+        """
         import submitit
 
         job = submitit.JobEnvironment()
@@ -82,11 +98,13 @@ class StageTask:
                 raise RuntimeError(f"{stage.id}: exit code {code} on {job.hostname}")
 
     def _attempts(self) -> list[stage_log.Attempt]:
-        """Return the attempts in the stage's log."""
         return stage_log.read_attempts(stage_log.log_path(self.study, self.stage.id))
 
     def _is_first_machine_stopped(self) -> bool:
-        """Wait for the outcome that the first machine logs, and return whether it was stopped."""
+        """Wait for the first machine's outcome, and return whether it was stopped.
+
+        The outcome is read from the log.
+        """
         deadline = time.monotonic() + _SAVE_SECONDS
         while time.monotonic() < deadline:
             if (attempts := self._attempts()) and attempts[-1].end_time is not None:
@@ -95,7 +113,10 @@ class StageTask:
         return False
 
     def checkpoint(self) -> Any:
-        """Terminate the child processes and return a submission to requeue; submitit calls it at timeout or preemption."""
+        """Terminate the child processes and return a submission to requeue.
+
+        submitit calls it at timeout or preemption.
+        """
         from submitit.helpers import DelayedSubmission
 
         children = psutil.Process().children()
@@ -106,7 +127,13 @@ class StageTask:
 
 
 def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
-    """Return a stage's number of machines: processes / --slurm-gpus, at least 1; 1 without GPUs. InputError if uneven."""
+    """Return the number of machines of a stage: processes / --slurm-gpus.
+
+    It is at least 1, and 1 without GPUs.
+
+    Raises:
+        InputError: The number of processes is no multiple of --slurm-gpus.
+    """
     gpus = cluster.slurm_gpus
     if not gpus or stage.processes <= gpus:
         return 1
@@ -120,10 +147,14 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
 def submit_stages(
     stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig
 ) -> dict[str, list[Any]]:
-    """Submit the stages neither done nor queued, after those they need; return new Job objects by stage id.
+    """Submit the stages neither done nor queued, each after those that it needs.
 
-    The stages of a model's grid are an array, by its id without a training set. submitit's local and debug executors know no
-    dependencies: they get a stage when the stages that it needs have ended.
+    The stages of a model's grid are an array, by its id without a training set. submitit's local
+    and debug executors know no dependencies: they get a stage when the stages that it needs have
+    ended.
+
+    Returns:
+        New Job objects by stage id.
     """
     import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
@@ -204,12 +235,19 @@ def _wait_for_success(job: Any) -> bool:
 
 
 def job_name(study: Path, stage: str) -> str:
-    """Return `STAGE:HASH`, the name of a stage's job in Slurm's queue; the 8 hex digits HASH identify the study."""
+    """Return `STAGE:HASH`, the name of a stage's job in Slurm's queue.
+
+    The 8 hex digits HASH identify the study.
+    """
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 
 
 def read_queue(study: Path) -> dict[str, str]:
-    """Return the Slurm job ids of the study's waiting and running jobs by stage id. InputError if squeue fails."""
+    """Return the Slurm ids of the study's waiting and running jobs by stage id.
+
+    Raises:
+        InputError: squeue fails.
+    """
     try:
         result = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%F %j"],

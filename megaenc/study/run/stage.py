@@ -8,8 +8,9 @@
     STUDY/embed/NAME        evaluations of zero-shot retrieval, and contrastively trained models
     STUDY/logs/STAGE.log    the output of a stage
 
-A stage is done when its output and that of every stage that it needs are complete. Each output directory records its inputs,
-which are compared with the manifest and with the directories of the needed stages.
+A stage is done when its output and that of every stage that it needs are complete. Each output
+directory records its inputs, which are compared with the manifest and with the directories of the
+needed stages.
 """
 
 import json
@@ -32,7 +33,9 @@ from megaenc.training.run_dir import RUN_FILE, describe_difference
 from megaenc.training.run_init import identity_digest
 
 CORPUS = "corpus"
-"""Directory of the study's own corpus and tokenizer; also the name and id of the stage that builds them."""
+"""Directory of the study's own corpus and tokenizer; also the name and id of the stage that builds
+them.
+"""
 CORPUS_REQUEST = "asked.json"
 """File in the corpus directory that records the requested text and vocabulary size."""
 
@@ -50,7 +53,7 @@ _REQUEST_FIELDS = TypeAdapter(_CorpusRequest)
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner:
-    """Base class of a study's stages: study directory, name, needed stages, and methods for commands and progress."""
+    """Base class of a study's stages, with their commands and progress."""
 
     study: Path
     """study directory"""
@@ -58,7 +61,9 @@ class StageRunner:
     """name of the model, checkpoint or corpus, and of the output directory"""
 
     kind = subfolder = unit = ""
-    """corpus, pretrain, export, finetune or embed; subdirectory of the study that holds the output; unit of `progress`"""
+    """corpus, pretrain, export, finetune or embed; subdirectory of the study that holds the output;
+    unit of `progress`
+    """
     needs = ()
     """ids of the stages that must be done before"""
     processes = 1
@@ -79,26 +84,38 @@ class StageRunner:
         return self.study / self.subfolder / self.name
 
     def prepare(self) -> None:
-        """Do nothing here; a subclass writes records to the output directory before the stage's first command."""
+        """Write records to the output directory before the stage's first command.
+
+        The base class writes none.
+        """
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines that the stage still has to run, in order.
 
-        None if the stage is done; each subclass implements it.
+        There are none if the stage is done. Each subclass implements it.
         """
         raise NotImplementedError
 
     def progress(self) -> tuple[float, float]:
-        """Return the (completed, total) amount of work in `unit`; each subclass implements it."""
+        """Return the completed and the total amount of work, in `unit`.
+
+        Each subclass implements it.
+        """
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Return whether `progress()` has reached its total, without regard to the stages that this one needs."""
+        """Return whether `progress()` has reached its total.
+
+        The stages that this one needs are not regarded.
+        """
         done, total = self.progress()
         return done == total
 
     def check(self) -> None:
-        """Do nothing here; a subclass raises StaleArtifactError if its output does not match the manifest or its inputs."""
+        """Raise StaleArtifactError if the output is out of date.
+
+        It is if it does not match the manifest or its inputs. The base class checks nothing.
+        """
 
 
 def strip_training_set(stage: str) -> str:
@@ -107,9 +124,10 @@ def strip_training_set(stage: str) -> str:
 
 
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
-    """Return the ids of `stages`, in order of need, that are done and need only done ones; needs outside count as done.
+    """Return the ids of the stages that are done and need only done ones.
 
-    Output that remains after a needed stage was rerun must still be compared with it (`StageRunner.check`).
+    `stages` are in order of need; needed stages outside of them count as done. Output that remains
+    after a needed stage was rerun must still be compared with it (`StageRunner.check`).
     """
     stage_ids = set()
     done = set()
@@ -123,7 +141,10 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
 def megaenc_command(
     *words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)
 ) -> list[str]:
-    """Return the command of `megaenc WORDS`, by torchrun with arguments `launcher` for several processes or machines."""
+    """Return the command line of `megaenc WORDS`.
+
+    Several processes or machines are started by torchrun with the arguments `launcher`.
+    """
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
     torchrun = python_command(
@@ -133,7 +154,10 @@ def megaenc_command(
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Return command-line arguments: `{"a_b": [1, 2], "bf16": False}` is `--a-b 1 2 --no-bf16`; None and () add none."""
+    """Return the command-line arguments for flags by field name.
+
+    `{"a_b": [1, 2], "bf16": False}` becomes `--a-b 1 2 --no-bf16`; None and () add none.
+    """
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -149,7 +173,10 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 
 
 class StaleArtifactError(InputError):
-    """Error for a directory that does not match the manifest or its inputs: the directory, the reason, what to remove."""
+    """Error for a directory that does not match the manifest or its inputs.
+
+    The message has the directory, the reason, and what to remove.
+    """
 
     def __init__(
         self, folder: Path, reason: str, remove: str = "that directory and everything made from it"
@@ -162,14 +189,21 @@ class StaleArtifactError(InputError):
 
 
 def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
-    """Return the StaleArtifactError of a directory made from another manifest; `difference`: the field and both values."""
+    """Return the error for a directory that was made from another manifest.
+
+    Args:
+        difference: Field and both values.
+    """
     return StaleArtifactError(folder, f"made from another manifest: {difference}")
 
 
 def check_stages(
     stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path
 ) -> None:
-    """Raise StaleArtifactError for the first stale stage, listing all directories of `all_stages` that depend on it."""
+    """Raise StaleArtifactError for the first stage whose output is out of date.
+
+    The message lists all directories of `all_stages` that depend on it.
+    """
     for stage in stages:
         try:
             stage.check()
@@ -189,13 +223,19 @@ def check_stages(
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """Return `identity` (the settings and data of a run) in `run`/run.json as a dict; None if there is none."""
+    """Return `identity`, the settings and data of a run, from its run.json.
+
+    It is None if there is none.
+    """
     identity = read_json_or_empty(run / RUN_FILE).get("identity")
     return identity if isinstance(identity, dict) else None
 
 
 def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
-    """Raise InputError, naming `consumer`, if `run` has reached `step` but kept no complete checkpoint of it."""
+    """Raise InputError if a run has reached `step` but kept no checkpoint of it.
+
+    An incomplete checkpoint does not count. The message names `consumer`.
+    """
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
     if latest is not None and latest >= step and not checkpoints.is_complete(step):
@@ -207,7 +247,10 @@ def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStage(StageRunner):
-    """Stage that trains the study's tokenizer and tokenizes its corpus, from the demo or the files `text`."""
+    """Stage that trains the study's tokenizer and tokenizes its corpus.
+
+    The text is the demo's or that of the files `text`.
+    """
 
     name: str = CORPUS
     demo: bool
@@ -228,12 +271,16 @@ class CorpusStage(StageRunner):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Return the flags data_path and tokenizer of `megaenc pretrain` for this corpus, by field name."""
+        """Return data_path and tokenizer of `megaenc pretrain` for this corpus."""
         return {"data_path": [f"{self.prefix}_text_document"], "tokenizer": str(self.tokenizer)}
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
-        """Return the arguments of each megaenc command of the stage, in order, by the path that the command writes last."""
+        """Return the arguments of each megaenc command of the stage, in order.
+
+        Returns:
+            Arguments by the path that the command writes last.
+        """
         demo = self.folder / "corpus.jsonl"
         text = [str(path) for path in self.text] or [str(demo)]
         tokenizer = str(self.tokenizer)
@@ -260,13 +307,16 @@ class CorpusStage(StageRunner):
         return commands
 
     def prepare(self) -> None:
-        """Write vocabulary size, `demo`, and text names and sizes to asked.json for `check`, if no command is done yet."""
+        """Write the request to asked.json, for `check`.
+
+        Once a command is done, nothing is written.
+        """
         if not self.progress()[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write(self.folder / CORPUS_REQUEST, json.dumps(self._request(), indent=1) + "\n")
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command lines, in order, of the stage's commands whose output does not exist."""
+        """Return the command lines, in order, whose output does not exist."""
         return [
             megaenc_command(*words)
             for output, words in self.commands.items()
@@ -279,12 +329,18 @@ class CorpusStage(StageRunner):
         return sum(is_complete), len(is_complete)
 
     def _request(self) -> dict[str, Any]:
-        """Return the requested vocabulary size, and the names and sizes of the text; None for missing files."""
+        """Return the requested vocabulary size, `demo`, and names and sizes of the text.
+
+        The size of a missing file is None.
+        """
         text = {"text": [[path.name, compute_size(path)] for path in self.text]}
         return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
-        """Raise StaleArtifactError if asked.json has another vocabulary size, demo or text than now; pass without one."""
+        """Raise StaleArtifactError if asked.json has another request than now.
+
+        It passes without the file. Sizes of text are compared only if both are known.
+        """
         file = self.folder / CORPUS_REQUEST
         request = self._request()
         if not file.exists():
@@ -305,7 +361,7 @@ class CorpusStage(StageRunner):
 
 
 def compute_size(path: Path) -> int | None:
-    """Return the size of a file or of all files in a directory; None if it cannot be read."""
+    """Return the bytes of a file or of all files in a directory; None if unreadable."""
     try:
         files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
         return sum(each.stat().st_size for each in files)
@@ -315,7 +371,10 @@ def compute_size(path: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportStage(StageRunner):
-    """Stage of `megaenc convert to-hf`: exports the checkpoint at `step` of `run` with a certificate, conversion.json."""
+    """Stage of `megaenc convert to-hf`: export of the checkpoint at `step` of `run`.
+
+    The export has a certificate, conversion.json.
+    """
 
     key: ModelKey
     run: str
@@ -324,7 +383,7 @@ class ExportStage(StageRunner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return (`pretrain/RUN`,), the id of the stage that trains the exported checkpoint."""
+        """Return (`pretrain/RUN`,), the id of the stage that trains the checkpoint."""
         return (f"pretrain/{self.run}",)
 
     @property
@@ -347,7 +406,12 @@ class ExportStage(StageRunner):
         return float(self._certificate.is_file()), 1
 
     def check(self) -> None:
-        """Raise StaleArtifactError for an export of another step or run; if none, InputError if the step was not kept."""
+        """Check that the export is of this step and run.
+
+        Raises:
+            StaleArtifactError: The export is of another step or run.
+            InputError: There is no export, and the run has not kept the step.
+        """
         if not self.is_done():
             check_checkpoint_exists(self._run, self.step, self.id)
             return

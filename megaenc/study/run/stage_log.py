@@ -1,7 +1,8 @@
 """Logs of stages, STUDY/logs/STAGE.log: output and outcome of each attempt.
 
-Attempts are appended. Each starts with the line `==> TIME $ COMMAND` and ends with `<== TIME OUTCOME`. An attempt without an end
-was killed together with its parent, or is running: then its lock is held.
+Attempts are appended. Each starts with the line `==> TIME $ COMMAND` and ends with `<== TIME
+OUTCOME`. An attempt without an end was killed together with its parent, or is running: then its
+lock is held.
 """
 
 import contextlib
@@ -27,14 +28,16 @@ _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
 _ERROR = re.compile(
     r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*"
 )
-_FRAME = re.compile(
-    r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:"
-)  # of a traceback or of torchrun's own summary
+# Lines of a traceback or of torchrun's own summary.
+_FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One execution of a stage's command in its log: start and end (seconds since 1970), outcome, and the error line."""
+    """One execution of a stage's command, as recorded in its log.
+
+    Times are in seconds since 1970.
+    """
 
     start_time: float
     end_time: float | None
@@ -45,7 +48,10 @@ class Attempt:
 
     @property
     def is_failed(self) -> bool:
-        """Return whether the outcome is neither finished nor stopped; False for an attempt without an end."""
+        """Return whether the outcome is neither finished nor stopped.
+
+        An attempt without an end is not failed.
+        """
         return bool(self.outcome) and self.outcome not in (FINISHED, STOPPED)
 
 
@@ -55,17 +61,27 @@ def log_path(study: Path, stage: str) -> Path:
 
 
 def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
-    """Return a context manager that tries to lock a stage without waiting and yields whether the lock is held."""
+    """Return a context manager that tries to lock a stage without waiting.
+
+    It yields whether the lock is held.
+    """
     return try_lock(study / ".locks" / stage)
 
 
 def is_stage_locked(study: Path, stage: str) -> bool:
-    """Return whether a process holds the lock of the stage with the id `stage`, as while it runs the stage."""
+    """Return whether a process holds the lock of a stage, as while it runs the stage.
+
+    `stage` is its id.
+    """
     return is_locked(study / ".locks" / stage)
 
 
 def log_start(log: Path, command: Sequence[str]) -> None:
-    """Append `==> TIME $ COMMAND` to a log, creating its directory. InputError if the log cannot be written."""
+    """Append `==> TIME $ COMMAND` to a log, creating its directory.
+
+    Raises:
+        InputError: The log cannot be written.
+    """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         _append(log, "==>", f"$ {shlex.join(command)}")
@@ -74,18 +90,27 @@ def log_start(log: Path, command: Sequence[str]) -> None:
 
 
 def log_end(log: Path, outcome: str) -> None:
-    """Append `<== TIME OUTCOME` to a log; an error of writing, such as a full disk, is ignored."""
+    """Append `<== TIME OUTCOME` to a log.
+
+    An error of writing, such as a full disk, is ignored.
+    """
     with contextlib.suppress(OSError):  # a full disk: then there is no end
         _append(log, "<==", outcome)
 
 
 def exit_code_file(log: Path) -> Path:
-    """Return the path beside a log, with the ending .exit_code, to which the stage's command writes its exit code."""
+    """Return the path to which the stage's command writes its exit code.
+
+    It is next to the log, with the ending .exit_code.
+    """
     return log.with_suffix(".exit_code")
 
 
 def pop_exit_code(log: Path) -> int | None:
-    """Return the exit code in a log's .exit_code file and delete the file; None if there is no file or no number in it."""
+    """Return the exit code in a log's .exit_code file, and delete the file.
+
+    It is None if there is no file or no number in it.
+    """
     file = exit_code_file(log)
     try:
         code = int(read_regular_file(file, _MAX_BYTES))
@@ -107,7 +132,7 @@ def _append(log: Path, mark: str, text: str) -> None:
 
 
 def read_attempts(log: Path) -> list[Attempt]:
-    """Return the Attempts recorded in a log, the oldest first; empty if the log cannot be read."""
+    """Return the Attempts of a log, the oldest first; empty if it cannot be read."""
     try:
         lines = read_regular_file(log, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
@@ -129,7 +154,10 @@ def read_attempts(log: Path) -> list[Attempt]:
 
 
 def find_error_line(output: Sequence[str]) -> str:
-    """Return the last `error:` line of a command's output, else another error, else the last line; "" if there is none."""
+    """Return the line of a command's output that explains its failure.
+
+    It is the last `error:` line, else another error, else the last line; "" if there is none.
+    """
     errors = [line.strip() for line in output if _ERROR.fullmatch(line.strip())]
     other_lines = [line.strip() for line in output if line.strip() and not _FRAME.match(line)]
     input_errors = [line for line in errors if line.startswith("error: ")]

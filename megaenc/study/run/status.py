@@ -1,8 +1,11 @@
-"""Show the state of each stage of a study: waiting, running, done or failed, and why. Reads only the study directory.
+"""Show the state of each stage of a study: waiting, running, done or failed.
+
+The table also has the reason of a failure or a wait. Only the study directory is read.
 
 megaenc study status configs/study/mini.yaml --output study
 
-On a terminal the table is refreshed until all stages are done (Ctrl-C ends it); to a file or a pipe it is written once.
+On a terminal the table is refreshed until all stages are done (Ctrl-C ends it); to a file or a pipe
+it is written once.
 """
 
 import sys
@@ -28,32 +31,29 @@ from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.stage import StageRunner
 from megaenc.study.run.stage_log import total_seconds
 
-_STYLES = {
-    "failed": "red",
-    "running": "yellow",
-    "waiting": "dim",
-    "done": "green",
-}  # colors of states, in the order of the table
-_REFRESH_SECONDS = 2.0  # seconds
+# Colors of states, in the order of the table.
+_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}
+_REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class StatusConfig:
-    """Flags of `megaenc study status`: the manifest, the study directory, the data directory, and stages to show."""
+    """Flags of `megaenc study status`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
     output: str = ""
     """Study directory: the --output of `megaenc study run`."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own."""
+    """Directory that relative data paths of the manifest start from; default: the manifest's own.
+    """
     only: tuple[str, ...] = ()
     """Stages to show with all that they need, as for `megaenc study run`."""
 
 
 @dataclass(frozen=True)
 class StatusRow:
-    """State of one stage: id, state, progress as text, completed share, seconds of all attempts, reason to fail or wait."""
+    """State of one stage, a row of the table."""
 
     stage: str
     state: Literal["failed", "running", "waiting", "done"]
@@ -69,7 +69,11 @@ class StatusRow:
 def build_table(
     stages: Iterable[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None
 ) -> list[StatusRow]:
-    """Return a StatusRow per stage, in order, from output, logs and locks; `mismatches`: messages of stale stages by id."""
+    """Return a StatusRow per stage, in order, from output, logs and locks.
+
+    Args:
+        mismatches: Messages of stale stages by id.
+    """
     table: dict[str, StatusRow] = {}
     for stage in stages:
         log = stage_log.log_path(study, stage.id)
@@ -99,7 +103,10 @@ def build_table(
 
 
 def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
-    """Return, by stage id, the error message of each stage whose output does not match the manifest or its inputs."""
+    """Return the errors of stages whose output is out of date, by stage id.
+
+    Such output does not match the manifest or its inputs.
+    """
     mismatches = {}
     for stage in stages:
         try:
@@ -110,7 +117,10 @@ def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
 
 
 def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None) -> str:
-    """Return one line: the number of stages, counts by state, percentage done, and time left unless None or 0."""
+    """Return one line on the study: stages by state, percentage, time left.
+
+    The time is left out if it is None or 0.
+    """
     counts = Counter(row.state for row in table)
     words = ", ".join(
         f"{counts[state]:,} {state}"
@@ -124,7 +134,10 @@ def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None)
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc study status`: print a table of the stages' states; on a terminal, refresh it until all are done."""
+    """Print a table of the states of a study's stages.
+
+    On a terminal, refresh it until all stages are done.
+    """
     silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
     study = resolve_study_dir(settings.output, "status")
@@ -154,7 +167,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _estimate_remaining_seconds(
     stages: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]
 ) -> float | None:
-    """Return the remaining seconds with as many stages in parallel as run now; None if unknown or none runs."""
+    """Return the seconds left with as many stages in parallel as run now.
+
+    They are None if unknown or if no stage runs.
+    """
     eta = EtaEstimator(stages, study)
     for stage, row in zip(stages, table, strict=True):
         eta.record_progress(stage, row.share)
@@ -176,7 +192,10 @@ def _format_cells(row: StatusRow) -> tuple[str, str, str, str, str]:
 def _show_live(
     stages: Sequence[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None
 ) -> None:
-    """Refresh the table on the terminal until all stages are done; failed and running stages come first."""
+    """Refresh the table on the terminal until all stages are done.
+
+    Failed and running stages come first.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.live import Live
     from rich.table import Table
