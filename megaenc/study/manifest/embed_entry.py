@@ -72,7 +72,8 @@ def build_embed_entry(
         if parse_dataset_name(dataset)[1] is None and dataset != DEMO_SET:
             text = truncate_text(dataset, 60)
             raise InputError(
-                f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir"
+                f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or "
+                "NAME=PATH, or demo_ir"
             )
     for name, times in Counter(entry.names).items():
         if not _NAME.fullmatch(name):
@@ -82,19 +83,20 @@ def build_embed_entry(
             )
         if times > 1:
             raise InputError(
-                f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH"
+                f"embed: field `datasets`: found {name} twice, expected each once; name a folder "
+                "with NAME=PATH"
             )
     with prefix_errors("embed"):
         entry.training.check()
     training = flags.flatten(entry.training)
     set_flags = {name: training[name] for name in values if name in training}
-    if not entry.train and (
-        unused := [
-            name for name in values if name == "seeds" or (name in set_flags and name not in RULES)
-        ]
-    ):
+    training_keys = [
+        name for name in values if name == "seeds" or (name in set_flags and name not in RULES)
+    ]
+    if training_keys and not entry.train:
         raise InputError(
-            f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both"
+            f"embed: field `{training_keys[0]}`: found without `train`, the pairs of contrastive "
+            "training; expected both"
         )
     datasets = tuple(resolve_dataset_path(dataset, data_dir) for dataset in entry.datasets)
     train = entry.train if entry.train in ("", DEMO_SET) else str(data_dir / entry.train)

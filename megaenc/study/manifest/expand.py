@@ -142,13 +142,11 @@ class PlannedModel:
         Returns:
             (phase, share) for all phases, with shares from 0 to 1.
         """
-        lengths = [
-            max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases
-        ]
-        return [
-            (phase, count / (phase.last - phase.first + 1))
-            for phase, count in zip(self.phases, lengths, strict=True)
-        ]
+        shares = []
+        for phase in self.phases:
+            count = max(0, min(last, phase.last) - max(after, phase.first - 1))
+            shares.append((phase, count / (phase.last - phase.first + 1)))
+        return shares
 
     def checkpoint_name(self, step: int) -> str:
         """Return the name of the checkpoint at `step`: the model's with `-STEP`.
@@ -180,24 +178,23 @@ def expand_models(
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):
         with prefix_errors(entry.place):
             _check_entry(entry)
-            _add_counts(
-                counts,
-                models=_count_models(entry),
-                checkpoints=_count_models(entry) * len(entry.checkpoints),
-            )
+            count = _count_models(entry)
+            _add_counts(counts, models=count, checkpoints=count * len(entry.checkpoints))
             entry_models = []
             for model in _expand_entry(entry, models, sizes, pretrain):
                 _add_counts(counts, phases=len(model.phases))
                 entry_models.append(model)
             if entry.name and len(entry_models) > 1:
                 raise InputError(
-                    f"field `name`: found {entry.name} for {len(entry_models)} models, expected an entry of one"
+                    f"field `name`: found {entry.name} for {len(entry_models)} models, expected "
+                    "an entry of one"
                 )
             for model in entry_models:
                 for name in (model.name, *map(model.checkpoint_name, model.checkpoints)):
                     if name in place_of:
                         raise InputError(
-                            f"model {name} exists already ({place_of[name]}), expected each name once; set `name`"
+                            f"model {name} exists already ({place_of[name]}), expected each name "
+                            "once; set `name`"
                         )
                     place_of[name] = entry.place
                 models[model.name] = model
@@ -232,7 +229,8 @@ def _check_entry(entry: ManifestEntry) -> None:
         raise InputError("found `seed` together with `after`: a continued model has its parent's")
     if not entry.after and not entry.size:
         raise InputError(
-            "field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued"
+            "field `size`: missing, expected a name of `sizes`, or `after` with a model that is "
+            "continued"
         )
 
 
@@ -273,7 +271,8 @@ def _add_counts(counts: Counter[str], **numbers: int) -> None:
     for noun in numbers:
         if counts[noun] > _LIMITS[noun]:
             raise InputError(
-                f"makes more than {_LIMITS[noun]:,} {noun} together with the entries before it, expected fewer"
+                f"makes more than {_LIMITS[noun]:,} {noun} together with the entries before it, "
+                "expected fewer"
             )
 
 
@@ -284,18 +283,15 @@ def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ..
     become part of `key.schedule`: reports list them in a separate table, apart from the study's
     models and its claims.
     """
-    keys_by_model = [
-        (
-            model,
-            [model.key] * model.evaluate
-            + [model.checkpoint_key(step) for step in model.checkpoints],
-        )
-        for model in models
-    ]
+    keys_by_model = []
     differences: dict[ModelKey, set[str]] = defaultdict(set)
-    for model, keys in keys_by_model:
+    for model in models:
+        keys = [model.checkpoint_key(step) for step in model.checkpoints]
+        if model.evaluate:
+            keys.append(model.key)
         for key in keys:
             differences[key].add(model.distinguishing_flags)
+        keys_by_model.append((model, keys))
     result = []
     for model, keys in keys_by_model:
         if model.distinguishing_flags and any(len(differences[key]) > 1 for key in keys):
@@ -327,14 +323,16 @@ def _expand_entry(
             )
         if parent and parent.after:
             raise InputError(
-                f"field `after`: found {origin}, which continues another model itself; expected one longer `schedule` instead"
+                f"field `after`: found {origin}, which continues another model itself; expected "
+                "one longer `schedule` instead"
             )
         base = parent.key if parent else ModelKey(origin, seed=seed)
         if base.size not in sizes:
-            raise InputError(
-                f"field `size`: found {truncate_text(base.size)}{format_suggestion(base.size, sizes)}"
-            )
-        own_flags = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
+            suggestion = format_suggestion(base.size, sizes)
+            raise InputError(f"field `size`: found {truncate_text(base.size)}{suggestion}")
+        own_flags = dict(entry.pretrain)
+        if rate is not None:
+            own_flags["lr"] = rate
         no_warmup = {"lr_warmup_iters": 0, "lr_warmup_fraction": None} if parent else {}
         flags = {**pretrain, **sizes[base.size], **no_warmup, **own_flags}
         if (base.size, rate) not in runs:
@@ -347,10 +345,9 @@ def _expand_entry(
             for flag, value in own_flags.items()
         ]
         if parent:
-            differences += [
-                parent.distinguishing_flags,
-                f"after {parent.key.schedule}" if parent.key.schedule else "",
-            ]
+            differences.append(parent.distinguishing_flags)
+            if parent.key.schedule:
+                differences.append(f"after {parent.key.schedule}")
         for text in _build_schedules(entry, steps):
             config = replace(run, objective_schedule=text, train_iters=steps, seed=base.seed)
             model_phases = tuple(
@@ -358,7 +355,8 @@ def _expand_entry(
             )
             key = _build_model_key(base, model_phases, text, parent)
             name = _build_model_name(entry, key, rate)
-            if late_steps := [step for step in entry.checkpoints if step > steps - decay]:
+            late_steps = [step for step in entry.checkpoints if step > steps - decay]
+            if late_steps:
                 last = f"expected 1 to {steps - decay}: {name} decays afterwards"
                 raise InputError(f"field `checkpoints`: found {late_steps[0]}, {last}")
             yield PlannedModel(
@@ -388,7 +386,8 @@ def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
         return [entry.schedule]
     if entry.clm_steps and max(entry.clm_steps) > steps:
         raise InputError(
-            f"field `clm_steps`: found {max(entry.clm_steps)}, expected at most the {steps} steps of the run"
+            f"field `clm_steps`: found {max(entry.clm_steps)}, expected at most the {steps} steps "
+            "of the run"
         )
     clm = entry.clm_steps or [
         math.floor(share * steps + 0.5) for share in entry.clm_share or (0.0,)
@@ -454,19 +453,14 @@ def _build_model_key(
         if work.visible_squares == work.squares
     ]
     masked_steps = sum(steps for _, steps in masked_works)
-    mask = (
-        round(
-            sum(steps * work.predicted / work.tokens for work, steps in masked_works)
-            / masked_steps,
-            6,
-        )
-        if masked_steps
-        else None
-    )
-    objectives = [
-        match[1] if (match := _STANDARD_OBJECTIVE.fullmatch(phase.text)) else ""
-        for phase in model_phases
-    ]
+    mask = None
+    if masked_steps:
+        masked = sum(steps * work.predicted / work.tokens for work, steps in masked_works)
+        mask = round(masked / masked_steps, 6)
+    objectives = []
+    for phase in model_phases:
+        match = _STANDARD_OBJECTIVE.fullmatch(phase.text)
+        objectives.append(match[1] if match else "")
     if parent is None:
         schedule = "" if objectives in (["clm"], ["mlm"], ["clm", "mlm"]) else text
         return replace(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 DEFAULT_BUDGET = 42_000
 """Total steps of published runs, assumed for an intermediate checkpoint whose key has none."""
 
-_STEPS, _MASK = r"\d+k?", r"\d+(?:\.\d+)?"
+_STEPS = r"\d+k?"
+_MASK = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"([a-z0-9.]+(?:-[a-z0-9.]+)*?)((?:-(?:clm|mlm{_MASK})-(?:dec)?{_STEPS})+)(?:-(\d+))?(?:-seed(\d+))?"
 )
@@ -60,7 +61,8 @@ class ModelKey:
 
         MLM after a decayed end is not counted.
         """
-        return self.clm_steps / first if (first := self.clm_steps + self.mlm_steps) else 0.0
+        first = self.clm_steps + self.mlm_steps
+        return self.clm_steps / first if first else 0.0
 
 
 def format_model_name(key: ModelKey) -> str:
@@ -105,14 +107,17 @@ def format_model_name(key: ModelKey) -> str:
 
 def parse_model_name(name: str) -> ModelKey | None:
     """Return the ModelKey of a name by `format_model_name`; None for any other name."""
-    if not (match := _NAME.fullmatch(name)):
+    match = _NAME.fullmatch(name)
+    if not match:
         return None
     size, phases, step, seed = match.groups()
     continued_mask = end = None
-    if continued := _CONTINUED.fullmatch(phases):
+    continued = _CONTINUED.fullmatch(phases)
+    if continued:
         before, first_run_end, continued_mask, end = continued.groups()
         phases = before + first_run_end
-    if not (run := _RUN.fullmatch(phases)):
+    run = _RUN.fullmatch(phases)
+    if not run:
         return None
     clm_end, mask, mlm_end = run.groups()
     clm = _parse_steps(clm_end or "0")
@@ -130,11 +135,11 @@ def parse_model_name(name: str) -> ModelKey | None:
         budget = cpt or clm + mlm
         if not 0 < checkpoint_step < budget:
             return None
-        clm, mlm, cpt = (
-            (clm, mlm, checkpoint_step)
-            if cpt
-            else (min(clm, checkpoint_step), max(0, checkpoint_step - clm), 0)
-        )
+        if cpt:
+            cpt = checkpoint_step
+        else:
+            mlm = max(0, checkpoint_step - clm)
+            clm = min(clm, checkpoint_step)
     ratio = round(masks.pop() / 100, 6) if mlm or cpt else None
     size = size.upper() if _PARAMETER_COUNT.fullmatch(size) else size
     return ModelKey(

@@ -23,26 +23,27 @@ from megaenc.training.lr_schedule import (
 )
 
 RESERVED_FLAGS = {
-    *(
-        "config",
-        "objective_schedule",
-        "phases",
-        "train_iters",
-        "train_tokens",
-        "seed",
-        "rampup_batch_size",
-    ),
-    *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
-    *(
-        "save",
-        "save_steps",
-        "keep_last",
-        "keep_every",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "dry_run",
-        "gpu",
-    ),
+    "config",
+    "objective_schedule",
+    "phases",
+    "train_iters",
+    "train_tokens",
+    "seed",
+    "rampup_batch_size",
+    "branch_from",
+    "branch_at",
+    "init_from",
+    "init_at",
+    "skip_samples",
+    "skip_packs",
+    "save",
+    "save_steps",
+    "keep_last",
+    "keep_every",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "dry_run",
+    "gpu",
 }
 """Flags that the study sets itself, from the models and the study directory."""
 
@@ -106,21 +107,20 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
         words = resolved["data_path"]
-        words = [
-            word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""
-        ]
-        resolved["data_path"] = [_resolve_corpus(word, data_dir) for word in words]
+        if not isinstance(words, list | tuple):
+            words = [words]
+        resolved["data_path"] = [_resolve_corpus(word, data_dir) for word in words if word != ""]
     if "valid_data_path" in resolved:
         words = resolved["valid_data_path"]
-        parts = [
-            str(word).partition("=")
-            for word in (words if isinstance(words, list | tuple) else [words])
-        ]
+        if not isinstance(words, list | tuple):
+            words = [words]
+        parts = [str(word).partition("=") for word in words]
         resolved["valid_data_path"] = [
             f"{name}={data_dir / prefix}" if prefix else name for name, _, prefix in parts
         ]
+    tokenizer = resolved.get("tokenizer")
     # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for too long a name.
-    if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
+    if tokenizer and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))
     return resolved
 

@@ -35,7 +35,8 @@ from megaenc.study.manifest.training_sets import (
     resolve_dataset_path,
 )
 
-_MAX_SEEDS, _MAX_RESULTS = 10_000, 1_000_000
+_MAX_SEEDS = 10_000
+_MAX_RESULTS = 1_000_000
 _MAX_FILE_NAME = 255  # bytes
 _MAX_INTEGER = 10**15  # products of several integers stay finite as floats
 _MAX_LENGTH = 10_000  # items of a list, characters of a text
@@ -125,16 +126,16 @@ class Manifest:
 
         Ends of models come first, then intermediate checkpoints.
         """
-        return {name: setting for name, setting, *_ in self.checkpoints()}
+        return {name: key for name, key, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield (name, key, model, step) of every evaluated checkpoint.
 
         Ends of models come first, then intermediate checkpoints.
         """
-        yield from (
-            (model.name, model.key, model, model.steps) for model in self.models if model.evaluate
-        )
+        for model in self.models:
+            if model.evaluate:
+                yield model.name, model.key, model, model.steps
         for model in self.models:
             for step in model.checkpoints:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
@@ -175,7 +176,8 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml")
     if not isinstance(values, dict):
         raise InputError(
-            f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`"
+            f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them "
+            "`sizes` and `models`"
         )
     values = {str(key): value for key, value in values.items()}
     with prefix_errors(str(path)):
@@ -206,7 +208,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         raise InputError("field `models`: found none, expected a list of at least one entry")
     if not sections.sizes:
         raise InputError(
-            "field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`"
+            "field `sizes`: found none, expected names of sizes, each with flags such as "
+            "`model: 610m`"
         )
     check_pretrain_flags("pretrain", sections.pretrain)
     for size, flag_values in sections.sizes.items():
@@ -235,14 +238,16 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
             )
     if corpus.vocab_size < 1 and any(model.config.shape.vocab_size is None for model in models):
         raise InputError(
-            f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size of the tokenizer"
+            f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size "
+            "of the tokenizer"
         )
     hardware = _build_section(HardwareEntry(), sections.hardware, "hardware")
     _check_hardware(hardware, sizes)
     grid = _build_grid(sections.finetune) if sections.finetune else None
-    embed, embed_flags = (
-        build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
-    )
+    embed = None
+    embed_flags = {}
+    if sections.embed:
+        embed, embed_flags = build_embed_entry(sections.embed, data_dir)
     manifest = Manifest(
         path=path,
         title=sections.title,
@@ -299,7 +304,8 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
     place = f"models, entry {number}"
     if not isinstance(values, dict):
         raise InputError(
-            f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, clm_share and mask"
+            f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, "
+            "clm_share and mask"
         )
     entry = flags.replace_fields(
         ManifestEntry(), {str(key): value for key, value in values.items()}, source=place
@@ -331,7 +337,8 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
     for name in keys:
         if name in _COMMAND_LINE_ONLY:
             raise InputError(
-                f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`"
+                f"finetune: field `{name}`: found here, expected on the command line of "
+                "`megaenc study run`"
             )
     grid = flags.replace_fields(GridConfig(), dict(keys), source="finetune")
     for name, values in (("datasets", grid.datasets), ("learning_rates", grid.learning_rates)):
@@ -346,10 +353,12 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
         raise InputError(
             f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}"
         )
-    if (count := len(grid.datasets) * len(grid.learning_rates) * grid.seeds) > _MAX_RESULTS:
+    count = len(grid.datasets) * len(grid.learning_rates) * grid.seeds
+    if count > _MAX_RESULTS:
         product = "datasets x learning_rates x seeds"
         raise InputError(
-            f"finetune: found {count:,} results per model ({product}), expected at most {_MAX_RESULTS:,}"
+            f"finetune: found {count:,} results per model ({product}), expected at most "
+            f"{_MAX_RESULTS:,}"
         )
     with prefix_errors("finetune"):
         grid.protocol.check()
@@ -362,19 +371,20 @@ def _check_log_names(manifest: Manifest) -> None:
 
     It is the longest file name of the study.
     """
-    model, dataset = (
-        max(names, key=lambda name: len(name.encode()), default="")
-        for names in (
-            manifest.model_keys(),
-            [training.train_on for training in manifest.training_sets],
-        )
-    )
-    length = len(dataset.encode())
-    excess = len(f"{model}@{dataset}.log".encode()) - _MAX_FILE_NAME
+
+    def count_bytes(name: str) -> int:
+        return len(name.encode())
+
+    model = max(manifest.model_keys(), key=count_bytes, default="")
+    datasets = [training.train_on for training in manifest.training_sets]
+    dataset = max(datasets, key=count_bytes, default="")
+    length = count_bytes(dataset)
+    excess = count_bytes(f"{model}@{dataset}.log") - _MAX_FILE_NAME
     if dataset and excess > 0:
         raise InputError(
-            f"finetune: field `datasets`: found {truncate_text(dataset, 40)} of {length} bytes, expected at most "
-            f"{length - excess} with the model {truncate_text(model, 40)} (both name a log); shorten either name"
+            f"finetune: field `datasets`: found {truncate_text(dataset, 40)} of {length} bytes, "
+            f"expected at most {length - excess} with the model {truncate_text(model, 40)} "
+            "(both name a log); shorten either name"
         )
 
 
@@ -387,17 +397,11 @@ def _build_grid_flags(
     """
     values = flags.flatten(grid)
     grid_flags = {name: values[name] for name in manifest_values}
-    grid_flags |= {
-        "datasets": tuple(resolve_dataset_path(dataset, data_dir) for dataset in grid.datasets)
-    }
-    grid_flags |= (
-        {"train_on": resolve_dataset_path(grid.data.train_on, data_dir)}
-        if grid.data.train_on
-        else {}
+    grid_flags["datasets"] = tuple(
+        resolve_dataset_path(dataset, data_dir) for dataset in grid.datasets
     )
-    grid_flags |= (
-        {"demo_folder": str(data_dir / grid.data.demo_folder)}
-        if "demo_folder" in grid_flags
-        else {}
-    )
+    if grid.data.train_on:
+        grid_flags["train_on"] = resolve_dataset_path(grid.data.train_on, data_dir)
+    if "demo_folder" in grid_flags:
+        grid_flags["demo_folder"] = str(data_dir / grid.data.demo_folder)
     return grid_flags | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}

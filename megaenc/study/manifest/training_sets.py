@@ -46,7 +46,8 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
                     f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
                 )
                 raise InputError(
-                    f"{message}, expected a directory name of at most 180 bytes; name the set with NAME=PATH"
+                    f"{message}, expected a directory name of at most 180 bytes; name the set "
+                    "with NAME=PATH"
                 )
         members.setdefault((train_on, family), []).append(name)
     for train_on, times in Counter(train_on for train_on, _ in members).items():

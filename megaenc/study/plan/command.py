@@ -49,12 +49,14 @@ def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
-    evaluations = (
-        _format_finetuning(graph, cost) if graph.grids else (),
-        _format_embedding(graph, cost) if graph.embeds else (),
-    )
-    for part in (format_tree(graph), _format_pretraining(graph, cost), *evaluations):
-        yield from ("", *part) if part else ()
+    parts = [format_tree(graph), _format_pretraining(graph, cost)]
+    if graph.grids:
+        parts.append(_format_finetuning(graph, cost))
+    if graph.embeds:
+        parts.append(_format_embedding(graph, cost))
+    for part in parts:
+        yield ""
+        yield from part
     yield ""
     kinds = [f"{_format_bytes(size)} of {kind}" for kind, size in cost.disk.items() if size]
     yield f"disk: {_format_bytes(sum(cost.disk.values()))}: {', '.join(kinds)}"
@@ -67,12 +69,14 @@ def _format_counts(graph: StageGraph) -> str:
     evaluated = sum(model.evaluate for model in models)
     on_the_way = len(graph.exports) - evaluated
     unevaluated = len(models) - evaluated
-    text = format_count(len(models), "model") + (
-        f" and {format_count(on_the_way, 'intermediate checkpoint')}" if on_the_way else ""
-    )
+    text = format_count(len(models), "model")
+    if on_the_way:
+        text += f" and {format_count(on_the_way, 'intermediate checkpoint')}"
     if not evaluated:
         return f"{text}, none of them evaluated"
-    return text + (f", {unevaluated} of the models not evaluated" if unevaluated else "")
+    if unevaluated:
+        text += f", {unevaluated} of the models not evaluated"
+    return text
 
 
 def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
@@ -90,16 +94,17 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     for name, model_count, shared, unshared in rows:
         columns = f"{model_count:>6,} {shared.steps:>12,} {_format_scaled(shared.tokens):>8}"
         columns += f" {shared.flops:>9.2e} {_format_device_hours(shared):>9}"
-        yield f"{name:<{width}}  {columns}   {unshared.steps:>15,} {_format_device_hours(unshared):>9}"
-    if cost.with_sharing.device_hours is not None:
-        rate = (
-            f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
-        )
-        yield f"  hours of one {hardware.device}{rate}" + (
-            f"; {hardware.source}" if hardware.source else ""
-        )
-    else:
+        columns += f"   {unshared.steps:>15,} {_format_device_hours(unshared):>9}"
+        yield f"{name:<{width}}  {columns}"
+    if cost.with_sharing.device_hours is None:
         yield "  hours: unknown; set `hardware: {tokens_per_second: ...}` in the manifest"
+        return
+    line = f"  hours of one {hardware.device}"
+    if hardware.tokens_per_second:
+        line += f" at {hardware.tokens_per_second:,.0f} tokens/s"
+    if hardware.source:
+        line += f"; {hardware.source}"
+    yield line
 
 
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
@@ -116,32 +121,36 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         (rates, "rate"),
         (seeds, "seed"),
     )
-    yield f"fine-tuning: {format_count(results, 'result')}, {' x '.join(format_count(number, noun) for number, noun in axes)}"
+    product = " x ".join(format_count(number, noun) for number, noun in axes)
+    yield f"fine-tuning: {format_count(results, 'result')}, {product}"
     if cost.finetune_runs != results:
-        yield f"  from {format_count(cost.finetune_runs, 'run')}: retrieval trains once for all its sets"
+        runs = format_count(cost.finetune_runs, "run")
+        yield f"  from {runs}: retrieval trains once for all its sets"
     if cost.finetune_hours is not None:
-        each = f"one {hardware.device} at {hardware.finetune_seconds:,.0f} seconds a run"
-        yield f"  {cost.finetune_hours:,.1f} hours of {each}"
+        speed = f"{hardware.finetune_seconds:,.0f} seconds a run"
+        yield f"  {cost.finetune_hours:,.1f} hours of one {hardware.device} at {speed}"
         if cost.with_sharing.device_hours is not None:
-            yield f"  {cost.with_sharing.device_hours + cost.finetune_hours:,.1f} hours together with pretraining"
+            total = cost.with_sharing.device_hours + cost.finetune_hours
+            yield f"  {total:,.1f} hours together with pretraining"
 
 
 def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the lines on zero-shot retrieval and contrastive trainings."""
     stage = next(iter(graph.embeds.values()))
     hardware = graph.manifest.hardware
-    checkpoints = len(graph.embeds)
+    checkpoints = format_count(len(graph.embeds), "checkpoint")
     sets = format_count(len(stage.data.entry.datasets), "data set")
-    evaluations = format_count(checkpoints * len(stage.models), "evaluation")
-    yield f"zero-shot retrieval: {evaluations} on {sets}, {format_count(checkpoints, 'checkpoint')} as pretrained"
+    evaluations = format_count(len(graph.embeds) * len(stage.models), "evaluation")
+    yield f"zero-shot retrieval: {evaluations} on {sets}, {checkpoints} as pretrained"
     if cost.embed_runs:
         seeds = format_count(stage.run_count, "seed")
-        yield f"  and after {format_count(cost.embed_runs, 'contrastive training')}: {seeds} of each checkpoint"
+        trainings = format_count(cost.embed_runs, "contrastive training")
+        yield f"  and after {trainings}: {seeds} of each checkpoint"
         if cost.embed_hours is None:
             yield "  hours: unknown; set `hardware: {embed_seconds: ...}` in the manifest"
         else:
-            each = f"one {hardware.device} at {hardware.embed_seconds:,.0f} seconds a training with its evaluation"
-            yield f"  {cost.embed_hours:,.1f} hours of {each}"
+            speed = f"{hardware.embed_seconds:,.0f} seconds a training with its evaluation"
+            yield f"  {cost.embed_hours:,.1f} hours of one {hardware.device} at {speed}"
 
 
 def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
@@ -152,12 +161,13 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     hardware = graph.manifest.hardware
     if cost.longest_chain.hours is None:
         return
-    each = f"{hardware.devices} x" if hardware.devices > 1 else "one"
-    kinds = [" and one per fine-tuning run"] * bool(graph.grids) + [
-        " and one per model to embed with"
-    ] * bool(graph.embeds)
-    also = "".join(kinds)
-    yield f"critical path, with {each} {hardware.device} per pretraining run{also}, all in parallel:"
+    count = f"{hardware.devices} x" if hardware.devices > 1 else "one"
+    uses = f"{count} {hardware.device} per pretraining run"
+    if graph.grids:
+        uses += " and one per fine-tuning run"
+    if graph.embeds:
+        uses += " and one per model to embed with"
+    yield f"critical path, with {uses}, all in parallel:"
     for condition, chain in (
         ("branches wait for their parent's end (`study run`)", cost.longest_chain_run_by_run),
         ("branches start once their checkpoint exists", cost.longest_chain),
@@ -169,26 +179,24 @@ def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         + (cost.finetune_hours or 0.0)
         + (cost.embed_hours or 0.0)
     )
+    duration = format_duration(3600 * total / hardware.devices)
     devices = f"{hardware.devices} x {hardware.device}"
-    yield f"  {format_duration(3600 * total / hardware.devices)} on {devices} in total, one stage at a time"
+    yield f"  {duration} on {devices} in total, one stage at a time"
 
 
 def _format_device_hours(amount: TrainingCost) -> str:
     """Return the device hours of a cost, or `-` if unknown."""
-    return (
-        "-"
-        if amount.device_hours is None
-        else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
-    )
+    hours = amount.device_hours
+    if hours is None:
+        return "-"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.2f}"
 
 
 def _format_bytes(count: float) -> str:
     """Return a number of bytes with a decimal unit."""
-    return (
-        f"{count / 1e12:,.0f} TB"
-        if count >= 1e15
-        else _format_scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
-    )
+    if count >= 1e15:
+        return f"{count / 1e12:,.0f} TB"
+    return _format_scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
 
 
 def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
@@ -208,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.picture) if settings.picture else None
     if output and output.suffix.lower() not in _PICTURE_SUFFIXES:
         raise InputError(
-            f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_PICTURE_SUFFIXES)}"
+            f"--picture {output}: found the ending {output.suffix!r}, expected "
+            f"{', '.join(_PICTURE_SUFFIXES)}"
         )
     if output:
         check_output_file(output, "--picture")
@@ -216,18 +225,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         graph = build_graph(read_manifest(settings.manifest, settings.data or None))
         cost = compute_study_cost(graph)
         if output:
-            title = f"{graph.manifest.title or graph.manifest.path.name}\n{_format_counts(graph)}: {cost.with_sharing.steps:,} steps"
-            more = (
-                f", {cost.without_sharing.steps:,} without sharing"
-                if cost.without_sharing.steps != cost.with_sharing.steps
-                else ""
-            )
+            steps = cost.with_sharing.steps
+            unshared_steps = cost.without_sharing.steps
+            title = f"{graph.manifest.title or graph.manifest.path.name}\n"
+            title += f"{_format_counts(graph)}: {steps:,} steps"
+            if unshared_steps != steps:
+                title += f", {unshared_steps:,} without sharing"
             with atomic_files(output) as [temporary]:
-                draw_graph(graph, title + more).savefig(
+                draw_graph(graph, title).savefig(
                     temporary, format=output.suffix.lower().removeprefix(".")
                 )
-    for line in [
-        *format_plan(graph, cost),
-        *([f"{output}: the runs over their steps"] if output else []),
-    ]:
+    for line in format_plan(graph, cost):
         print_rank_0(line)
+    if output:
+        print_rank_0(f"{output}: the runs over their steps")

@@ -65,15 +65,14 @@ def compute_study_cost(graph: StageGraph) -> StudyCost:
         shared, unshared = groups[run.model.group]
         model_cost = compute_training_cost(graph.manifest, run.model, 0, run.model.steps)
         groups[run.model.group] = (shared + run.cost, unshared + model_cost)
-    shared, unshared = (sum(each, TrainingCost()) for each in zip(*groups.values(), strict=True))
     finetune_runs = sum(grid.run_count for grid in graph.grids.values())
     seconds = graph.manifest.hardware.finetune_seconds
     embed_runs = sum(stage.run_count for stage in graph.embeds.values())
     embed_seconds = graph.manifest.hardware.embed_seconds
     return StudyCost(
         groups=groups,
-        with_sharing=shared,
-        without_sharing=unshared,
+        with_sharing=sum((shared for shared, _ in groups.values()), TrainingCost()),
+        without_sharing=sum((unshared for _, unshared in groups.values()), TrainingCost()),
         finetune_runs=finetune_runs,
         finetune_hours=finetune_runs * seconds / 3600 if seconds or not finetune_runs else None,
         embed_runs=embed_runs,

@@ -51,12 +51,10 @@ class StageGraph:
     @property
     def stages(self) -> dict[str, StageRunner]:
         """Return all stages by id (`pretrain/NAME`), each after those that it needs."""
-        corpus = [self.corpus] if self.corpus else []
-        kinds = (self.runs, self.exports, self.grids, self.embeds)
-        return {
-            stage.id: stage
-            for stage in (*corpus, *(stage for stages in kinds for stage in stages.values()))
-        }
+        stages: list[StageRunner] = [self.corpus] if self.corpus else []
+        for stages_by_name in (self.runs, self.exports, self.grids, self.embeds):
+            stages += stages_by_name.values()
+        return {stage.id: stage for stage in stages}
 
 
 def build_graph(
@@ -92,14 +90,16 @@ def build_graph(
     exports = {}
     checkpoint_steps = defaultdict(set)
     for _, parent, branch_step in starts.values():
-        checkpoint_steps[parent].update([branch_step] if branch_step else [])
+        if branch_step:
+            checkpoint_steps[parent].add(branch_step)
     for name, key, model, step in manifest.checkpoints():
         run = model.name
         # Steps before a branch are trained by the run that it branches off.
         while starts[run][0] == "branch" and step <= starts[run][2]:
             run = starts[run][1]
         exports[name] = ExportStage(study=study, name=name, key=key, run=run, step=step)
-        checkpoint_steps[run].update([] if key.decayed else [step])
+        if not key.decayed:
+            checkpoint_steps[run].add(step)
     models = {model.name: model for model in manifest.models}
     runs = {}
     for name, (start, parent, branch_step) in starts.items():
@@ -182,14 +182,14 @@ def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str
     starts = dict(existing)
     for members in families.values():
         planned: list[PlannedModel] = []
-        for model in sorted(
-            members,
+        members.sort(
             key=lambda model: (
                 model.name not in existing,
                 -model.last_undecayed_step,
                 len(model.phases),
-            ),
-        ):
+            )
+        )
+        for model in members:
             if model.name not in existing:
                 starts[model.name] = _choose_start(model, planned, starts, study)
             planned.append(model)
@@ -198,7 +198,8 @@ def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str
         ancestry = [name]
         while parent := starts[ancestry[-1]][1]:
             ancestry.append(parent)
-        ordered |= {each: starts[each] for each in reversed(ancestry)}
+        for ancestor in reversed(ancestry):
+            ordered[ancestor] = starts[ancestor]
     return ordered
 
 
@@ -310,10 +311,11 @@ def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
         and other_index < len(other_phases)
         and phases[index].text == other_phases[other_index].text
     ):
-        ends = phases[index].last, other_phases[other_index].last
-        if ends[0] != ends[1] and "->" in phases[index].text:
+        end = phases[index].last
+        other_end = other_phases[other_index].last
+        if end != other_end and "->" in phases[index].text:
             break
-        step = min(ends)
-        index += ends[0] == step
-        other_index += ends[1] == step
+        step = min(end, other_end)
+        index += end == step
+        other_index += other_end == step
     return min(step, model.last_undecayed_step, other.last_undecayed_step)

@@ -22,7 +22,8 @@ from megaenc.viz.style import (
     without_math_text,
 )
 
-_MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
+_MAX_PHASES = 3
+_MAX_BARS = 5_000  # they take 3 milliseconds each
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
     while pending:  # a recursion could get too deep
         row = pending.pop()
         rows.append(row)
-        branches = [
-            (row.offset if child.start == "branch" else row.end, child)
-            for child in children[row.run.name]
-        ]
-        for number, (offset, child) in enumerate(
-            reversed(sorted(branches, key=lambda one: -one[0] - one[1].branch_step))
-        ):
-            rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
-            pending.append(DagRow(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
+        branches = []
+        for child in children[row.run.name]:
+            offset = row.offset if child.start == "branch" else row.end
+            branches.append(DagRow(child, offset, len(rows) - 1))
+        branches.sort(key=lambda branch: -branch.start)
+        for index, branch in enumerate(reversed(branches)):
+            rails = row.stem + ("├─ " if index else "└─ ")
+            stem = row.stem + ("│  " if index else "   ")
+            pending.append(replace(branch, rails=rails, stem=stem))
     return rows
 
 
@@ -99,11 +100,16 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
             "branch": f"from step {run.branch_step:,}",
             "weights": f"after its {row.offset:,}",
         }[run.start]
-        text = _format_phases(run) + (", decay only" if run.steps <= model.decay else "")
-        text += ", inferred" if model.inferred else ""
-        text += "" if model.evaluate else "  (not evaluated)"
-        if steps := on_the_way[run.name]:
-            text += f"  also evaluated at {' '.join(f'{step:,}' for step in sorted(steps))}"
+        text = _format_phases(run)
+        if run.steps <= model.decay:
+            text += ", decay only"
+        if model.inferred:
+            text += ", inferred"
+        if not model.evaluate:
+            text += "  (not evaluated)"
+        steps = sorted(on_the_way[run.name])
+        if steps:
+            text += f"  also evaluated at {' '.join(f'{step:,}' for step in steps)}"
         yield f"  {row.rails + run.name:<{width}}  {start:<16}  {f'+{run.steps:,}':>9}  {text}"
 
 
@@ -141,9 +147,11 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     from matplotlib.patches import Patch
 
     rows = layout_rows(graph)
-    if (count := sum(len(row.run.model.phases) for row in rows)) > _MAX_BARS:
+    count = sum(len(row.run.model.phases) for row in rows)
+    if count > _MAX_BARS:
         raise InputError(
-            f"--picture: {graph.manifest.path} has {count:,} phases, expected at most {_MAX_BARS:,}; plan it without"
+            f"--picture: {graph.manifest.path} has {count:,} phases, expected at most "
+            f"{_MAX_BARS:,}; plan it without"
         )
     last = max(row.end for row in rows)
     colours = _choose_phase_colours(rows)
@@ -174,13 +182,14 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
                     zorder=2,
                 )
                 first = phase.last
-        text_style = {"textcoords": "offset points", "va": "center", "fontsize": 8}
         panel.annotate(
             row.run.name,
             (row.end, y),
             (5, 0),
             color="black" if row.run.model.evaluate else GREY,
-            **text_style,
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
         )
     positions_by_run = {
         row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)
@@ -190,16 +199,21 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
         for export in graph.exports.values()
         if not export.key.decayed
     ]
-    marker_style = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7}
     panel.scatter(
         [step + offset for step, offset, _ in on_the_way],
         [y for *_, y in on_the_way],
         s=14,
         zorder=3,
-        **marker_style,
+        facecolor="white",
+        edgecolor="black",
+        linewidth=0.7,
     )
-    label_of_x = "pretraining steps; height: learning rate"
-    panel.set(ylim=(positions[-1] + 0.7, -0.9), xlim=(0, last * 1.3), yticks=[], xlabel=label_of_x)
+    panel.set(
+        ylim=(positions[-1] + 0.7, -0.9),
+        xlim=(0, last * 1.3),
+        yticks=[],
+        xlabel="pretraining steps; height: learning rate",
+    )
     format_count_ticks(panel.xaxis)
     panel.set_xticks([tick for tick in panel.get_xticks() if tick <= last])
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -208,22 +222,25 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     if on_the_way:
-        marker_style = {
-            "marker": "o",
-            "markersize": 4,
-            "markerfacecolor": "white",
-            "markeredgecolor": "black",
-        }
         handles.append(
-            Line2D([], [], linestyle="", **marker_style, label="intermediate checkpoint, evaluated")
+            Line2D(
+                [],
+                [],
+                linestyle="",
+                marker="o",
+                markersize=4,
+                markerfacecolor="white",
+                markeredgecolor="black",
+                label="intermediate checkpoint, evaluated",
+            )
         )
     connections = {
         "branch": ("-", "branch: optimizer and rate continue"),
         "weights": (":", "finished weights, new optimizer"),
     }
-    for start in [start for start in connections if any(row.run.start == start for row in rows)]:
-        line, words = connections[start]
-        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
+    for start, (line, words) in connections.items():
+        if any(row.run.start == start for row in rows):
+            handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
     figure.legend(
         handles=handles,
         loc="outside lower left",

@@ -42,13 +42,8 @@ def compute_training_cost(
         for work, steps in phase.parts
     ]
     flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)
-    tokens, tokens_read = (
-        count * config.data.seq_length
-        for count in ((last - after) * packs, sum(reads for reads, _ in parts))
-    )
-    return TrainingCost(
-        last - after,
-        tokens,
-        flops,
-        tokens_read / tokens_per_second / 3600 if tokens_per_second else None,
-    )
+    hours = None
+    if tokens_per_second:
+        tokens_read = sum(reads for reads, _ in parts) * config.data.seq_length
+        hours = tokens_read / tokens_per_second / 3600
+    return TrainingCost(last - after, (last - after) * packs * config.data.seq_length, flops, hours)

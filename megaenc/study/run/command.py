@@ -49,6 +49,7 @@ from megaenc.study.run.stage import (
     StageRunner,
     check_stages,
     finished_stages,
+    format_flags,
     strip_training_set,
 )
 
@@ -95,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
     study = resolve_study_dir(settings.output, "run")
     cluster = settings.slurm
-    for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
-        if not cluster.slurm:  # other machines may have more cores
-            check_process_count(flag, value)
+    if not cluster.slurm:  # other machines may have more cores
+        check_process_count("--jobs", settings.jobs)
+        check_process_count("--processes", settings.processes)
     _check_cluster(cluster, settings.jobs)
     manifest = read_manifest(settings.manifest, settings.data or None)
     data_flags = _resolve_data_flags(manifest, settings)
@@ -122,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         if not is_locked:
             raise InputError(
-                f"--output {study}: another `megaenc study run` uses this directory; wait for it or stop it"
+                f"--output {study}: another `megaenc study run` uses this directory; wait for it "
+                "or stop it"
             )
         if cluster.slurm:
             submit_stages(chosen, study, cluster)
@@ -134,13 +136,13 @@ def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
     """Raise InputError for flags that have no effect with or without --slurm."""
     if cluster.slurm and jobs:
         raise InputError(
-            "--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid"
+            "--jobs: found together with --slurm, expected --slurm-parallel, the number of "
+            "parallel tasks of a grid"
         )
     for option in fields(cluster):
         if not cluster.slurm and getattr(cluster, option.name) != option.default:
-            raise InputError(
-                f"--{option.name.replace('_', '-')}: found without --slurm, expected --slurm as well"
-            )
+            flag = f"--{option.name.replace('_', '-')}"
+            raise InputError(f"{flag}: found without --slurm, expected --slurm as well")
 
 
 def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[str, Any]:
@@ -150,23 +152,25 @@ def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[st
         InputError: The manifest builds its own, or neither the manifest nor the command line names
             them.
     """
-    data_flags = {
-        name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))
-    }
+    data_flags = {}
     for name in ("data_path", "tokenizer"):
         flag = f"--{name.replace('_', '-')}"
-        if manifest.corpus.is_built_by_study:
-            if name in data_flags:
+        value = getattr(settings, name)
+        if value:
+            if manifest.corpus.is_built_by_study:
                 raise InputError(
-                    f"{flag}: found here, but {settings.manifest} builds its own corpus; expected only one of them"
+                    f"{flag}: found here, but {settings.manifest} builds its own corpus; expected "
+                    "only one of them"
                 )
-        elif name not in data_flags and (
-            missing := [model.name for model in manifest.models if not model.flags.get(name)]
-        ):
-            raise InputError(
-                f"{flag}: missing, and {settings.manifest} has no `{name}` for {missing[0]}; expected a "
-                "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
-            )
+            data_flags[name] = value
+        elif not manifest.corpus.is_built_by_study:
+            for model in manifest.models:
+                if not model.flags.get(name):
+                    raise InputError(
+                        f"{flag}: missing, and {settings.manifest} has no `{name}` for "
+                        f"{model.name}; expected a corpus of `megaenc preprocess` and its "
+                        "tokenizer, or a `corpus` of text in the manifest"
+                    )
     return resolve_flag_paths(data_flags, Path.cwd())
 
 
@@ -177,12 +181,12 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
     """
     check_embed_data(stages, manifest)
     remaining = [stage for stage in stages if not stage.is_done()]
-    for path in [
-        path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text
-    ]:
+    corpora = [stage for stage in remaining if isinstance(stage, CorpusStage)]
+    for path in [path for corpus in corpora for path in corpus.text]:
         if not os.path.exists(path):  # False for a name that is too long
             raise InputError(
-                f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)"
+                f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected "
+                "text (see --data)"
             )
     to_train = [
         stage.flags
@@ -229,9 +233,10 @@ def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunC
     """Run `stages` on this machine and print the summary."""
     slots = device_slots(settings.jobs)
     start_time = time.monotonic()
-    remaining = len(stages) - len(finished_stages(stages))
+    done = len(finished_stages(stages))
     print_rank_0(
-        f"{study}: {len(stages):,} stages, {len(stages) - remaining:,} done, {remaining:,} to do, {len(slots)} in parallel"
+        f"{study}: {len(stages):,} stages, {done:,} done, {len(stages) - done:,} to do, "
+        f"{len(slots)} in parallel"
     )
     try:
         failed = execute_stages(stages, study, slots)
@@ -259,15 +264,14 @@ def print_summary(
     """
     done = finished_stages(stages).difference(failed)
     for stage in stages:
-        if (
-            isinstance(stage, FinetuneStage)
-            and stage.is_done()
-            and (sentence := stage.describe_failed_runs())
-        ):
-            print_rank_0(f"{stage.id}: {sentence}")
+        if isinstance(stage, FinetuneStage) and stage.is_done():
+            sentence = stage.describe_failed_runs()
+            if sentence:
+                print_rank_0(f"{stage.id}: {sentence}")
     for id, reason in failed.items():
         print_rank_0(f"failed: {id}: {reason}")
-    if waiting := [stage.id for stage in stages if stage.id not in done and stage.id not in failed]:
+    waiting = [stage.id for stage in stages if stage.id not in done and stage.id not in failed]
+    if waiting:
         print_rank_0(f"not run, because a stage that they need failed: {', '.join(waiting)}")
     print_rank_0(
         f"{len(done):,} of {len(stages):,} stages are done, in {format_duration(seconds)} this time"
@@ -275,10 +279,9 @@ def print_summary(
     if failed or waiting:
         print_rank_0("rerun the same command to retry failed stages and continue")
         sys.exit(1)
-    paths = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
-    print_rank_0(
-        f"for a report, run `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *paths]))}`"
-    )
+    paths = {"results": study / "results", "runs": study / "runs", "output": study / "report"}
+    command = ["megaenc", "study", "report", settings.manifest, *format_flags(paths)]
+    print_rank_0(f"for a report, run `{shlex.join(command)}`")
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
@@ -326,9 +329,8 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
                 matches.append(id)
         if not matches:
             near = closest_match(pattern, [*names.values(), *names])
-            raise InputError(
-                f"--only: found {pattern}, {f'did you mean {near}?' if near else 'expected a name in `megaenc study plan`'}"
-            )
+            hint = f"did you mean {near}?" if near else "expected a name in `megaenc study plan`"
+            raise InputError(f"--only: found {pattern}, {hint}")
         ids += matches
     return with_dependencies(stages, ids)
 

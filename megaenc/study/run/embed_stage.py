@@ -19,13 +19,10 @@ from megaenc.embed.evaluation_file import read_evaluation
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import compute_test_fingerprint
 from megaenc.finetune.datasets.registry import parse_dataset_name
-from megaenc.finetune.model.fingerprint import (
-    compute_model_fingerprints,
-    compute_model_stamp,
-    compute_tokenizer_fingerprint,
-)
+from megaenc.finetune.model.fingerprint import compute_model_stamp
 from megaenc.json_files import read_json_or_empty
 from megaenc.study.manifest.embed_entry import DEMO_SET, EmbedEntry
+from megaenc.study.run.finetune_stage import fingerprint_model
 from megaenc.study.run.stage import (
     StageRunner,
     StaleArtifactError,
@@ -99,7 +96,9 @@ class EmbedStage(StageRunner):
     """flags of contrastive training in the manifest"""
     seconds: float
     """planned seconds of a contrastive training with its evaluation; 0 if unknown"""
-    kind, subfolder, unit = "embed", "embed", "evaluations"
+    kind = "embed"
+    subfolder = "embed"
+    unit = "evaluations"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -122,9 +121,9 @@ class EmbedStage(StageRunner):
 
         Without trainings, they are those of a conversion.
         """
-        return (
-            self.run_count * self.seconds or None if self.run_count else StageRunner.planned_seconds
-        )
+        if not self.run_count:
+            return StageRunner.planned_seconds
+        return self.run_count * self.seconds or None
 
     @property
     def models(self) -> dict[str, Path]:
@@ -152,8 +151,8 @@ class EmbedStage(StageRunner):
 
         The size is left out if there are no pairs, as before the study builds them.
         """
-        size = compute_size(self.data.pairs)
-        return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
+        pairs = {"train": self.data.pairs.name, "bytes of train": compute_size(self.data.pairs)}
+        return {name: value for name, value in pairs.items() if value is not None}
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines, in order, whose output does not exist.
@@ -177,19 +176,17 @@ class EmbedStage(StageRunner):
                 commands.append(
                     megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
                 )
-            commands.append(self._evaluation_command(name))
+            evaluation = {
+                "model": f"{name}={folder}",
+                "data": [f"{dataset}={path}" for dataset, path in self.data.folders.items()],
+                "output": self._file(name),
+                # The file may lack scores, such as those of a set added to the manifest.
+                "overwrite": True,
+                **self._rules(name),
+                "bm25": None if self._needs_bm25(name) else False,
+            }
+            commands.append(megaenc_command("embed", "eval", *format_flags(evaluation)))
         return commands
-
-    def _evaluation_command(self, name: str) -> list[str]:
-        """Return the command line of `megaenc embed eval` for the model `name`."""
-        data = [f"{dataset}={folder}" for dataset, folder in self.data.folders.items()]
-        paths = {"model": f"{name}={self.models[name]}", "data": data, "output": self._file(name)}
-        # The file may lack scores, such as those of a set added to the manifest.
-        paths["overwrite"] = True
-        bm25 = {} if self._needs_bm25(name) else {"bm25": False}
-        return megaenc_command(
-            "embed", "eval", *format_flags({**paths, **self._rules(name), **bm25})
-        )
 
     def _rules(self, name: str) -> dict[str, Any]:
         """Return the flags of an evaluation.
@@ -238,11 +235,11 @@ class EmbedStage(StageRunner):
         fingerprints = {}
         for name, folder in self.models.items():
             if name in evaluations:
-                fingerprints[name] = _fingerprint_model(
+                fingerprints[name] = _read_fingerprints(
                     folder, evaluations[name].fingerprints.get(name, {})
                 )
             elif name == PRETRAINED and self.folder.is_dir():
-                fingerprints[name] = _fingerprint_model(folder, {})
+                fingerprints[name] = _read_fingerprints(folder, {})
         if self.run_count:
             self._compare(_PAIRS, read_json_or_empty(self.folder / _PAIRS), self._describe_pairs())
         for seed in self.data.entry.training_seeds:
@@ -261,10 +258,7 @@ class EmbedStage(StageRunner):
         """
         name = f"seed-{seed}"
         recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
-        config, planned = (
-            _get_object(recorded, "config"),
-            flags.flatten(self.data.entry.training) | {"seed": seed},
-        )
+        planned = flags.flatten(self.data.entry.training) | {"seed": seed}
         # Those of an export.
         defaults = {
             "pooling": "mean",
@@ -275,14 +269,11 @@ class EmbedStage(StageRunner):
         planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
         if not planned["precision"]:  # depends on the machine
             del planned["precision"]
-        self._compare(
-            name,
-            config,
-            {
-                key: list(value) if isinstance(value, tuple) else value
-                for key, value in planned.items()
-            },
-        )
+        planned = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in planned.items()
+        }
+        self._compare(name, _get_object(recorded, "config"), planned)
         self._compare(name, _get_object(recorded, "fingerprints"), origin)
 
     def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -291,7 +282,8 @@ class EmbedStage(StageRunner):
         Values are compared by name, and only if both are known.
         """
         values = {key: recorded[key] for key in current if key in recorded}
-        if difference := describe_difference(values, {key: current[key] for key in values}):
+        difference = describe_difference(values, {key: current[key] for key in values})
+        if difference:
             raise StaleArtifactError(
                 self.folder, f"made with other settings: embed: {difference} ({name})"
             )
@@ -303,7 +295,7 @@ def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_fingerprints(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fingerprints of a model and its tokenizer; {} if there is none.
 
     If the files have the recorded sizes and times, the `recorded` fingerprints are returned without
@@ -314,8 +306,7 @@ def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str
     stamp = compute_model_stamp(str(folder))
     if recorded.get("stamp") == stamp:
         return {name: value for name, value in recorded.items() if name != "stamp"}
-    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent))
-    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}
+    return fingerprint_model(str(folder), str(folder.parent), stamp)
 
 
 def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:

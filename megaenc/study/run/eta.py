@@ -23,8 +23,9 @@ class EtaEstimator:
         for stage in self._stages.values():
             self._shares[stage.id] = float(stage.is_done())
             attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
-            has_unknown_duration = any(attempt.end_time is None for attempt in attempts)  # killed
-            if not has_unknown_duration and (seconds := total_seconds(attempts)):
+            seconds = total_seconds(attempts)
+            was_killed = any(attempt.end_time is None for attempt in attempts)
+            if seconds and not was_killed:
                 self.record_duration(stage, seconds)
 
     def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:

@@ -20,10 +20,10 @@ from megaenc.study.run.eta import EtaEstimator
 from megaenc.study.run.provenance import record_environment
 from megaenc.study.run.stage import StageRunner, finished_stages
 
-# Exit codes: wrong input; pretraining stopped by a signal, after saving.
-_INPUT_ERROR, _STOPPED = (2, 75)
-# Intervals of checking the children and of redrawing the terminal.
-_POLL_SECONDS, _REDRAW_SECONDS = (0.2, 1.0)
+_INPUT_ERROR = 2  # exit code
+_STOPPED = 75  # exit code of pretraining that was stopped by a signal, after saving
+_POLL_SECONDS = 0.2  # interval of checking the children
+_REDRAW_SECONDS = 1.0  # interval of redrawing the terminal
 _SAVE_SECONDS = 300.0  # granted to a run between SIGTERM and SIGKILL
 
 
@@ -65,7 +65,8 @@ def execute_stages(
     if len(_pick_slots(slots, widest)) < widest:
         devices = f"{len(set(slots))} devices and " if slots[0] else ""
         raise InputError(
-            f"--jobs: found {devices}{len(slots)}, expected at least {widest}, one per process of a pretraining run"
+            f"--jobs: found {devices}{len(slots)}, expected at least {widest}, one per process of "
+            "a pretraining run"
         )
     with ProgressLine(
         "study", total=None, interval=30.0, closing=False, row_widths=(0, 20), outlives_reader=True
@@ -80,7 +81,8 @@ def execute_stages(
                     executor.update_display()
                 time.sleep(_POLL_SECONDS)
                 for running in list(executor.running.values()):
-                    if (code := running.child.exit_code()) is not None:
+                    code = running.child.exit_code()
+                    if code is not None:
                         running.child.kill()
                         executor.handle_exit(running, code)
         finally:
@@ -255,9 +257,9 @@ class _Executor:
         remaining = self.eta.remaining_seconds(self.slot_count)
         stages = len(self.stage_ids)
         tail = "" if remaining is None else f"about {format_duration(remaining)} left"
-        words = f"study: {len(self.finished):,} of {stages:,} stages" + (
-            f", {len(self.failed):,} failed" if self.failed else ""
-        )
+        words = f"study: {len(self.finished):,} of {stages:,} stages"
+        if self.failed:
+            words += f", {len(self.failed):,} failed"
         summary = {None: ProgressRow(words, share, stages, tail)}
         self.display.update(
             share, description="  ".join(filter(None, [words, tail, *parts])), rows=summary | rows
@@ -275,7 +277,8 @@ class _Executor:
         deadline = time.monotonic() + _SAVE_SECONDS
         try:
             self.display.print_line(
-                f"stopping: {', '.join(self.running)}; pretraining saves first (press Ctrl-C again to skip that)"
+                f"stopping: {', '.join(self.running)}; pretraining saves first (press Ctrl-C again "
+                "to skip that)"
             )
             for running in self.running.values():
                 running.child.wait(deadline - time.monotonic())
@@ -284,14 +287,17 @@ class _Executor:
         finally:
             for id, running in self.running.items():
                 running.child.kill()
-                stage_log.pop_exit_code(stage_log.log_path(self.study, id))
-                stage_log.log_end(stage_log.log_path(self.study, id), stage_log.STOPPED)
+                log = stage_log.log_path(self.study, id)
+                stage_log.pop_exit_code(log)
+                stage_log.log_end(log, stage_log.STOPPED)
                 running.lock.close()
 
 
 def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
     """Return up to `count` of `slots`, each on a device of its own."""
-    return (list(dict.fromkeys(slots)) if slots and slots[0] else list(slots))[:count]
+    if slots and slots[0]:
+        slots = list(dict.fromkeys(slots))
+    return list(slots[:count])
 
 
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
@@ -318,5 +324,6 @@ def with_dependencies(stages: Mapping[str, StageRunner], ids: Iterable[str]) -> 
     """
     selected = set(ids)
     for id, stage in reversed(stages.items()):
-        selected.update(stage.needs if id in selected else ())
+        if id in selected:
+            selected.update(stage.needs)
     return [stage for id, stage in stages.items() if id in selected]

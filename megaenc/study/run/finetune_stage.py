@@ -30,9 +30,9 @@ def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
 
     These are an EOS without BOS, and pairs by a template.
     """
-    texts = {"add_bos": False, "add_eos": True, "pair_template": STUDY_PAIRS}
-    if "special_tokens" in flags:
-        texts = {"pair_template": STUDY_PAIRS}
+    texts = {"pair_template": STUDY_PAIRS}
+    if "special_tokens" not in flags:
+        texts = {"add_bos": False, "add_eos": True, **texts}
     return {name: value for name, value in texts.items() if name not in flags}
 
 
@@ -82,7 +82,9 @@ class FinetuneStage(StageRunner):
     """runs in parallel; 0: as many as the machine has room for"""
     run_seconds: float
     """planned seconds per run; 0 if unknown"""
-    kind, subfolder, unit = "finetune", "results", "results"
+    kind = "finetune"
+    subfolder = "results"
+    unit = "results"
 
     @property
     def id(self) -> str:
@@ -129,14 +131,15 @@ class FinetuneStage(StageRunner):
         """
         if self.is_done():
             return []
-        paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
-        demo_folder = {"demo_folder": self.data.flags.demo_folder}
-        texts = choose_study_texts(self.flags)
-        return [
-            megaenc_command(
-                "finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags})
-            )
-        ]
+        flags = {
+            "model": self._export,
+            "output": self.folder.parent,
+            "jobs": self.jobs,
+            "demo_folder": self.data.flags.demo_folder,
+            **choose_study_texts(self.flags),
+            **self.flags,
+        }
+        return [megaenc_command("finetune", "grid", *format_flags(flags))]
 
     def progress(self) -> tuple[float, float]:
         """Return the numbers of existing results and of all results.
@@ -179,7 +182,7 @@ class FinetuneStage(StageRunner):
         model_fingerprints = {}
         if files and (self._export / "config.json").is_file():
             model = str(self._export)
-            model_fingerprints = _fingerprint_export(
+            model_fingerprints = fingerprint_model(
                 model, str(self.folder.parent), compute_model_stamp(model)
             )
         for file in files:
@@ -187,20 +190,19 @@ class FinetuneStage(StageRunner):
                 **model_fingerprints,
                 **self.data.fingerprints.get(file.parent.parent.name, {}),
             }
-            if difference := result_files.find_protocol_difference(
-                file, self.protocol, fingerprints
-            ):
+            difference = result_files.find_protocol_difference(file, self.protocol, fingerprints)
+            if difference:
+                place = file.relative_to(self.folder)
                 raise StaleArtifactError(
-                    self.folder,
-                    f"made with other settings: finetune: {difference} ({file.relative_to(self.folder)})",
+                    self.folder, f"made with other settings: finetune: {difference} ({place})"
                 )
 
 
 @functools.lru_cache(maxsize=10_000)
-def _fingerprint_export(folder: str, results: str, stamp: str) -> dict[str, str]:
+def fingerprint_model(folder: str, results: str, stamp: str) -> dict[str, str]:
     """Return the fingerprints of a model and its tokenizer.
 
-    They are read once for all training sets of the model.
+    They are read once for all stages of the model.
 
     Args:
         results: Directory of results, as for `compute_model_fingerprints`.

@@ -64,7 +64,9 @@ class PretrainStage(StageRunner):
     """data_path and tokenizer, if the manifest's flags lack them"""
     launcher: tuple[str, ...] = ("--standalone",)
     """torchrun's rendezvous arguments"""
-    kind, subfolder, unit = "pretrain", "runs", "steps"
+    kind = "pretrain"
+    subfolder = "runs"
+    unit = "steps"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -73,13 +75,9 @@ class PretrainStage(StageRunner):
         It is the parent's stage, otherwise `corpus` if the study builds its corpus; () if neither
         exists.
         """
-        return (
-            (f"{self.kind}/{self.parent}",)
-            if self.parent
-            else ("corpus",)
-            if self.has_study_corpus
-            else ()
-        )
+        if self.parent:
+            return (f"{self.kind}/{self.parent}",)
+        return ("corpus",) if self.has_study_corpus else ()
 
     @property
     def steps(self) -> int:
@@ -120,9 +118,12 @@ class PretrainStage(StageRunner):
     @property
     def _step_flags(self) -> dict[str, int]:
         """Return the flags for steps, seed, warm-up and decay."""
-        model = self.model
-        rates = {"lr_warmup_iters": model.warmup, "lr_wsd_decay_iters": model.decay}
-        return {"train_iters": model.steps, "seed": model.key.seed, **rates}
+        return {
+            "train_iters": self.model.steps,
+            "seed": self.model.key.seed,
+            "lr_warmup_iters": self.model.warmup,
+            "lr_wsd_decay_iters": self.model.decay,
+        }
 
     @property
     def _parent(self) -> Path:
@@ -173,7 +174,8 @@ class PretrainStage(StageRunner):
         metadata, start = read_run_metadata(run_file)
         identity = metadata["identity"]
         planned = {name: value for name, value in self._identity().items() if name in identity}
-        if difference := describe_difference({name: identity[name] for name in planned}, planned):
+        difference = describe_difference({name: identity[name] for name in planned}, planned)
+        if difference:
             raise manifest_mismatch(self.folder, difference)
         self._check_start(start)
         for name, fingerprint in self._data_fingerprints().items():
@@ -195,11 +197,8 @@ class PretrainStage(StageRunner):
             else parent.get("train_iters")
         )
         planned = RunInit(self.start, self.parent, at)
-        if (start.kind, start.step, Path(start.run).name) != (
-            planned.kind,
-            planned.step,
-            planned.run,
-        ):
+        is_same_run = start.kind == planned.kind and Path(start.run).name == planned.run
+        if not is_same_run or start.step != planned.step:
             raise manifest_mismatch(
                 self.folder,
                 f"the run began {start.describe()}, now it would begin {planned.describe()}",
@@ -258,14 +257,10 @@ class PretrainStage(StageRunner):
         schedule = Schedule.build(
             model.schedule, model.steps, _PLACEHOLDER_VOCABULARY, model.key.seed
         )
-        known = {
-            name: value
-            for name, value in flags.flatten(model.config).items()
-            if name not in _RESOLVED_BY_RUN
-        }
         values = {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in known.items()
+            for name, value in flags.flatten(model.config).items()
+            if name not in _RESOLVED_BY_RUN
         }
         if "bf16" in model.flags:
             values["bf16"] = model.config.bf16

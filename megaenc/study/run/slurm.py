@@ -22,12 +22,18 @@ from megaenc.study.run import stage_log
 from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.pretrain_stage import PretrainStage
-from megaenc.study.run.stage import StageRunner, finished_stages, strip_training_set
+from megaenc.study.run.stage import (
+    StageRunner,
+    finished_stages,
+    format_flags,
+    strip_training_set,
+)
 
 _SAVE_SECONDS = 80.0  # submitit signals 90 seconds before the end of a job
 _POLL_SECONDS = 1.0  # interval of reading the first machine's log
 _REQUEUE_SECONDS = 300.0  # time for Slurm to requeue or cancel a stopped job
-_FIRST_PORT, _PORT_COUNT = 20_000, 20_000
+_FIRST_PORT = 20_000
+_PORT_COUNT = 20_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,10 @@ class StageTask:
         """
         silence_libraries()
         self.stage.check()
-        self._run_with_other_machines() if self.machines > 1 else self._run_to_end(self.stage)
+        if self.machines > 1:
+            self._run_with_other_machines()
+        else:
+            self._run_to_end(self.stage)
 
     def _run_to_end(self, stage: StageRunner, **options: int) -> None:
         """Run `stage` until it is done.
@@ -74,17 +83,13 @@ class StageTask:
         job = submitit.JobEnvironment()
         each = self.stage.processes // self.machines
         port = _FIRST_PORT + int(job.raw_job_id) % _PORT_COUNT
-        rendezvous = (
-            "--node-rank",
-            str(job.node),
-            "--master-addr",
-            job.hostnames[0],
-            "--master-port",
-            str(port),
-        )
-        stage = replace(
-            self.stage, processes=each, launcher=("--nnodes", str(self.machines), *rendezvous)
-        )
+        rendezvous = {
+            "nnodes": self.machines,
+            "node_rank": job.node,
+            "master_addr": job.hostnames[0],
+            "master_port": port,
+        }
+        stage = replace(self.stage, processes=each, launcher=tuple(format_flags(rendezvous)))
         if job.node == 0:
             self._run_to_end(stage, max_attempts=1)
             return
@@ -107,7 +112,8 @@ class StageTask:
         """
         deadline = time.monotonic() + _SAVE_SECONDS
         while time.monotonic() < deadline:
-            if (attempts := self._attempts()) and attempts[-1].end_time is not None:
+            attempts = self._attempts()
+            if attempts and attempts[-1].end_time is not None:
                 return attempts[-1].outcome == stage_log.STOPPED
             time.sleep(_POLL_SECONDS)
         return False
@@ -139,7 +145,8 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
         return 1
     if stage.processes % gpus:
         raise InputError(
-            f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes (--processes), expected a divisor"
+            f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes (--processes), "
+            "expected a divisor"
         )
     return stage.processes // gpus
 
@@ -178,15 +185,17 @@ def submit_stages(
         ids[id] = jobs[id][0].job_id.partition("_")[0]
         print_rank_0(f"{id}: job {ids[id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
-        for job in (job for several in jobs.values() for job in several):
-            _wait_for_success(job)
+        for batch_jobs in jobs.values():
+            for job in batch_jobs:
+                _wait_for_success(job)
     queued_count = sum(len(batches[id]) for id in queued)
     waiting = f", {queued_count:,} already queued" if queued else ""
     submitted = sum(len(batches[id]) for id in jobs)
-    summary = f"{format_count(len(stages), 'stage')}: {len(done):,} done{waiting}, {submitted:,} submitted"
-    print_rank_0(f"{summary}; logs: {study / 'logs'}")
+    summary = f"{format_count(len(stages), 'stage')}: {len(done):,} done{waiting}"
+    print_rank_0(f"{summary}, {submitted:,} submitted; logs: {study / 'logs'}")
     print_rank_0(
-        "`megaenc study status` shows the progress; rerun the same command to submit stages that failed"
+        "`megaenc study status` shows the progress; rerun the same command to submit stages that "
+        "failed"
     )
     return jobs
 
@@ -206,21 +215,16 @@ def _submit_batch(
     if cluster.slurm_cluster == "slurm":
         extra = parameters.pop("slurm_additional_parameters", {})
         if after:
-            extra = {
-                **extra,
-                "dependency": f"afterok:{':'.join(after)}",
-                "kill-on-invalid-dep": "yes",
-            }
-        has_own_count = isinstance(stage, PretrainStage | EmbedStage)
-        per_machine = (
-            min(cluster.slurm_gpus, stage.processes) if has_own_count else cluster.slurm_gpus
-        )
-        parameters |= {"gpus_per_node": per_machine} if per_machine else {}
-        parameters |= {
-            "nodes": machine_count,
-            "tasks_per_node": 1,
-            "slurm_additional_parameters": extra,
-        }
+            dependency = f"afterok:{':'.join(after)}"
+            extra = {**extra, "dependency": dependency, "kill-on-invalid-dep": "yes"}
+        gpus = cluster.slurm_gpus
+        if gpus and isinstance(stage, PretrainStage | EmbedStage):
+            gpus = min(gpus, stage.processes)
+        if gpus:
+            parameters["gpus_per_node"] = gpus
+        parameters["nodes"] = machine_count
+        parameters["tasks_per_node"] = 1
+        parameters["slurm_additional_parameters"] = extra
     return submit_tasks(tasks, study / ".slurm", name, cluster, parameters)
 
 

@@ -210,7 +210,8 @@ def check_stages(
         except StaleArtifactError as error:
             stale = {stage.id}
             for other in all_stages.values():  # in topological order
-                stale.update([other.id] if stale.intersection(other.needs) else [])
+                if stale.intersection(other.needs):
+                    stale.add(other.id)
             folders = [
                 other.folder
                 for id, other in all_stages.items()
@@ -240,8 +241,9 @@ def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
     latest = checkpoints.tracked_step()
     if latest is not None and latest >= step and not checkpoints.is_complete(step):
         raise InputError(
-            f"{run}: trained to step {latest} without keeping step {step}, which {consumer} needs and the manifest lacked then; "
-            "remove that directory to train it again, or choose another --output"
+            f"{run}: trained to step {latest} without keeping step {step}, which {consumer} needs "
+            "and the manifest lacked then; remove that directory to train it again, or choose "
+            "another --output"
         )
 
 
@@ -282,28 +284,20 @@ class CorpusStage(StageRunner):
             Arguments by the path that the command writes last.
         """
         demo = self.folder / "corpus.jsonl"
-        text = [str(path) for path in self.text] or [str(demo)]
-        tokenizer = str(self.tokenizer)
+        text = self.text or (demo,)
         commands = {}
         if self.demo:
             commands[demo] = ("demo", "--output", str(self.folder))
-        vocab_size = str(self.vocab_size)
-        commands[self.tokenizer] = (
-            "tokenizer",
-            "--input",
-            *text,
-            "--vocab-size",
-            vocab_size,
-            "--output",
-            tokenizer,
-        )
-        output = ("--output-prefix", str(self.prefix), "--tokenizer", tokenizer, "--append-eod")
-        commands[Path(f"{self.prefix}_text_document.idx")] = (
-            "preprocess",
-            "--input",
-            *text,
-            *output,
-        )
+        flags = {"input": text, "vocab_size": self.vocab_size, "output": self.tokenizer}
+        commands[self.tokenizer] = ("tokenizer", *format_flags(flags))
+        flags = {
+            "input": text,
+            "output_prefix": self.prefix,
+            "tokenizer": self.tokenizer,
+            "append_eod": True,
+        }
+        index = Path(f"{self.prefix}_text_document.idx")
+        commands[index] = ("preprocess", *format_flags(flags))
         return commands
 
     def prepare(self) -> None:
@@ -333,8 +327,8 @@ class CorpusStage(StageRunner):
 
         The size of a missing file is None.
         """
-        text = {"text": [[path.name, compute_size(path)] for path in self.text]}
-        return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
+        text = [[path.name, compute_size(path)] for path in self.text]
+        return {"vocab_size": self.vocab_size, "demo": self.demo, "text": text}
 
     def check(self) -> None:
         """Raise StaleArtifactError if asked.json has another request than now.
@@ -351,7 +345,8 @@ class CorpusStage(StageRunner):
             {**each, "text": " ".join(name for name, _ in each["text"])}
             for each in (recorded, request)
         ]
-        if difference := describe_difference(*names):
+        difference = describe_difference(*names)
+        if difference:
             raise manifest_mismatch(self.folder, f"corpus: {difference}")
         for (name, before), (_, now) in zip(recorded["text"], request["text"], strict=True):
             if None not in (before, now) and before != now:
@@ -379,7 +374,9 @@ class ExportStage(StageRunner):
     key: ModelKey
     run: str
     step: int
-    kind, subfolder, unit = "export", "hf", "models"
+    kind = "export"
+    subfolder = "hf"
+    unit = "models"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -417,7 +414,8 @@ class ExportStage(StageRunner):
             return
         certificate = read_json_object(self._certificate, "the certificate of an export")
         identity = read_identity(self._run)
-        if (export_step := certificate.get("step", self.step)) != self.step:
+        export_step = certificate.get("step", self.step)
+        if export_step != self.step:
             raise manifest_mismatch(self.folder, f"step is {export_step} there, {self.step} here")
         if "identity" not in certificate or (
             identity is not None and certificate["identity"] != identity_digest(identity)

@@ -22,9 +22,11 @@ from megaenc.json_files import read_regular_file
 
 _MAX_BYTES = 1 << 30  # of a log
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-FINISHED, STOPPED = "finished", "stopped"
+FINISHED = "finished"
+STOPPED = "stopped"
 
-_BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
+_BEGIN = re.compile(r"==> (\S+) \$ (.*)")
+_END = re.compile(r"<== (\S+) (.+)")
 _ERROR = re.compile(
     r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*"
 )
@@ -147,9 +149,13 @@ def read_attempts(log: Path) -> list[Attempt]:
             output.append(line)
             continue
         if start_time is not None:
-            end_time, outcome = (_parse_time(end[1]), end[2]) if end else (None, "")
+            end_time = _parse_time(end[1]) if end else None
+            outcome = end[2] if end else ""
             attempts.append(Attempt(start_time, end_time, outcome, find_error_line(output)))
-        start_time, output = (_parse_time(start[1]), []) if start else (None, output)
+        start_time = None
+        if start:
+            start_time = _parse_time(start[1])
+            output = []
     return attempts
 
 

@@ -82,20 +82,25 @@ def build_table(
         done, total = stage.progress()
         share = done / total if total else 0.0
         needs = [need for need in stage.needs if need in table and table[need].state != "done"]
-        state, reason = "waiting", f"needs {', '.join(needs)}" if needs else ""
+        state = "waiting"
+        reason = f"needs {', '.join(needs)}" if needs else ""
         if any(table[need].state == "failed" for need in needs):
             reason += ", which failed"
         if mismatches and stage.id in mismatches:
-            state, reason = "failed", mismatches[stage.id]
+            state = "failed"
+            reason = mismatches[stage.id]
         elif stage.is_done() and not needs:
-            state, share = "done", 1.0
+            state = "done"
+            share = 1.0
             reason = stage.describe_failed_runs() if isinstance(stage, FinetuneStage) else ""
         elif stage_log.is_stage_locked(study, stage.id):
-            state, reason = "running", ""
+            state = "running"
+            reason = ""
             if attempts and attempts[-1].end_time is None:
                 seconds += time.time() - attempts[-1].start_time
         elif attempts and attempts[-1].is_failed:
-            state, reason = "failed", f"{attempts[-1].outcome}: {attempts[-1].message} ({log})"
+            state = "failed"
+            reason = f"{attempts[-1].outcome}: {attempts[-1].message} ({log})"
         table[stage.id] = StatusRow(
             stage.id, state, format_progress(done, total, stage.unit), share, seconds, reason
         )
