@@ -1,4 +1,7 @@
-"""Plot a run: training loss by phase, held-out loss and learning rate. Of several runs, plot the held-out losses together."""
+"""Plot the losses of a run, or the held-out losses of several runs together.
+
+The plot of one run has the training loss by phase, the held-out loss and the learning rate.
+"""
 
 import itertools
 import os
@@ -47,19 +50,21 @@ _LETTER = 0.0125  # width of a letter, as a share of the panel's width
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Options of `megaenc plot`: run directories, image file to write, and quantity on the x axis."""
+    """Options of `megaenc plot`."""
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
-    """run directories (--save of pretraining runs); with several, their held-out losses are plotted together"""
+    """run directories (--save of pretraining runs); with several, their held-out losses are plotted
+    together"""
     output: str = "loss.png"
     """image file to write, .png, .pdf or .svg; an existing one is replaced"""
     against: Against = "step"
-    """quantity on the x axis: step, tokens, predicted_tokens (tokens with a loss) or flops (training FLOPs)"""
+    """quantity on the x axis: step, tokens, predicted_tokens (tokens with a loss) or flops
+    (training FLOPs)"""
 
 
 @dataclass(frozen=True)
 class PlottedPhase:
-    """One objective's part of a section of a run, to plot: x range, logged x and losses, share of the steps, height."""
+    """Part of one objective in a section of a run, to be plotted."""
 
     objective: str
     start: float
@@ -72,11 +77,15 @@ class PlottedPhase:
     share: float = 1.0
     """share of the section's logged steps with this objective"""
     top: float = 1.0
-    """upper edge of its background, as a share of the panel's height; the objectives of a section are stacked"""
+    """upper edge of its background, as a share of the panel's height; the objectives of a section
+    are stacked"""
 
     @property
     def smoothed(self) -> np.ndarray:
-        """Return the moving average of `loss`, float64[R], over a 20th of the logged steps; shorter at both ends."""
+        """Return the moving average of `loss`, float64[R].
+
+        Its window is a 20th of the logged steps, and shorter at both ends.
+        """
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
@@ -88,10 +97,14 @@ class PlottedPhase:
 def split_phases(
     steps: list[Row], against: Against = "step", start_progress: Row | None = None
 ) -> list[PlottedPhase]:
-    """Return a PlottedPhase per objective and section (a phase, or short ones in a row) of metrics.jsonl's rows, `steps`.
+    """Return the parts of a run to plot, by section and objective.
 
-    Neighbouring phases shorter than a fiftieth of the steps, as in an alternation, form one section. `start_progress`: progress
-    before the first step, if not 0.
+    A section is a phase, or several short ones in a row: neighbouring phases shorter than a
+    fiftieth of the steps, as in an alternation.
+
+    Args:
+        steps: Rows of metrics.jsonl.
+        start_progress: Progress before the first step, if not 0.
     """
     before, start = (start_progress["step"], start_progress[against]) if start_progress else (0, 0)
     short_steps = (steps[-1]["step"] - before) / 50
@@ -133,11 +146,19 @@ def draw_run(
     against: Against = "step",
     start_progress: Row | None = None,
 ) -> Any:
-    """Return a matplotlib Figure of one run: training loss by phase and held-out losses above the learning rate.
+    """Draw the losses of one run above its learning rate.
 
-    Losses by position in the last validation, if it has them, are in a further panel, and in a blend the changes of the held-out
-    loss of each corpus. `steps` and `validation_rows`: rows of
-    metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
+    They are the training loss by phase and the held-out losses. Losses by position in the last
+    validation, if it has them, are in a further panel, and in a blend the changes of the held-out
+    loss of each corpus.
+
+    Args:
+        steps: Rows of metrics.jsonl.
+        validation_rows: Rows of validation.jsonl.
+        start_progress: Progress before the first step, if not 0.
+
+    Returns:
+        A matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -241,7 +262,6 @@ def _draw_losses(
 
 
 def _draw_rate(panel: Any, steps: list[Row], against: Against) -> None:
-    """Draw the learning rate of the logged steps."""
     panel.plot(
         [row[against] for row in steps],
         [row["learning_rate"] for row in steps],
@@ -259,7 +279,7 @@ def _draw_rate(panel: Any, steps: list[Row], against: Against) -> None:
 def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
     """Return the last validated objective with losses by corpus, and its rows.
 
-    Empty if none has them.
+    Both are empty if no objective has them.
     """
     objectives = validation_rows[-1]["objectives"] if validation_rows else {}
     names = [name for name, result in objectives.items() if result.get("by_corpus")]
@@ -271,9 +291,9 @@ def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
 
 
 def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> None:
-    """Draw the change of held-out loss by corpus since the first validation that has the corpus.
+    """Draw the change of held-out loss by corpus, under one objective.
 
-    Of one objective, a line per corpus.
+    There is a line per corpus. The change is since the first validation that has the corpus.
     """
     objective, rows = _find_corpus_losses(validation_rows)
     prefixes = list(rows[-1]["objectives"][objective]["by_corpus"])
@@ -304,7 +324,10 @@ def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> N
 
 
 def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str]]) -> None:
-    """Draw the held-out losses by position in the document of one validation, a line per objective."""
+    """Draw the held-out losses of one validation by position in the document.
+
+    There is a line per objective.
+    """
     for objective, result in validation["objectives"].items():
         if losses := result.get("by_position"):
             colour, marker = style.get(
@@ -327,7 +350,11 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the run paths by name: the shortest path endings that differ. InputError if a run is given twice."""
+    """Return the run paths by name: the shortest path endings that differ.
+
+    Raises:
+        InputError: A run is given twice.
+    """
     paths = [Path(run).resolve() for run in runs]
     for at, path in enumerate(paths):
         if path in paths[:at]:
@@ -345,10 +372,18 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Return (matplotlib Figure, one-line text) of several runs' held-out losses, a panel per objective common to all.
+    """Draw the held-out losses of several runs, a panel per objective common to all.
 
-    Pseudo-perplexities of as many passes share a panel, with each run's lowest loss of any shift. `curves`: held-out curves by
-    run name. Raises InputError if no objective is common to all runs.
+    Pseudo-perplexities of as many passes share a panel, with each run's lowest loss of any shift.
+
+    Args:
+        curves: Held-out curves by run name.
+
+    Returns:
+        A matplotlib Figure, and a line of text that describes it.
+
+    Raises:
+        InputError: No objective is common to all runs.
     """
     from matplotlib.figure import Figure
 
@@ -407,9 +442,13 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
 
 
 def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]:
-    """Return one run's curves with one for each number of passes of a pseudo-perplexity, and texts of their shifts, if any.
+    """Return the curves of one run, merged over the shifts of pseudo-perplexities.
 
-    Of several shifts, which are those of the run's objectives, the curve whose last loss is lowest is kept.
+    Of several shifts, which are those of the run's objectives, the curve whose last loss is lowest
+    is kept for each number of passes.
+
+    Returns:
+        The curves by name, and the text of the kept shift by name; "" without a shift.
     """
     merged: HeldOutCurves = {}
     shifts: dict[str, str] = {}
@@ -423,7 +462,14 @@ def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]
 
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
-    """Draw one run, or the held-out losses of several, to the image file `output`; return a line that describes it."""
+    """Draw one run, or the held-out losses of several, to an image file.
+
+    Returns:
+        A line that describes the plot.
+
+    Raises:
+        InputError: A run or the output file is invalid.
+    """
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(
@@ -442,7 +488,11 @@ def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against 
 
 
 def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
-    """Read and draw one run or several; return the matplotlib Figure and a one-line description."""
+    """Read and draw one run or several.
+
+    Returns:
+        The matplotlib Figure and a one-line description.
+    """
     if len(runs) == 1:
         run = runs[0]
         title = os.fsencode(run).decode("utf-8", "replace")
@@ -467,7 +517,7 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
 
 
 def _have_same_text(validations: Iterable[Sequence[Row]]) -> bool:
-    """Return whether runs with these validations were validated on the same text at the same steps.
+    """Return whether runs were validated on the same text at the same steps.
 
     A run with phases has several texts. Runs without a step in common must have the same ones.
     """
@@ -485,7 +535,7 @@ def _have_same_text(validations: Iterable[Sequence[Row]]) -> bool:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc plot`: draw the losses of the given runs to the image file --output, and print a one-line description."""
+    """Run `megaenc plot`: draw the losses of runs to the image file --output."""
     silence_libraries()
     config = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
     summary = write_plot(config.run, config.output, config.against)

@@ -1,4 +1,7 @@
-"""Validated reading of a run directory: metrics.jsonl, validation.jsonl and run.json."""
+"""Validated reading of a run directory.
+
+Its files are metrics.jsonl, validation.jsonl and run.json.
+"""
 
 import math
 from pathlib import Path
@@ -22,7 +25,10 @@ _ADVICE = f"not {_EXPECTED}"
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number (no boolean, NaN or infinity) of at most 1e100 in absolute value."""
+    """Return whether a JSON value is a number of at most 1e100 in absolute value.
+
+    Booleans, NaN and infinity are not.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e100
 
 
@@ -107,9 +113,14 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return checked rows of `run`/metrics.jsonl, also with fields `more`; InputError if invalid, or `required` and none.
+    """Return the checked rows of metrics.jsonl of a run.
 
-    `required`: whether the file must exist and have a row; otherwise the result may be empty.
+    Args:
+        more: Further fields that each row must have.
+        required: Whether the file must exist and have a row; else the result may be empty.
+
+    Raises:
+        InputError: The file is invalid, or has no row although it is required.
     """
     path = Path(run) / METRICS_FILE
     rows = _read_rows(path, _STEP_ROW, more)
@@ -123,12 +134,26 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the checked rows of `run`/validation.jsonl, also with fields `more`; [] without it. InputError if invalid."""
+    """Return the checked rows of validation.jsonl of a run; empty without the file.
+
+    Args:
+        more: Further fields that each row must have.
+
+    Raises:
+        InputError: The file is invalid.
+    """
     return _read_rows(Path(run) / VALIDATION_FILE, _VALIDATION_ROW, more) or []
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of `run`/validation.jsonl that have a result; `more` fields are required. InputError if none."""
+    """Return the rows of validation.jsonl of a run that have a result.
+
+    Args:
+        more: Further fields that each row must have.
+
+    Raises:
+        InputError: The file is invalid or has no such row.
+    """
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
         raise InputError(
@@ -138,14 +163,26 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
-    """Return `run`/run.json as a dict, `start` and `identity` {} by default. InputError for a missing or invalid file."""
+    """Return the content of run.json of a run.
+
+    `start` and `identity` are {} if the file lacks them.
+
+    Raises:
+        InputError: The file is missing or invalid.
+    """
     path = Path(run) / RUN_FILE
     facts = read_json_object(path, _EXPECTED)
     return {"start": {}, "identity": {}} | check_json(_RUN_FILE, facts, path, _ADVICE)
 
 
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
-    """Return {"parameters", "train_iters"}: model size and planned steps, from `run`/run.json. InputError if invalid."""
+    """Return `parameters` and `train_iters` of a run: model size and planned steps.
+
+    They are read from run.json.
+
+    Raises:
+        InputError: The file is missing or invalid, or lacks a field.
+    """
     path = Path(run) / RUN_FILE
     facts = read_run_json(run)
     _require_fields(path, facts, "parameters")
@@ -154,7 +191,13 @@ def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
 
 
 def read_start_progress(run: str | Path) -> Row:
-    """Return step, tokens, predicted_tokens and flops before a run's first step: the parent's for a branch, else 0."""
+    """Return step, tokens, predicted_tokens and flops before a run's first step.
+
+    They are those of the parent for a branch, else 0.
+
+    Raises:
+        InputError: run.json is invalid, or lacks a field of the branch.
+    """
     path = Path(run) / RUN_FILE
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
@@ -175,7 +218,14 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 
 
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
-    """Return by objective the lists (field `against`, held-out loss) of the rows of validation.jsonl with a loss."""
+    """Return the progress and held-out loss at each validation by objective.
+
+    Validations without a loss are left out.
+
+    Args:
+        validations: Rows of validation.jsonl.
+        against: Field of the progress.
+    """
     curves: HeldOutCurves = {}
     for row in validations:
         for objective, result in row["objectives"].items():
@@ -187,12 +237,18 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
 
 
 def is_pseudo_perplexity(objective: str) -> bool:
-    """Return whether a name in validation.jsonl is a pseudo-perplexity, maybe on a named set (NAME/OBJECTIVE)."""
+    """Return whether a name in validation.jsonl is a pseudo-perplexity.
+
+    It may be on a named set (NAME/OBJECTIVE).
+    """
     return f"{PseudoPerplexity.name}(" in objective
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
-    """Return the seconds in training steps after step `before`; a step that was not logged counts as the next logged one."""
+    """Return the seconds in training steps after step `before`.
+
+    A step that was not logged counts as the next logged one.
+    """
     seconds = 0.0
     for row in steps:
         seconds += row["step_seconds"] * (row["step"] - before)
@@ -204,6 +260,9 @@ def _read_rows(path: Path, kind: TypeAdapter[Any], needed: tuple[str, ...]) -> l
     """Return the checked rows of a JSON Lines file; None without a file.
 
     An unfinished last line is left out. Each row must have the `needed` fields.
+
+    Raises:
+        InputError: The file is invalid.
     """
     try:
         content = read_regular_file(path, _MOST_BYTES)

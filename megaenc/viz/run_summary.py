@@ -1,4 +1,7 @@
-"""Print the held-out loss and accuracy of a run at its first and last validation, next to the most frequent token's accuracy."""
+"""Print the held-out loss and accuracy of a run at its first and last validation.
+
+The accuracy of the most frequent token stands next to them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ class RunSummaryConfig:
 
 @dataclass(frozen=True)
 class HeldOutGain:
-    """Held-out loss and accuracy under one objective at the first and last validation, and the most frequent label's."""
+    """Held-out loss and accuracy of one objective at the first and last validation."""
 
     objective: str
     loss: tuple[float, float]
@@ -45,13 +48,16 @@ class HeldOutGain:
 
     @property
     def times_most_frequent(self) -> float:
-        """Return the last accuracy divided by that of always predicting the most frequent label; inf if that is 0."""
+        """Return the last accuracy over that of always predicting the most frequent label.
+
+        It is infinite if the latter is 0.
+        """
         return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Key numbers of a run: last and planned step, parameters, tokens, seconds, branch step, change of held-out losses."""
+    """Key numbers of a run, and the change of its held-out losses."""
 
     step: int
     train_iters: int
@@ -72,7 +78,11 @@ class RunSummary:
 
 
 def summarise(run: str | Path) -> RunSummary:
-    """Return the RunSummary of a run directory. InputError for invalid files, or a run without a step or a validation."""
+    """Return the key numbers of a run directory.
+
+    Raises:
+        InputError: A file is invalid, or the run has no step or no validation.
+    """
     steps = read_steps(run)
     facts = read_model_size_and_steps(run)
     start_progress = read_start_progress(run)
@@ -115,7 +125,7 @@ def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tu
 
 
 def build_table(summary: RunSummary) -> Any:
-    """Return a rich Table of a run's held-out loss and accuracy by objective, at the first and the last validation."""
+    """Return a rich table of held-out loss and accuracy at both validations."""
     from rich import box
     from rich.table import Table
 
@@ -144,7 +154,7 @@ def build_table(summary: RunSummary) -> Any:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc summary`: print a table of a run's first and last held-out loss and accuracy, its size and its speed."""
+    """Run `megaenc summary`: print held-out losses, size and speed of a run."""
     silence_libraries()
     config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(config.run)

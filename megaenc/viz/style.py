@@ -43,12 +43,18 @@ STYLES = [(_COLOURS[number % 6], _MARKERS[number % 7]) for number in range(42)]
 
 
 def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
-    """Return (colour, marker) by name, assigned in order of first appearance; pairs repeat after 42 names."""
+    """Return (colour, marker) by name, assigned in order of first appearance.
+
+    Pairs repeat after 42 names.
+    """
     return dict(zip(dict.fromkeys(names), itertools.cycle(STYLES), strict=False))
 
 
 def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `draw` wrapped so that matplotlib shows dollar signs as text instead of parsing formulas."""
+    """Return `draw` wrapped so that matplotlib parses no formulas in text.
+
+    Dollar signs are then shown as they are.
+    """
 
     @wraps(draw)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +67,7 @@ def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def format_count_ticks(axis: Any) -> None:
-    """Make a matplotlib axis label its ticks as numbers with an SI prefix, such as 1.5M."""
+    """Label the ticks of a matplotlib axis as numbers with an SI prefix, such as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
@@ -75,7 +81,10 @@ def format_tick(count: float) -> str:
 
 
 def style_axes(*panels: Any) -> None:
-    """Remove the top and right spines of matplotlib axes and add thin horizontal grid lines behind the data."""
+    """Remove the top and right spines of axes, and add thin horizontal grid lines.
+
+    The lines are behind the data.
+    """
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", **GRID)

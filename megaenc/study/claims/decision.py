@@ -1,4 +1,7 @@
-"""Decision on one claim, with and without collapsed models: pooled tests of direction and of equality, by task family."""
+"""Decision on one claim by pooled tests of direction and of equality.
+
+Claims are also tested without collapsed models, and by task family.
+"""
 
 import math
 from collections import Counter
@@ -25,8 +28,8 @@ EQUALITY_MARGINS: Mapping[str, float] = {
     TaskFamily.QA: 0.099,
     TaskFamily.IR: 0.023,
 }
-"""Differences, as fractions, that count as about equal: one standard deviation of the family's averages over the published base
-and continued models."""
+"""Differences, as fractions, that count as about equal: one standard deviation of the family's
+averages over the published base and continued models."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class TestScope:
 
 @dataclass(frozen=True)
 class PendingVerdict:
-    """Test result of a claim before p is corrected over all claims: comparisons, the pooled one, p, outcome and note."""
+    """Test result of a claim before p is corrected over all claims."""
 
     comparisons: list[Comparison] = field(default_factory=list)
     overall: Comparison | None = None
@@ -67,7 +70,8 @@ class PendingVerdict:
     families: list[Comparison] = field(default_factory=list)
     """pooled comparison of each task family, if there are several; p corrected over them"""
     decisive: list[Comparison] = field(default_factory=list)
-    """comparisons of a claim on one task family, which must not be significant in the opposite direction"""
+    """comparisons of a claim on one task family, which must not be significant in the opposite
+    direction"""
     contrasts: list[Contrast] = field(default_factory=list)
     """tested contrasts"""
     requirement: str = ""
@@ -78,9 +82,13 @@ class PendingVerdict:
         return replace(self, note="; ".join(filter(None, (self.note, note))))
 
     def decide(self, p: float, tests: int = 1) -> Outcome:
-        """Return the outcome for the corrected `p`; mixed if families or decisive comparisons contradict it or each other.
+        """Return the outcome for the corrected `p`.
 
-        `tests`: number of claims over which the p of families and comparisons are corrected too.
+        It is `mixed` if the families or the decisive comparisons contradict the outcome or each
+        other.
+
+        Args:
+            tests: Number of claims over which the p of families and comparisons are corrected too.
         """
         clear = [one for one in (*self.families, *self.decisive) if one.p_adjusted * tests < LEVEL]
         outcomes = {one.verdict for one in clear} & {"holds", "reversed"}
@@ -93,12 +101,15 @@ ClaimTest = Callable[[TestScope], PendingVerdict]
 
 
 def format_difference(difference: float, unit: Unit = "points") -> str:
-    """Format a difference with its sign, two decimals and unit, such as `+0.12 points`."""
+    """Format a difference with sign, two decimals and unit, such as `+0.12 points`."""
     return f"{difference:+.2f} {'of both variances' if unit == 'share' else unit}"
 
 
 def format_p_value(p: float) -> str:
-    """Format p with two significant digits, such as 0.023; `< 0.0001` if it is smaller, and 1 from 0.995."""
+    """Format p with two significant digits, such as 0.023.
+
+    The text is `< 0.0001` for any smaller p, and `1` from 0.995.
+    """
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
@@ -114,7 +125,7 @@ def direction_outcome(overall: Comparison) -> Outcome:
 
 
 def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
-    """Return weights by which each task family counts equally, and each contrast of a family."""
+    """Return weights by which families, and the contrasts of each, count equally."""
     counts = Counter(contrast.family for contrast in contrasts)
     return [1 / (len(counts) * counts[one.family]) for one in contrasts]
 
@@ -122,8 +133,8 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
 def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     """Test a claim and, if compared models have collapsed, also without them.
 
-    The second test leaves out their scores in the task family in which they collapsed, and compares the same models otherwise.
-    The larger p counts, and 1 if the outcomes differ.
+    The second test leaves out their scores in the task family in which they collapsed, and compares
+    the same models otherwise. The larger p counts, and 1 if the outcomes differ.
     """
     draft = test(scope)
     compared = [
@@ -166,7 +177,6 @@ def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
 
 
 def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
-    """Return the contrasts by task family, in order of appearance."""
     by_family: dict[str, list[Contrast]] = {}
     for contrast in contrasts:
         by_family.setdefault(contrast.family, []).append(contrast)
@@ -180,10 +190,13 @@ def judge_direction(
     decisive: Sequence[Contrast] = (),
     unit: Unit = "points",
 ) -> PendingVerdict:
-    """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled.
+    """Test that left is above right, for each contrast and pooled.
 
-    Contrasts of several task families in points are pooled in standard deviations over the study's models, of each data set, so
-    that no wide data set decides; each family counts equally.
+    Contrasts of several task families in points are pooled in standard deviations over the study's
+    models, of each data set, so that no wide data set decides; each family counts equally.
+
+    Args:
+        decisive: Contrasts that are pooled for p and outcome; by default all.
     """
     borrowed = between_run_variance(contrasts)
     comparisons = adjust_comparisons(
@@ -224,10 +237,13 @@ def judge_direction(
 def judge_equality(
     scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = ""
 ) -> PendingVerdict:
-    """Test that each task family differs by less than its EQUALITY_MARGINS; `at_least`: that left is not lower by as much.
+    """Test that each task family differs by less than its EQUALITY_MARGINS.
 
-    Two one-sided tests for each family, of which all must be significant. Reversed if a family differs by more than its margin,
-    by a one-sided test.
+    Each family has two one-sided tests, which must all be significant. The outcome is `reversed` if
+    a family differs by more than its margin, by a one-sided test.
+
+    Args:
+        at_least: Test only that left is not lower than right by the margin.
     """
     if not contrasts:
         return PendingVerdict(note=note)

@@ -1,4 +1,7 @@
-"""Sentences of a verdict: numbers of the deciding test, task families, another pretraining run, and caveats."""
+"""Sentences that give the reason of a verdict.
+
+They have the numbers of the deciding test, task families, another pretraining run, and caveats.
+"""
 
 import math
 from collections import Counter
@@ -23,7 +26,10 @@ def format_reason(
 ) -> str:
     """Format the reason of a verdict: numbers, families, another run, and caveats.
 
-    `p` is corrected over `claims`; `noise` is that between pretraining runs.
+    Args:
+        p: p of the claim, corrected over `claims`.
+        claims: Number of claims.
+        noise: Noise between pretraining runs.
     """
     families = [
         f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
@@ -77,7 +83,7 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
 
 
 def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise: RunNoise) -> str:
-    """Return a sentence on another pretraining run, for comparisons with only one run a side; "" if there are none."""
+    """Return a sentence on another pretraining run; "" unless some side has only one."""
     count = sum(one.pretraining_runs == 1 for one in draft.comparisons)
     if not count:
         return ""
@@ -104,7 +110,7 @@ _MAX_LISTED_PLACES = 3  # in one sentence
 
 
 def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence that names comparisons with a collapsed side; "" if there are none."""
+    """Return a sentence that names comparisons with a collapsed side; "" without any."""
     locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
     if not locations:
         return ""
@@ -117,7 +123,10 @@ def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
 
 
 def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence that counts models left out because the other side lacks their pretraining seed; "" if none."""
+    """Return a sentence that counts models without a pair; "" if there are none.
+
+    Such a model is left out because the other side lacks its pretraining seed.
+    """
     used = {
         score.model_key
         for contrast in contrasts
@@ -135,7 +144,10 @@ def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]
 
 
 def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence on fine-tuning seeds and learning rates that only one side has; "" if both have the same."""
+    """Return a sentence on fine-tuning runs that one side lacks; "" if there are none.
+
+    It counts pairs that lack seeds, and sides with unequal numbers of learning rates.
+    """
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()
     for members in (

@@ -1,4 +1,7 @@
-"""Tests of claims on spreads: over fine-tuning learning rates, and over mask ratios after CLM and without it."""
+"""Tests of claims on the spread of scores.
+
+Spreads are over fine-tuning learning rates, and over mask ratios after CLM and without it.
+"""
 
 import itertools
 import math
@@ -22,9 +25,10 @@ MIN_SEEDS = 3
 
 
 def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
-    """Test claim 3, scores vary more over the fine-tuning rates for MLM than for CLM, by size and data set.
+    """Test claim 3: scores vary more over the fine-tuning rates for MLM than for CLM.
 
-    The difference of both variances between rates is divided by their sum, so every data set counts with at most 1.
+    There is a contrast for each size and data set. The difference of both variances between rates
+    is divided by their sum, so every data set counts with at most 1.
     """
     models, evidence = scope.models, scope.models.evidence
     names = (models.mlm, models.clm)
@@ -90,10 +94,15 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
 
 
 def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, int] | None:
-    """Return scores float[R, S] of both sides, and the numbers of rates and of seeds left out; None below two rates or seeds.
+    """Return the scores of both sides at the learning rates and seeds that they share.
 
-    The most rates at which both sides have three seeds in common (else two) count, with all seeds that both have at each of them.
-    A failed run scores the trivial baseline, or the worst run of both sides if the results do not contain it.
+    The most rates at which both sides have three seeds in common (else two) count, with all seeds
+    that both have at each of them. A failed run scores the trivial baseline, or the worst run of
+    both sides if the results do not contain it.
+
+    Returns:
+        Scores float[R, S] of both sides, and the numbers of rates and of seeds left out. None below
+        two rates or seeds.
     """
     scores = [
         score
@@ -126,7 +135,10 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 
 
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
-    """Test claim 6c, scores vary less over the mask ratios after CLM than without CLM, at equal size, steps and ratios."""
+    """Test claim 6c: scores vary less over the mask ratios after CLM than without CLM.
+
+    Both sides have the same size, steps and ratios.
+    """
     models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -166,10 +178,17 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
 def _ratio_grids(
     evidence: Evidence, family: TaskFamily, pairs: Mapping[int, Sequence[Sequence[ModelKey]]]
 ) -> tuple[str, dict[int, list[np.ndarray]], dict[int, Terms]] | None:
-    """Return a label, scores float[R, S] of both sides of `pairs` by pretraining seed, and their terms; None if some lack.
+    """Return the scores of both sides over their mask ratios and fine-tuning seeds.
 
-    A side is R models, one for each mask ratio, whose mean over the family's data sets is taken for each of S common
-    fine-tuning seeds.
+    A side is R models, one for each mask ratio, whose mean over the family's data sets is taken for
+    each of S common fine-tuning seeds.
+
+    Args:
+        pairs: Models of both sides by pretraining seed.
+
+    Returns:
+        A label, scores float[R, S] of both sides by pretraining seed, and their terms. None without
+        a common data set or with fewer than two common seeds.
     """
     by_seed = {seed: [key for keys in sides for key in keys] for seed, sides in pairs.items()}
     pairs = {
@@ -220,7 +239,12 @@ def _spread_contrast(
     grids: Mapping[int, Sequence[np.ndarray]],
     sides: Mapping[int, Terms],
 ) -> Contrast:
-    """Build the contrast of two spreads: `grids`, scores float[R, S] of both sides by pretraining seed; `sides`, their scores."""
+    """Build the contrast of the spreads of two sides.
+
+    Args:
+        grids: Scores float[R, S] of both sides by pretraining seed.
+        sides: Terms of those scores by pretraining seed.
+    """
     total = (
         2
         * float(
@@ -248,9 +272,10 @@ def _spread_contrast(
 
 
 def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> PendingVerdict:
-    """Test each contrast of spreads for left above right, and pooled with equal weight of the task families.
+    """Test that the left spread is above the right one, for each contrast and pooled.
 
-    About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
+    Task families have equal weight. For another run, models of one run each are tested over sizes,
+    by t; below two sizes p is NaN.
     """
     testable = [
         one

@@ -1,4 +1,7 @@
-"""Tests of the study's claims on objectives, schedules and mask ratios: the contrasts that each compares, and how it decides."""
+"""Tests of the study's claims on objectives, schedules and mask ratios.
+
+Each test builds the contrasts that its claim compares, and decides on them.
+"""
 
 import itertools
 import math
@@ -38,21 +41,25 @@ from megaenc.study.stats.pooling import between_run_variance
 EARLY_SHARE = 0.25
 """Share of the steps that counts as early."""
 CLM_SHARES = {0.25: (0.2, 0.3), 0.75: (0.7, 0.85)}
-"""Ranges of CLM shares that count as a quarter and as three quarters; the study's own are 10 and 32 of 42, 5 and 17 of 22, and 3
-and 9 of 12 thousand steps."""
+"""Ranges of CLM shares that count as a quarter and as three quarters; the study's own are 10 and 32
+of 42, 5 and 17 of 22, and 3 and 9 of 12 thousand steps."""
 HALF_SHARES = (0.4, 0.6)
-"""Range of shares of the longest continuation that count as half; the study's own is 12 of 22 thousand steps."""
+"""Range of shares of the longest continuation that count as half; the study's own is 12 of 22
+thousand steps."""
 
 
 def _mlm_minus_clm(models: ModelSelector, family: str) -> list[Contrast]:
-    """Build the contrast MLM less CLM at equal steps on a task family, one for each size."""
+    """Build the contrast of MLM less CLM at equal steps for each size."""
     return build_contrasts(
         models.evidence, (models.mlm, models.clm), models.final_pairs().items(), [family]
     )
 
 
 def judge_mlm_above_clm(scope: TestScope, family: str) -> PendingVerdict:
-    """Test claim 1a (SC), 1b (QA) or 1f (ZS), MLM above CLM at equal steps on `family`, by size and pooled over the sizes."""
+    """Test claim 1a (SC), 1b (QA) or 1f (ZS): MLM is above CLM at equal steps.
+
+    There is a contrast for each size, and the sizes are pooled.
+    """
     return judge_direction(scope, _mlm_minus_clm(scope.models, family))
 
 
@@ -62,9 +69,13 @@ def judge_mlm_equals_clm(scope: TestScope) -> PendingVerdict:
 
 
 def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> PendingVerdict:
-    """Test claim 1d or 1e, an MLM-CLM gap exists and narrows or `widens` with size rank (larger p of both).
+    """Test claim 1d or 1e: the gap between MLM and CLM narrows or widens with size.
 
-    Empty below two sizes.
+    A gap must exist and change with the rank of the size: the larger p of both tests counts. The
+    result is empty below two sizes.
+
+    Args:
+        widens: Whether the claim is that the gap widens; else it narrows.
     """
     models = scope.models
     if len(contrasts := _mlm_minus_clm(models, family)) < 2:
@@ -101,13 +112,19 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
 
 
 def _trend_weights(positions: Sequence[float]) -> list[float]:
-    """Return the weights of values at `positions` whose sum is the change from the first to the last along a fitted line."""
+    """Return the weights by which values add up to their change along a fitted line.
+
+    The change is from the first to the last of `positions`.
+    """
     centred = np.asarray(positions, dtype=np.float64) - np.mean(positions)
     return (centred * (positions[-1] - positions[0]) / np.sum(centred**2)).tolist()
 
 
 def judge_early_steps(scope: TestScope) -> PendingVerdict:
-    """Test claim 2, CLM is above MLM at equal steps, on checkpoints in the first quarter of their size's longest run."""
+    """Test claim 2: CLM is above MLM at equal steps early in training.
+
+    Checkpoints in the first quarter of the longest run of their size count.
+    """
     models = scope.models
     pairs = models.match_pairs(
         lambda one: not one.decayed and is_clm_only(one),
@@ -133,7 +150,10 @@ def judge_early_steps(scope: TestScope) -> PendingVerdict:
 
 
 def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) -> list[str]:
-    """Describe for each size and family the step from which the mean of MLM stays at or above that of CLM."""
+    """Describe the step from which MLM stays at or above CLM, by size and task family.
+
+    Means of the scores are compared.
+    """
     sentences = []
     for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
         ahead: dict[int, bool] = {}
@@ -165,7 +185,10 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
 def _clm_share_contrasts(
     models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> list[Contrast]:
-    """Build the contrasts CLM for about `share` of the steps and then MLM, less MLM only, of equal size, steps and ratio."""
+    """Build the contrasts of CLM and then MLM, less MLM only.
+
+    About `share` of the steps are CLM. Both sides have the same size, steps and mask ratio.
+    """
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
         """Return the properties that both sides share: size, steps and mask ratio."""
@@ -198,21 +221,29 @@ def _clm_share_contrasts(
 def judge_clm_quarter(
     scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> PendingVerdict:
-    """Test claim 4a or 4c (ZS), 20 to 30 % CLM and then MLM is above MLM only at equal size, steps and mask ratio."""
+    """Test claim 4a or 4c (ZS): 20 to 30 % CLM and then MLM is above MLM only.
+
+    Both sides have the same size, steps and mask ratio.
+    """
     return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25, families))
 
 
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
-    """Test claim 4b, 70 to 85 % CLM and then MLM is not lower than MLM only by the margin, in any task family."""
+    """Test claim 4b: 70 to 85 % CLM and then MLM is not lower than MLM only.
+
+    Not lower means by less than the margin, in every task family.
+    """
     return judge_equality(scope, _clm_share_contrasts(scope.models, 0.75), at_least=True)
 
 
 def _continued_contrasts(
     models: ModelSelector, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> dict[tuple, tuple[int, list[Contrast]]]:
-    """Build MLM continued from a CLM model less that from an MLM model; {place: (added steps, contrasts)} in order.
+    """Build the contrasts of MLM continued from a CLM model, less from an MLM model.
 
-    A place is (size, steps before, mask ratio, added steps).
+    Returns:
+        The number of added steps and the contrasts by place, in order. A place is (size, steps
+        before, mask ratio, added steps).
     """
     pairs = models.match_pairs(
         lambda one: one.clm_steps > 0 and not one.mlm_steps,
@@ -244,7 +275,11 @@ def _continued_contrasts(
 def judge_continued_pretraining(
     scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> PendingVerdict:
-    """Test claim 5a or 5c (ZS), continued MLM ends higher from a CLM than from an MLM model; the longest one decides."""
+    """Test claim 5a or 5c (ZS): MLM ends higher on a CLM than on an MLM model.
+
+    Both models are finished, and continued with MLM for as many steps. The longest continuation
+    decides.
+    """
     by_place = _continued_contrasts(scope.models, families)
     longest: dict[tuple, int] = defaultdict(int)
     for place, (more, _) in by_place.items():
@@ -272,7 +307,11 @@ def judge_continued_pretraining(
 
 
 def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
-    """Test claim 5b, MLM on CLM is not lower than more MLM on MLM by the margin after about half of the longest continuation."""
+    """Test claim 5b: half of a continuation of CLM with MLM matches more MLM on MLM.
+
+    MLM on CLM must not be lower than more MLM on MLM by the margin, after about half as many steps
+    as in the longest continuation.
+    """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)
     for place, (more, _) in by_place.items():
@@ -298,9 +337,9 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
 
 
 def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[float]]]:
-    """Return {size: (steps, sorted ratios)} of the longest budget with several ratios.
+    """Return the steps and the sorted mask ratios of MLM-only models by size.
 
-    `planned`: models, of which those that were trained with MLM only count.
+    The longest budget with several ratios counts; models with other objectives are ignored.
     """
     ratios_by_budget: dict[tuple[str, int], set[float]] = defaultdict(set)
     for key in planned:
@@ -314,9 +353,10 @@ def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[fl
 
 
 def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
-    """Test claim 6a, no MLM mask ratio is best everywhere: each is clearly beaten somewhere.
+    """Test claim 6a: no mask ratio of MLM is best everywhere.
 
-    Holds if each ratio is significantly beaten somewhere; reversed if one never is and is above each other ratio overall.
+    It holds if each ratio is significantly beaten somewhere; it is reversed if one never is and is
+    above each other ratio overall.
     """
     models = scope.models
     contrasts: list[Contrast] = []
@@ -385,9 +425,10 @@ def _describe_defeat(worst: Comparison | None) -> str:
 
 
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:
-    """Test claim 6b, retrieval prefers high mask ratios: the change of the IR score from the lowest to the highest, by size.
+    """Test claim 6b: retrieval prefers high mask ratios.
 
-    The change is along a fitted line; sizes with three or more ratios count.
+    A contrast is the change of the IR score from the lowest to the highest ratio along a fitted
+    line. Sizes with three or more ratios count.
     """
     evidence = scope.models.evidence
     counted = [

@@ -28,7 +28,10 @@ from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of testing a claim, or a part of one, for these trained models and for another pretraining run, with reasons."""
+    """Outcome and reasons of a claim, or of a part of one.
+
+    A claim is judged for these trained models and for another pretraining run.
+    """
 
     claim: int
     title: str
@@ -44,15 +47,21 @@ class Verdict:
     overall: Comparison | None = None
     """all comparisons pooled, with p corrected over the claims; the verdict depends on it"""
     families: list[Comparison] = field(default_factory=list)
-    """pooled comparison of each task family if the claim pools several, with p corrected over them"""
+    """pooled comparison of each task family if the claim pools several, with p corrected over
+    them"""
     another_run: Outcome = "no data"
-    """outcome for another pretraining run of the same recipes; equal to `verdict` if models have several runs"""
+    """outcome for another pretraining run of the same recipes; equal to `verdict` if models have
+    several runs"""
     p_another_run: float = math.nan
-    """corrected p of the claim for another pretraining run; NaN if the noise between runs is unknown"""
+    """corrected p of the claim for another pretraining run; NaN if the noise between runs is
+    unknown"""
 
     @property
     def label(self) -> str:
-        """Return the verdict, with " for these runs" if it is not shown for another pretraining run."""
+        """Return the verdict, with " for these runs" if another run does not share it.
+
+        A verdict that is `not resolved` or `no data` has no such addition.
+        """
         is_general = self.another_run == self.verdict or self.verdict in ("not resolved", "no data")
         return self.verdict if is_general else f"{self.verdict} for these runs"
 
@@ -220,18 +229,21 @@ _ZERO_SHOT_CLAIMS = [
         test=partial(claim_tests.judge_continued_pretraining, families=[ZERO_SHOT]),
     ),
 ]
-"""Claims on zero-shot retrieval, apart from the study's: pooled with other families, their seeds and weights would change
-those verdicts."""
+"""Claims on zero-shot retrieval, apart from the study's: pooled with other families, their seeds
+and weights would change those verdicts."""
 
 
 def judge(
     evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None
 ) -> list[Verdict]:
-    """Test the six claims; return a Verdict for each of their parts (1a to 6c), p corrected by Holm over all of them.
+    """Return the verdict on each part of the six claims (1a to 6c).
 
-    `noise`: noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask
-    ratios. `zero_shot`: scores of zero-shot retrieval, which add claims of their own. Reads the example scores of all compared
-    models.
+    p is corrected by Holm over all of them. The example scores of all compared models are read.
+
+    Args:
+        noise: Noise between pretraining runs for models that were pretrained once; by default
+            estimated from the curves over mask ratios.
+        zero_shot: Scores of zero-shot retrieval, which add claims of their own.
     """
     drafts: list[_TestedClaim] = []
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
@@ -267,7 +279,6 @@ class _TestedClaim:
 
 
 def _build_verdict(tested: _TestedClaim, p: float, p_another: float, claim_count: int) -> Verdict:
-    """Build the verdict of a claim from its tests, with p corrected over all claims."""
     claim = tested.claim
     draft = tested.these
     verdict = Verdict(

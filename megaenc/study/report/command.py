@@ -1,7 +1,8 @@
-"""Report the results of a study: tables, figures, a verdict on each claim, and one HTML page with all of them.
+"""Report the results of a study: tables, figures, verdicts and an HTML page.
 
-Reads a results directory of `megaenc` (with the manifest, if there is one) or of the study itself; with --published, it reports
-the study's published tables only. Published values are shown next to those of the same models.
+Reads a results directory of `megaenc` (with the manifest, if there is one) or of the study itself;
+with --published, it reports the study's published tables only. Published values are shown next to
+those of the same models. The page has all tables and figures, and a verdict on each claim.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,12 +70,14 @@ SCORES = "scores.csv"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Options of `megaenc study report`: manifest, results, pretraining runs, output directory, intervals, and facts."""
+    """Options of `megaenc study report`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
-    """manifest of the study, which defines its models; without it, models are recognised by the names of the original study"""
+    """manifest of the study, which defines its models; without it, models are recognised by the
+    names of the original study"""
     results: str = ""
-    """results directory of `megaenc study run`, of `megaenc finetune grid`, or as published by the study"""
+    """results directory of `megaenc study run`, of `megaenc finetune grid`, or as published by the
+    study"""
     runs: str = ""
     """directory of the pretraining run directories, for loss curves, FLOPs, tokens and hours"""
     output: str = "report"
@@ -82,14 +85,15 @@ class ReportConfig:
     published: bool = False
     """report the study's published tables, without any other results"""
     interval: IntervalKind = "normal"
-    """95 % intervals of tables and figures: normal (1.96 standard errors, as in the paper) or t (Student's, also right for few
-    seeds)"""
+    """95 % intervals of tables and figures: normal (1.96 standard errors, as in the paper) or t
+    (Student's, also right for few seeds)"""
     run_noise: tuple[str, ...] = ()
-    """standard deviation between pretraining runs of one recipe in points, as FAMILY=POINTS, such as SC=0.5 QA=3, for verdicts on
-    models that were pretrained once; default: estimated from the scores over mask ratios"""
+    """standard deviation between pretraining runs of one recipe in points, as FAMILY=POINTS, such
+    as SC=0.5 QA=3, for verdicts on models that were pretrained once; default: estimated from the
+    scores over mask ratios"""
     about: tuple[str, ...] = ()
-    """facts to add to the page as NAME=TEXT, such as hardware='one H100' commit=1a2b3c; those in study.json next to the results
-    are added too"""
+    """facts to add to the page as NAME=TEXT, such as hardware='one H100' commit=1a2b3c; those in
+    study.json next to the results are added too"""
 
 
 _PUBLISHED = "Results from the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
@@ -119,7 +123,11 @@ class ReportInputs:
 
 
 def build_report(config: ReportConfig) -> ReportPage:
-    """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
+    """Build the report page from the files that `config` names.
+
+    Raises:
+        InputError: A file or an option is invalid.
+    """
     inputs = read_published_inputs(config) if config.published else read_study_inputs(config)
     evidence = inputs.evidence
     zero_shot = inputs.zero_shot
@@ -158,7 +166,11 @@ def build_report(config: ReportConfig) -> ReportPage:
 
 
 def read_published_inputs(config: ReportConfig) -> ReportInputs:
-    """Read the published tables; InputError if `config` names other results too."""
+    """Read the published tables.
+
+    Raises:
+        InputError: `config` names other results too.
+    """
     conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
     if conflicting:
         raise InputError(
@@ -178,7 +190,7 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     """Read the manifest, results and pretraining runs that `config` names.
 
     Raises:
-        InputError: one of them is invalid, or has nothing to report.
+        InputError: One of them is invalid, or has nothing to report.
     """
     if not config.results:
         raise InputError(
@@ -248,7 +260,10 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
 
 
 def _read_scope(path: str) -> tuple[StudyScope, str]:
-    """Read the planned models, data sets and grid of the manifest at `path`, and its title; empty if there is no path."""
+    """Read the scope and the title of the manifest at `path`; empty without a path.
+
+    The scope has the planned models, data sets and grid.
+    """
     if not path:
         return StudyScope(), "Results of a study"
     from megaenc.study.manifest.schema import read_manifest
@@ -260,7 +275,11 @@ def _read_scope(path: str) -> tuple[StudyScope, str]:
 def _check_results(
     evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig
 ) -> None:
-    """Raise InputError if no result belongs to the manifest's models and grid, or if there is no score yet."""
+    """Check that results belong to the manifest's models and grid, and have a score.
+
+    Raises:
+        InputError: One of these does not hold.
+    """
     place, names, grid = (
         f"--results {config.results}",
         list(evidence.scope.model_keys),
@@ -283,15 +302,17 @@ def _check_results(
 
 
 def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
-    """Format learning rates and seeds, each sorted, for a message."""
     return f"rates {', '.join(map(format_learning_rate, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
 
 
 def write_report(report: ReportPage, output: Path) -> None:
-    """Write tables, figures, index.html; delete an earlier report's other files; InputError if `output` is no report's.
+    """Write the tables, figures and index.html of a report.
 
-    FILES lists all files before they are written, so that a killed attempt leaves none unlisted. Raises InputError for a
-    directory that cannot be written or that contains anything but a report.
+    Other files of an earlier report are deleted. FILES lists all files before they are written, so
+    that a killed attempt leaves none unlisted.
+
+    Raises:
+        InputError: The directory cannot be written or contains anything but a report.
     """
     earlier = output_dir.check_report_dir(output)
     texts = {
@@ -326,7 +347,10 @@ def write_report(report: ReportPage, output: Path) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc study report`: write tables, figures and an HTML page to --output; print verdicts and missing scores."""
+    """Run `megaenc study report`: write the report to --output, and print verdicts.
+
+    Missing scores are printed too.
+    """
     silence_libraries()
     config = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
     output = Path(config.output)

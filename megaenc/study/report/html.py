@@ -1,4 +1,7 @@
-"""The report as one self-contained HTML file without scripts: verdicts, figures, tables and methods."""
+"""Report as one self-contained HTML file without scripts.
+
+It has verdicts, figures, tables and methods.
+"""
 
 import base64
 import math
@@ -21,7 +24,7 @@ from megaenc.study.results.groups import FAMILY_LABELS, dataset_label
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Content of a report page: title, verdicts, published verdicts, figures, tables, scores as CSV, facts and gaps."""
+    """Content of a report page."""
 
     title: str
     lead: str
@@ -47,11 +50,15 @@ _OUTCOME_LABELS = {
     "not resolved": {"css": "open", "label": "? not resolved", "after_count": "not resolved"},
     "no data": {"css": "none", "label": "\u2013 no data", "after_count": "without data"},
 }
-"""CSS class of each outcome, its label (with a sign, for readers who do not see the colour), and its word after a count."""
+"""CSS class of each outcome, its label (with a sign, for readers who do not see the colour), and
+its word after a count."""
 
 
 def render_page(report: ReportPage) -> str:
-    """Return the report as one self-contained HTML page, rendered from report.html.j2 with all inserted text escaped."""
+    """Render the report as one self-contained HTML page from report.html.j2.
+
+    All inserted text is escaped.
+    """
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
@@ -97,7 +104,7 @@ def render_page(report: ReportPage) -> str:
 
 
 def _class_attribute(**on: bool) -> Markup:
-    """Return an HTML class attribute with the names whose value is True, or empty markup."""
+    """Return an HTML class attribute with the names whose value is True, or nothing."""
     names = " ".join(name for name, is_on in on.items() if is_on)
     return Markup(' class="{}"').format(names) if names else Markup()
 
@@ -108,7 +115,10 @@ def _use_minus_signs(text: str) -> str:
 
 
 def _axis_limits(verdict: Verdict) -> dict[str, float]:
-    """Return by unit the largest absolute value of a verdict's differences and interval ends, the scale of its bars."""
+    """Return by unit the limit of the bars of a verdict.
+
+    It is the largest absolute value of differences and interval ends.
+    """
     limits: dict[str, float] = {}
     for one in filter(None, [verdict.overall, *verdict.families, *verdict.comparisons]):
         ends = [abs(end) for end in (one.low, one.high, one.difference) if math.isfinite(end)]

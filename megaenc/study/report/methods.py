@@ -1,4 +1,7 @@
-"""Methods section of the report: counts, seeds, rates, hours and software, from results and runs; without paths or dates."""
+"""Methods section of the report, from results and runs, without paths or dates.
+
+It has counts, seeds, rates, hours and software.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +24,10 @@ Fact = tuple[str, str]
 
 
 def published_facts() -> list[Fact]:
-    """Return four (name, text) facts on the published tables: source of the numbers, intervals, cost and tests."""
+    """Return facts (name, text) on the published tables.
+
+    They are the source of the numbers, intervals, cost and tests.
+    """
     tests = "of published means and intervals only, with less power than tests over single seeds and examples"
     return [
         ("Numbers", f"{SOURCE}: means and intervals of five fine-tuning seeds, as published"),
@@ -32,7 +38,10 @@ def published_facts() -> list[Fact]:
 
 
 def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
-    """Return (name, text) facts on fine-tuning: models, data sets, runs, seeds, learning rates and, if known, hours."""
+    """Return facts (name, text) on fine-tuning.
+
+    They are models, data sets, runs, seeds, learning rates and, if known, hours.
+    """
     scope = evidence.scope
     finished = [one for one in results if one.test is not None]
     outside = len(results) - sum(len(one.collapsed_by_run) for one in evidence.grids)
@@ -65,7 +74,10 @@ def _format_unique(values: Iterable[object]) -> str:
 
 
 def _total_seconds(results: Sequence[Result]) -> float:
-    """Return the seconds of all runs with a valid timing file; training that several data sets share counts once."""
+    """Return the seconds of all runs with a valid timing file.
+
+    Training that several data sets share counts once.
+    """
     training: dict[tuple, float] = {}
     total = 0.0
     for one in results:
@@ -79,7 +91,10 @@ def _total_seconds(results: Sequence[Result]) -> float:
 
 
 def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
-    """Return (name, text) facts on pretraining: runs, steps, tokens, hours, main flags and software; [] without runs."""
+    """Return facts (name, text) on pretraining; empty without runs.
+
+    They are runs, steps, tokens, hours, main flags and software.
+    """
     if not runs:
         return []
     every = list(runs.values())
@@ -126,7 +141,14 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 
 
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
-    """Return (name, text) notes from study.json next to `results` and from `about`, NAME=TEXT; InputError for other text."""
+    """Read notes (name, text) from study.json next to `results` and from `about`.
+
+    Args:
+        about: NAME=TEXT of each note.
+
+    Raises:
+        InputError: A text has another form.
+    """
     notes = provenance.read_provenance(results.parent / provenance.PROVENANCE_FILE)
     for text in about:
         name, equals, value = text.partition("=")
@@ -142,14 +164,18 @@ PUBLISHED_SEEDS = 5
 
 
 def normal_interval_coverage(seeds: int) -> float:
-    """Return the probability that mean +- 1.96 standard errors over `seeds` seeds covers the true mean: 0.88 for five."""
+    """Return the probability that mean +- 1.96 standard errors covers the true mean.
+
+    It is 0.88 for five seeds.
+    """
     return float(1 - 2 * stdtr(seeds - 1, -1.96))
 
 
 def describe_intervals(evidence: Evidence, published: Evidence | None = None) -> str:
-    """Return text on the kind, seeds and coverage of the scores' intervals, and of `published` ones if they differ.
+    """Return text on the kind, seeds and coverage of the scores' intervals.
 
-    They are conditional on the chosen learning rate.
+    Intervals are conditional on the chosen learning rate. Those of `published` are described if
+    they differ.
     """
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:

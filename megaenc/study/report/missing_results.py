@@ -10,7 +10,7 @@ MISSING = "missing-results"
 
 
 def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
-    """Return the Table of missing runs and a sentence on their number.
+    """Return the table of missing runs and a sentence on their number.
 
     Each is in a list, which is empty if none is missing.
     """
@@ -32,7 +32,6 @@ def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
 
 
 def _build_missing_table(incomplete: list[tuple[GridStatus, IncompleteRate]]) -> Table:
-    """Return the Table of missing runs by model, data set and learning rate."""
     rows: list[TableRow] = []
     for grid, rate in incomplete:
         lead = None if rate.validation_lead is None else f"{100 * rate.validation_lead:+.2f}"

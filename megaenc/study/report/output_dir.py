@@ -1,4 +1,7 @@
-"""Report output directory: only files that an earlier report wrote are replaced or removed."""
+"""Output directory of a report.
+
+Only files that an earlier report wrote are replaced or removed.
+"""
 
 import contextlib
 import re
@@ -11,7 +14,8 @@ from megaenc.json_files import read_regular_file
 
 TABLES, FIGURES, PAGE = "tables", "figures", "index.html"
 FILES = "files.txt"
-"""List of the files that a report wrote to its subdirectories, one a line; no others are ever removed."""
+"""List of the files that a report wrote to its subdirectories, one a line; no others are ever
+removed."""
 
 _LIST_HEADER = "# written by megaenc study report"
 _WRITTEN = re.compile(
@@ -20,9 +24,11 @@ _WRITTEN = re.compile(
 
 
 def check_report_dir(output: Path) -> set[str]:
-    """Return the paths, relative to `output`, of the files of an earlier report.
+    """Return the files of an earlier report in a directory, relative to it.
 
-    Raises InputError for a file, a symbolic link, or a directory that is neither empty nor a report.
+    Raises:
+        InputError: The path is a file or a symbolic link, or a directory that is neither empty nor
+            a report.
     """
     try:
         for name in ("", TABLES, FIGURES, PAGE, FILES):
@@ -59,9 +65,14 @@ def check_report_dir(output: Path) -> set[str]:
 
 
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Create `output`, and list the files `names` and `earlier` in files.txt.
+    """Create a directory for a report, and list its files in files.txt.
 
-    Raises InputError if a file that only `names` has exists, or if the directory cannot be written.
+    Args:
+        earlier: Files of an earlier report, which are listed too.
+        names: Files of the report.
+
+    Raises:
+        InputError: A file that only `names` has exists, or the directory cannot be written.
     """
     for name in names:
         if name not in earlier and (output / name).exists():
@@ -88,5 +99,4 @@ def remove_stale_files(output: Path, earlier: Collection[str], names: Collection
 
 
 def _write_file_list(output: Path, names: Collection[str]) -> None:
-    """Write the sorted `names` to FILES."""
     atomic_write(output / FILES, "".join(f"{line}\n" for line in (_LIST_HEADER, *sorted(names))))

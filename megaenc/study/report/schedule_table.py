@@ -1,4 +1,7 @@
-"""Table of the difference between each objective or schedule and MLM, with the noise between pretraining runs."""
+"""Table of the differences of objectives and schedules from MLM.
+
+It has the noise between pretraining runs.
+"""
 
 import math
 import warnings
@@ -30,12 +33,13 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class ControlComparison:
-    """Differences of recipes from a control on one data set, as fractions, with p and the noise between runs."""
+    """Differences of recipes from a control on one data set, as fractions."""
 
     differences: np.ndarray
     """float[R], of each recipe's mean over runs, less the control's"""
     half_width: np.ndarray
-    """float[R], of the simultaneous 95 % intervals; NaN if no recipe has two runs, or if all runs of each are equal"""
+    """float[R], of the simultaneous 95 % intervals; NaN if no recipe has two runs, or if all runs
+    of each are equal"""
     p: np.ndarray
     """float[R]; NaN as above"""
     run_deviation: float
@@ -45,9 +49,14 @@ class ControlComparison:
 
 
 def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> ControlComparison:
-    """Compare the scores of each recipe, float[runs], with those of the control by Dunnett's test.
+    """Compare the scores of each recipe with those of the control by Dunnett's test.
 
-    Source: Dunnett, A multiple comparison procedure for comparing several treatments with a control, 1955.
+    Source: Dunnett, A multiple comparison procedure for comparing several treatments with a
+    control, 1955.
+
+    Args:
+        recipes: Scores of each recipe, float[runs].
+        control: Scores of the control, float[runs].
     """
     groups = [*recipes, control]
     df = sum(map(len, groups)) - len(groups)
@@ -69,7 +78,11 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
 
 
 def build_schedule_table(evidence: Evidence) -> Table | None:
-    """Return the Table of differences from MLM, by objective or schedule; None without other schedules next to MLM."""
+    """Build the table of differences from MLM by objective or schedule.
+
+    Returns:
+        The table; None without other schedules next to MLM.
+    """
     recipes = group_by_recipe(
         select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio)
     )
@@ -114,7 +127,7 @@ def _build_rows(
     members: Sequence[ModelKey],
     places: Sequence[tuple[str, str]],
 ) -> list[TableRow]:
-    """Build a row for each recipe compared with `control`, and one with the noise between runs."""
+    """Build a row for each recipe compared with `control`, and one with the noise."""
     cells: dict[ModelKey, list[CellValue]] = {one: [] for one in members}
     noise: list[CellValue] = []
     for family, name in places:
@@ -152,7 +165,10 @@ def _build_rows(
 
 
 def _format_cells(difference: float, half_width: float, p: float) -> tuple[CellValue, CellValue]:
-    """Format a difference with the half width of its interval, in points, and p; both unknown parts are left out."""
+    """Format a difference with the half width of its interval, in points, and p.
+
+    Half width and p are left out if they are unknown.
+    """
     text = f"{100 * difference:+.2f}"
     return (
         (text, None) if math.isnan(p) else (f"{text} ({100 * half_width:.2f})", format_p_value(p))

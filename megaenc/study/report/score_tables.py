@@ -1,4 +1,4 @@
-"""Tables of the report: scores by setup, sensitivity to the learning rate, collapsed runs, variance, and all scores as CSV."""
+"""Tables of the report on scores and the runs behind them, and scores as CSV."""
 
 import functools
 import itertools
@@ -56,7 +56,8 @@ _SETUP_COLUMNS: dict[Setup, tuple[int, list[str]]] = {
     "cpt": (3, ["Size", "CLM steps", "MLM steps", "CPT steps", "Mask"]),
     "other": (1, ["Size", "Schedule", "Step", "CPT steps", "Mask"]),
 }
-"""Columns that identify the model of a row, by setup; a line separates rows that differ in the first so many of them."""
+"""Columns that identify the model of a row, by setup; a line separates rows that differ in the
+first so many of them."""
 
 ScoreColumn = tuple[str, Evidence, str, str]
 """Column of scores: (group heading, evidence, task family, data set)."""
@@ -72,7 +73,11 @@ _UNFINISHED = (
 
 
 def _format_note(text: str, *marks: tuple[str, Iterable[bool]]) -> str:
-    """Return a table's note with the meaning of each (meaning, occurrences) mark that occurs."""
+    """Return a table's note with the meaning of each mark that occurs.
+
+    Args:
+        marks: Meaning and occurrences of each mark.
+    """
     return " ".join([text, *(meaning for meaning, occurrences in marks if any(occurrences))])
 
 
@@ -86,18 +91,25 @@ def _list_score_columns(evidence: Evidence) -> list[ScoreColumn]:
 
 
 def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
-    """Return the table columns of score columns."""
     return [Column(dataset_label(family, name), group) for group, _, family, name in places]
 
 
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
-    """Return a Table of the study's score per kind of pretraining (base, ...); `published` rows below the same model."""
+    """Build a table of the study's score for each kind of pretraining.
+
+    Args:
+        published: Published scores, shown below the same model; None for none.
+    """
     note = "Percent on test: mean over the seeds (half the interval)."
     return _build_setup_tables(evidence, _list_score_columns(evidence), "{}", "{}", note, published)
 
 
 def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
-    """Return a Table of standard metrics per kind of pretraining; `standard`: Evidence of each metric; [] if empty."""
+    """Build a table of standard metrics for each kind of pretraining.
+
+    Args:
+        standard: Scores in each metric; without any there are no tables.
+    """
     by_metric = {one.metric: one for one in standard}
     places = [
         (f"{family}, {METRIC_LABELS[metric]}", by_metric[metric], family, name)
@@ -123,7 +135,12 @@ def _build_setup_tables(
     note: str,
     published: Evidence | None,
 ) -> list[Table]:
-    """Build a table of the score columns `places` for each setup; `key` and `title` are templates for the setup's."""
+    """Build a table of the score columns `places` for each kind of pretraining.
+
+    Args:
+        key: Template of the key, filled with the kind of pretraining.
+        title: Template of the title, filled with that of the kind.
+    """
     tables = []
     groups = evidence.group_by_setup()
     names = evidence.model_names()
@@ -190,7 +207,10 @@ def _build_setup_tables(
 
 
 def _format_score_cell(score: Score | None) -> CellValue:
-    """Format mean and interval, with marks for collapsed runs and for an incomplete grid; None without a score."""
+    """Format mean and interval with marks; None without a score.
+
+    Marks are for collapsed runs and for an incomplete grid.
+    """
     if score is None:
         return None
     run_count = sum(len(one.seed_scores) for one in score.members or (score,))
@@ -227,9 +247,10 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 
 
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
-    """Return CSV text, a line per score and kind of pretraining: published columns, then model, seeds, metric and runs.
+    """Return CSV text with a line per score and kind of pretraining.
 
-    `collapsed_runs` counts runs at the chosen rate, `ended_trainings` and `planned_trainings` those at all rates.
+    Columns are those of the published file, then model, seeds, metric and runs. `collapsed_runs`
+    counts runs at the chosen rate, `ended_trainings` and `planned_trainings` those at all rates.
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for each in evidence:
@@ -250,7 +271,6 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
 
 
 def _build_csv_row(setup: str, score: Score, metric: str) -> list[object]:
-    """Return the CSV cells of a score."""
     key = score.model_key
     half = "" if score.half_width is None else f"{100 * score.half_width:.2f}"
     model = [""] * 5
@@ -274,7 +294,7 @@ def _build_csv_row(setup: str, score: Score, metric: str) -> list[object]:
 
 
 def _list_model_names(evidence: Evidence) -> list[str]:
-    """Return the distinct names of all models with a run, in the row order of the tables."""
+    """Return the distinct names of all models with a run, in the row order of tables."""
     every = [*evidence.scores, *evidence.grids]
     names = {one.model_key: one.model for one in reversed(every) if one.model_key is not None}
     keys = [key for members in evidence.group_by_setup(names).values() for key in members]
@@ -286,7 +306,10 @@ def _list_model_names(evidence: Evidence) -> list[str]:
 
 
 def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
-    """Return the Tables of rate sensitivity, collapsed runs and variance, without those that the results do not allow."""
+    """Build the tables of rate sensitivity, collapsed runs and variance.
+
+    Tables that the results do not allow are left out.
+    """
     tables = (
         build_rate_table(evidence),
         build_collapse_table(evidence),
@@ -296,7 +319,11 @@ def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
 
 
 def build_rate_table(evidence: Evidence) -> Table | None:
-    """Return the Table of best less worst mean score over the learning rates, by model and data set; None if empty."""
+    """Build the table of best less worst mean score over the learning rates.
+
+    Returns:
+        The table by model and data set; None if it is empty.
+    """
 
     def format_cell(score: Score) -> CellValue:
         """Format spread, number of near-best rates, and marks of a score."""
@@ -345,13 +372,23 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return mean scores by rate, of rates with every seed only, failed runs as trivial baseline; None below two such rates."""
+    """Return the mean scores by learning rate, of rates with every seed only.
+
+    Failed runs count as the trivial baseline.
+
+    Returns:
+        The sensitivity; None below two such rates.
+    """
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
-    """Return the Table of collapsed or failed runs (k/n) per model: by data set, by rate, in all; None without runs."""
+    """Build the table of collapsed or failed runs (k/n) of each model.
+
+    Returns:
+        The table by data set, by rate, and in all; None without runs.
+    """
     if not evidence.grids:
         return None
     sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)
@@ -411,10 +448,13 @@ TARGET_DIFFERENCES = (0.002, 0.005, 0.01, 0.02)
 
 
 def build_variance_table(evidence: Evidence) -> Table | None:
-    """Return the Table of standard deviations due to seeds and examples, and of required seeds; None without several seeds.
+    """Build the table of standard deviations due to seeds and examples.
 
-    A row per data set. Standard deviations are root mean squares over the models. Required seeds are for differences of
-    neighbouring models in the tables that share seeds and examples.
+    There is a row per data set. Standard deviations are root mean squares over the models. Required
+    seeds are for differences of neighbouring models in the tables that share seeds and examples.
+
+    Returns:
+        The table; None without several seeds.
     """
     rows = []
     order = {model: at for at, model in enumerate(_list_model_names(evidence))}
@@ -486,9 +526,10 @@ def _finite_mean(values: Sequence[float]) -> float:
 
 
 def _score_variance_components(seeds: Sequence[int], *scores: Score) -> VarianceComponents:
-    """Return the variance components of the mean over `seeds` of one score, or of the difference of two.
+    """Return the variance components of the mean over `seeds` of one or two scores.
 
-    Without the part of the examples if example scores are missing or differ in number.
+    Of two scores they are those of the difference. The part of the examples is missing if example
+    scores are missing or differ in number.
     """
     values = (np.array([one.seed_scores[seed] for seed in seeds]) for one in scores)
     members = [one.members or (one,) for one in scores]
@@ -504,7 +545,10 @@ def _score_variance_components(seeds: Sequence[int], *scores: Score) -> Variance
 
 
 def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
-    """Return the required seeds for TARGET_DIFFERENCES, from the mean variance components of neighbouring scores' differences."""
+    """Return the required seeds for TARGET_DIFFERENCES.
+
+    They are from the mean variance components of the differences between neighbouring scores.
+    """
     parts_by_seed_count: dict[int, list[VarianceComponents]] = defaultdict(list)
     for one, other in itertools.pairwise(members):
         seeds = sorted(one.seed_scores.keys() & other.seed_scores.keys())

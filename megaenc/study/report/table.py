@@ -13,7 +13,7 @@ CellValue = str | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table: name, group and alignment; neighbouring columns with the same `group` share its heading."""
+    """Column of a table; neighbouring columns with the same `group` share its heading."""
 
     name: str
     group: str = ""
@@ -23,7 +23,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Row of a table: one cell per column, a short name, and marks for published values and for a line above the row."""
+    """Row of a table, with one cell per column."""
 
     cells: tuple[CellValue, ...]
     light: bool = False
@@ -36,7 +36,10 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of the report, with note, columns and rows; written to `key`.csv, .md and .tex and shown on the page."""
+    """Table of the report.
+
+    It is written to `key`.csv, .md and .tex and shown on the page.
+    """
 
     key: str
     title: str
@@ -56,29 +59,43 @@ class Table:
 
     @property
     def named(self) -> bool:
-        """Return whether any row has a short name, which replaces the identifying columns on small screens."""
+        """Return whether any row has a short name."""
         return any(row.name for row in self.rows)
 
     @property
     def groups(self) -> dict[str, int]:
-        """Return the number of columns by group name, in column order; columns without a group are left out."""
+        """Return the number of columns by group name, in column order.
+
+        Columns without a group are left out.
+        """
         return dict(Counter(column.group for column in self.columns if column.group))
 
 
 def format_score(mean: float | None, half: float | None = None) -> CellValue:
-    """Format a mean and half interval, given as fractions, in percent as `91.65 (0.45)`; None for a None or NaN mean."""
+    """Format a mean and half interval in percent, such as `91.65 (0.45)`.
+
+    Args:
+        mean: Mean as a fraction.
+        half: Half interval as a fraction.
+
+    Returns:
+        The text; None for a mean that is None or NaN.
+    """
     if mean is None or mean != mean:
         return None
     return f"{100 * mean:.2f}" + ("" if half is None or half != half else f" ({100 * half:.2f})")
 
 
 def format_cell(value: CellValue) -> str:
-    """Format a cell as text: integers with thousands separators, None as empty text, text unchanged."""
+    """Format a cell as text: integers with thousands separators, None as empty text."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
 def table_to_csv(table: Table) -> str:
-    """Return a table as CSV text: a header line with `group name` of each column, then the rows, counts as plain digits."""
+    """Return a table as CSV text.
+
+    The header line has `group name` of each column. Counts are plain digits.
+    """
     return format_csv([_full_column_names(table), *(row.cells for row in table.rows)])
 
 
@@ -88,7 +105,10 @@ def _full_column_names(table: Table) -> list[str]:
 
 
 def table_to_markdown(table: Table) -> str:
-    """Return title, note and table as GitHub Markdown text, with padded columns and escaped cells."""
+    """Return title, note and table as GitHub Markdown text.
+
+    Columns are padded and cells escaped.
+    """
     names = [escape_markdown(name) for name in _full_column_names(table)]
     rows = [[escape_markdown(format_cell(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
@@ -121,7 +141,10 @@ _WIDE = 9
 
 
 def table_to_latex(table: Table) -> str:
-    """Return a LaTeX `table` for booktabs, title and note as caption; over 9 columns, with a block per column group."""
+    """Return a LaTeX `table` for booktabs, with title and note as caption.
+
+    A table with more than 9 columns has a block per column group.
+    """
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]
     body = "\n\n\\medskip\n".join(_format_latex_block(table, part) for part in parts)

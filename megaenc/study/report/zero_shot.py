@@ -32,7 +32,10 @@ _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 
 
 def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list[Table]:
-    """Return the Table of NDCG@10 of all models before and after contrastive training, and that of recall@100, folded."""
+    """Build the tables of NDCG@10 and, folded, of recall@100 of all models.
+
+    Scores are before and after contrastive training.
+    """
     return [
         _build_table(results, kind, METRIC, "zero-shot"),
         _build_table(results, kind, RECALL, "zero-shot-recall"),
@@ -40,7 +43,10 @@ def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list
 
 
 def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key: str) -> Table:
-    """Return the Table of one measure: a row per model, then the baselines; columns before and after by data set."""
+    """Build the table of one measure.
+
+    There is a row per model, then the baselines; columns are before and after by data set.
+    """
     states = [_BEFORE, _AFTER] if results.is_trained else [_BEFORE]
     has_seeds = len({one.seed for one in results.model_keys.values()}) > 1
     rows = []
@@ -99,7 +105,10 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
 
 
 def sort_models(results: ZeroShotResults) -> list[str]:
-    """Return the models by size, objective, mask ratio, steps and seed; those without a known recipe last, by name."""
+    """Return the models by size, objective, mask ratio, steps and seed.
+
+    Those without a known recipe are last, by name.
+    """
     sizes = sort_sizes(results.model_keys.values(), results.scope.sizes)
 
     def order(model: str) -> tuple:
@@ -125,7 +134,10 @@ def sort_models(results: ZeroShotResults) -> list[str]:
 
 
 def _format_query_scores(scores: QueryScores | None) -> CellValue:
-    """Format a mean with its interval over queries, `67.72 [62.9, 72.5]`; None without scores."""
+    """Format a mean with its interval over queries, such as `67.72 [62.9, 72.5]`.
+
+    The result is None without scores.
+    """
     if scores is None:
         return None
     ends = (
@@ -139,7 +151,10 @@ def _format_query_scores(scores: QueryScores | None) -> CellValue:
 def _format_seed_scores(
     results: ZeroShotResults, by_seed: Mapping[int, QueryScores], kind: IntervalKind
 ) -> CellValue:
-    """Format the mean over the seeds with half its interval, and [k/n] if seeds are missing; None without any."""
+    """Format the mean over the seeds with half its interval; None without scores.
+
+    [k/n] is added if seeds are missing.
+    """
     if not by_seed:
         return None
     interval = compute_interval([one.mean for one in by_seed.values()], kind)
@@ -150,10 +165,11 @@ def _format_seed_scores(
 
 
 def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> FigureSpec:
-    """Return the figure of mean NDCG@10 over the budget in steps, a line per objective, before and after training.
+    """Build the figure of mean NDCG@10 over pretraining steps, a line per objective.
 
-    Decayed models with a known recipe count, of masked language models those at the reference mask ratio, and data sets that all
-    of them have. BM25 is a horizontal line.
+    Panels are before and after contrastive training. Decayed models with a known recipe count, of
+    masked language models those at the reference mask ratio, and data sets that all of them have.
+    BM25 is a horizontal line.
     """
     key = "zero-shot"
     title = "Zero-shot retrieval"
@@ -207,7 +223,11 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
 def _build_point(
     results: ZeroShotResults, model: str, one: ModelKey, state: str, kind: IntervalKind
 ) -> FigurePoint | None:
-    """Build the point of a model, the mean over all data sets; None if a set or a seed is missing."""
+    """Build the point of a model, the mean over all data sets.
+
+    Returns:
+        The point; None if a set or a seed is missing.
+    """
     places = [(model, dataset, METRIC) for dataset in results.datasets]
     if state == _BEFORE:
         scores = [results.pretrained.get(place) for place in places]
@@ -240,7 +260,10 @@ def _build_point(
 def _build_lines(
     models: Mapping[str, ModelKey], points: Mapping[str, FigurePoint]
 ) -> Iterable[FigureLine]:
-    """Yield a line per objective (and size, if several), over all models' styles; further pretraining seeds as points."""
+    """Yield a line per objective (and size, if several) with a style of its own.
+
+    Further pretraining seeds are points. Styles are chosen over all models.
+    """
     several = len({one.size for one in models.values()}) > 1
     names = {
         model: recipe_label(one) + (f", {one.size}" if several else "")
@@ -263,7 +286,10 @@ def _build_lines(
 
 
 def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[FigureLine]:
-    """Return the horizontal line of BM25's mean over all data sets; none if a set lacks it."""
+    """Return the horizontal line of BM25's mean over all data sets, in a list.
+
+    The list is empty if a set lacks it.
+    """
     scores = [
         results.baselines.get((BASELINES[0], dataset, METRIC)) for dataset in results.datasets
     ]
@@ -276,7 +302,10 @@ def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[Figu
 
 
 def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
-    """Return (name, text) facts on zero-shot retrieval: models, sets, seeds, and the claims that its scores test."""
+    """Return facts (name, text) on zero-shot retrieval.
+
+    They are models, sets, seeds, and the claims that its scores test.
+    """
     counts = f"{len(results.models)} models on {', '.join(results.datasets)}, as pretrained"
     if results.is_trained:
         counts += (

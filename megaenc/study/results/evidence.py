@@ -1,7 +1,8 @@
-"""Fine-tuning scores of a study: for each model and data set the mean, its interval, and the scores by seed and by example.
+"""Fine-tuning scores of a study, with intervals and the scores of single runs.
 
-Computed from a results directory of `megaenc finetune` or of the study itself, by the study's rules
-(megaenc.finetune.results.aggregate): learning rate chosen on validation, mean and interval over seeds, averages formed by seed.
+They are computed from a results directory of `megaenc finetune` or of the study itself, by the
+study's rules (megaenc.finetune.results.aggregate): learning rate chosen on validation, mean and
+interval over seeds, averages formed by seed.
 """
 
 import functools
@@ -45,14 +46,18 @@ RateScores = Mapping[float, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Score:
-    """Mean score, as a fraction, of one model on a data set or a family's average, with half width and scores by run."""
+    """Mean score of one model on a data set, or its average over a task family.
+
+    Scores are fractions.
+    """
 
     model: str
     model_key: ModelKey | None
     """None for a model that does not belong to the study"""
     family: str
     dataset: str
-    """name as in `megaenc finetune`, or AVERAGE; with " after TRAINSET" if it was evaluated after training on several sets"""
+    """name as in `megaenc finetune`, or AVERAGE; with " after TRAINSET" if it was evaluated after
+    training on several sets"""
     mean: float
     half_width: float | None
     """half the width of the 95 % interval; None for a single seed"""
@@ -63,20 +68,23 @@ class Score:
     load_examples: Callable[[], Mapping[int, np.ndarray]] = field(
         default=dict, compare=False, repr=False
     )
-    """cached reader of float32[N] by seed at the chosen rate; empty for averages, if a file has no example scores, and if the
-    runs were tested on different examples"""
+    """cached reader of float32[N] by seed at the chosen rate; empty for averages, if a file has no
+    example scores, and if the runs were tested on different examples"""
     collapsed_runs: int = 0
     """runs at any rate with worthless predictions or a NaN loss"""
     ended_runs: int = 0
-    """finished and failed runs; in an average, a training run that several data sets share counts once"""
+    """finished and failed runs; in an average, a training run that several data sets share counts
+    once"""
     planned_runs: int = 0
     """requested runs; 0 if unknown, as for published tables"""
     collapsed_at_rate: int = 0
-    """runs at the chosen rate with worthless predictions, summed over the data sets of an average"""
+    """runs at the chosen rate with worthless predictions, summed over the data sets of an
+    average"""
     failed_seeds: Mapping[float, frozenset[int]] = field(default_factory=dict)
     """seeds whose loss became NaN, by rate; `rate_scores` does not contain them"""
     baseline: float | None = None
-    """score of a trivial prediction (majority class, no answer, ...); None if the results do not contain it"""
+    """score of a trivial prediction (majority class, no answer, ...); None if the results do not
+    contain it"""
     learning_rate: float | None = None
     """chosen learning rate; None for averages and published tables"""
     members: tuple["Score", ...] = field(default=(), repr=False)
@@ -84,14 +92,20 @@ class Score:
 
     @property
     def is_collapsed(self) -> bool:
-        """Return whether half or more of the runs at the chosen rate collapsed; for an average, on any of its data sets."""
+        """Return whether half or more of the runs at the chosen rate collapsed.
+
+        An average has collapsed if that holds on any of its data sets.
+        """
         if self.members:
             return any(member.is_collapsed for member in self.members)
         return 0 < len(self.seed_scores) <= 2 * self.collapsed_at_rate
 
     @property
     def rate_scores_with_failures(self) -> RateScores:
-        """Return scores by learning rate and seed; failed runs count as the trivial baseline, or are left out if unknown."""
+        """Return scores by learning rate and seed, failed runs included.
+
+        A failed run counts as the trivial baseline; it is left out if that is unknown.
+        """
         if self.members:
             return _mean_rate_scores([member.rate_scores_with_failures for member in self.members])
         scores = {rate: dict(by_seed) for rate, by_seed in self.rate_scores.items()}
@@ -101,7 +115,12 @@ class Score:
         return dict(sorted(scores.items()))
 
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
-        """Return float32[S, N], the scores of N test examples for each of `seeds`; None if missing or if counts differ."""
+        """Return the scores of all test examples for each of `seeds`.
+
+        Returns:
+            float32[S, N] for S seeds and N examples; None if some are missing or if their numbers
+            differ.
+        """
         by_seed = self.load_examples()
         if (
             any(seed not in by_seed for seed in seeds)
@@ -113,7 +132,7 @@ class Score:
 
 @dataclass(frozen=True)
 class GridStatus:
-    """State of a model's fine-tuning runs on one data set: numbers planned and failed, and collapsed or not by run."""
+    """State of a model's fine-tuning runs on one data set."""
 
     model: str
     model_key: ModelKey | None
@@ -132,7 +151,7 @@ class GridStatus:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All scores of a study in one metric, the states of its fine-tuning grids, and the scope that a manifest plans."""
+    """All scores of a study in one metric, with the states of its fine-tuning grids."""
 
     scores: list[Score]
     metric: str = PAPER_SCORE
@@ -142,11 +161,15 @@ class Evidence:
     scope: StudyScope = EMPTY_SCOPE
     """models, data sets and grid that a manifest plans"""
     grids: list[GridStatus] = field(default_factory=list)
-    """state of each model and data set with a run, also without a score; empty for published tables"""
+    """state of each model and data set with a run, also without a score; empty for published
+    tables"""
 
     @functools.cached_property
     def _score_index(self) -> dict[tuple[ModelKey | str, str, str], Score]:
-        """Return the scores by (model, data set, family), and by family "" the first of each data set."""
+        """Return the scores by (model, data set, family).
+
+        Family "" has the first score of each model and data set.
+        """
         index: dict[tuple[ModelKey | str, str, str], Score] = {}
         for score in self.scores:
             for family in (score.family, ""):
@@ -154,11 +177,19 @@ class Evidence:
         return index
 
     def find(self, model: ModelKey | str, dataset: str, family: str = "") -> Score | None:
-        """Return the Score of a model (its key, or name if it has none) on a data set, or None; family "" matches any."""
+        """Return the score of a model on a data set; None if there is none.
+
+        Args:
+            model: Key of the model, or its name if it has no key.
+            family: Task family; "" matches any.
+        """
         return self._score_index.get((model, dataset, str(family)))
 
     def model_names(self) -> dict[ModelKey, str]:
-        """Return the names of models with a score by model key, in order of appearance; models without key are left out."""
+        """Return the names of the models with a score by model key.
+
+        They are in order of appearance; models without a key are left out.
+        """
         names: dict[ModelKey, str] = {}
         for score in self.scores:
             if score.model_key is not None:
@@ -166,11 +197,17 @@ class Evidence:
         return names
 
     def model_keys(self) -> list[ModelKey]:
-        """Return the keys of the models with a score, in order of appearance; models without a key are left out."""
+        """Return the keys of the models with a score, in order of appearance.
+
+        Models without a key are left out.
+        """
         return list(self.model_names())
 
     def planned_model_keys(self) -> list[ModelKey]:
-        """Return the manifest's model keys, then those with a score of sizes not in it (of any size without manifest)."""
+        """Return the keys of the manifest's models, and those of sizes that it lacks.
+
+        The latter are models with a score; without a manifest, all of them.
+        """
         planned = self.scope.model_keys.values()
         return [
             *planned,
@@ -178,7 +215,11 @@ class Evidence:
         ]
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
-        """Return model keys (default: all scored) by kind of pretraining ("base", "cpt", ...), some in several."""
+        """Return model keys by kind of pretraining, see groups.group_by_setup.
+
+        Args:
+            model_keys: Keys to group; by default those of all models with a score.
+        """
         return group_by_setup(
             self.model_keys() if model_keys is None else model_keys,
             self.planned_model_keys(),
@@ -186,16 +227,25 @@ class Evidence:
         )
 
     def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
-        """Return the distinct size names, smallest first: in the manifest's order, else by numbers such as 210M."""
+        """Return the distinct size names, smallest first.
+
+        They are in the manifest's order, else by numbers such as 210M.
+        """
         return sort_sizes(model_keys, self.scope.sizes)
 
     @functools.cached_property
     def reference_mask_ratio(self) -> float | None:
-        """Return the most frequent mask ratio of planned models, on ties nearest 0.4: MLM as compared; None if none."""
+        """Return the mask ratio of the MLM models that are compared; None without any.
+
+        It is the most frequent one of the planned models, on ties that nearest 0.4.
+        """
         return reference_mask_ratio(self.planned_model_keys())
 
     def datasets(self) -> list[tuple[str, str]]:
-        """Return distinct (family, data set) pairs with a score: in each family the study's, then others, averages last."""
+        """Return the distinct (family, data set) pairs with a score.
+
+        In each family, the study's data sets come first, then others, then averages.
+        """
         by_family = datasets_by_family(
             ((score.family, score.dataset) for score in self.scores), STUDY_DATASETS
         )
@@ -208,7 +258,14 @@ def read_evidence(
     metric: str = PAPER_SCORE,
     kind: IntervalKind = "normal",
 ) -> Evidence:
-    """Read a results directory into Evidence; `model_keys`: key by model name. InputError without results or the metric."""
+    """Read the scores of a results directory in one metric.
+
+    Args:
+        model_keys: Key of each model by name.
+
+    Raises:
+        InputError: There are no results, or no finished run has the metric.
+    """
     return build_evidence(read_result_tree(results), model_keys.get, metric, kind)
 
 
@@ -219,10 +276,15 @@ def build_evidence(
     kind: IntervalKind = "normal",
     scope: StudyScope = EMPTY_SCOPE,
 ) -> Evidence:
-    """Build Evidence in one metric from results: scores, averages, run states; InputError if no result has the metric.
+    """Build the scores, averages and states of runs in one metric from results.
 
-    `resolve_model_key` maps a model's name to its key, or to None. Runs outside the grid of `scope` are ignored. Raises
-    InputError for a metric that no finished run has.
+    Runs outside the grid of `scope` are ignored.
+
+    Args:
+        resolve_model_key: Function from a model's name to its key, or to None.
+
+    Raises:
+        InputError: No finished run has the metric.
     """
     known = {
         PAPER_SCORE,
@@ -284,9 +346,14 @@ def _build_score(
     kind: IntervalKind,
     members: Sequence[Score] = (),
 ) -> Score | None:
-    """Return the score of one cell, or the average over several cells with the scores `members`.
+    """Return the score of one cell, or the average over several cells.
 
-    None if some cell has no complete rate yet, if the family has no such metric, or if the seeds of the cells differ.
+    Args:
+        members: Scores of the cells for an average; else empty.
+
+    Returns:
+        The score; None if some cell has no complete rate yet, if the family has no such metric, or
+        if the seeds of the cells differ.
     """
 
     by_seed = average_by_seed(over, metric)
@@ -324,7 +391,7 @@ def _build_score(
 
 
 def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, float]]:
-    """Return the mean over several data sets at each rate and seed that all of them have."""
+    """Return the mean over several data sets at each rate and seed that all have."""
     means = {}
     for rate in parts[0]:
         each = [part.get(rate, {}) for part in parts]
@@ -338,9 +405,10 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
 def collapsed_by_training(
     grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
 ) -> dict[tuple[Hashable, float, int], bool]:
-    """Return by (training set, rate, seed) whether a run collapsed on any data set; `grids`: (training set, by run).
+    """Return by (training set, rate, seed) whether a run collapsed on any data set.
 
-    `grids`: pairs of training set and GridStatus.collapsed_by_run.
+    Args:
+        grids: Pairs of training set and GridStatus.collapsed_by_run.
     """
     collapsed_runs: dict[tuple[Hashable, float, int], bool] = defaultdict(bool)
     for train_on, collapsed_by_run in grids:
@@ -350,7 +418,10 @@ def collapsed_by_training(
 
 
 def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np.ndarray]:
-    """Read the example scores float32[N] of each seed's run directory; empty if a file has none for this metric."""
+    """Read the example scores, float32[N], of the run directory of each seed.
+
+    The result is empty if a file has none for this metric.
+    """
     scores = {}
     for seed, run_dir in paths.items():
         values = read_example_scores(run_dir / RESULTS, None if metric == PAPER_SCORE else metric)
@@ -361,7 +432,10 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
 
 
 def describe_missing_scores(evidence: Evidence) -> str:
-    """Return sentences listing models and data sets without a score, with numbers of runs; "" if none is missing."""
+    """Return sentences that list models and data sets without a score; "" if none is.
+
+    They have the numbers of runs that ended and failed.
+    """
     scored = {(one.model, one.dataset) for one in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}
     for one in evidence.grids:

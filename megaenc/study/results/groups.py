@@ -1,4 +1,4 @@
-"""Groups and labels of a study's models and data sets: setups, objectives, task families, sizes."""
+"""Groups and labels of a study's models and data sets."""
 
 import math
 import re
@@ -53,7 +53,10 @@ METRIC_LABELS = {
 
 
 def objective_name(model_key: ModelKey) -> str:
-    """Return "CLM", "MLM" or "CLM + MLM", the objective before continued pretraining, or the text of a model's schedule."""
+    """Return "CLM", "MLM" or "CLM + MLM", or the text of a model's schedule.
+
+    It is the objective before continued pretraining.
+    """
     if model_key.schedule:
         return model_key.schedule
     if model_key.clm_steps and model_key.mlm_steps:
@@ -62,7 +65,10 @@ def objective_name(model_key: ModelKey) -> str:
 
 
 def recipe_label(model_key: ModelKey) -> str:
-    """Return a finished model's objective or schedule as text, such as `25 % CLM, then MLM` or `MLM on CLM`."""
+    """Return a finished model's objective or schedule as text.
+
+    Examples are `25 % CLM, then MLM` and `MLM on CLM`.
+    """
     name = objective_name(model_key)
     if name == "CLM + MLM":
         name = f"{format_percent(model_key.clm_share)} CLM, then MLM"
@@ -84,10 +90,11 @@ def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[Model
 def select_schedule_peers(
     model_keys: Iterable[ModelKey], mask_ratio: float | None
 ) -> list[ModelKey]:
-    """Return finished models with a schedule of their own, and before them the CLM and MLM models to compare them with.
+    """Return the models to compare with schedules, then those with a schedule.
 
-    Those have the size and as many steps, or, if no MLM model has as many, any number of steps without continued pretraining.
-    MLM masks `mask_ratio` of the tokens.
+    All are finished. The former are the CLM and MLM models of the same size and as many steps, or,
+    if no MLM model has as many, of any number of steps without continued pretraining. MLM masks
+    `mask_ratio` of the tokens.
     """
     finished = [one for one in model_keys if one.decayed]
     plain = [one for one in finished if not one.schedule and one.mask_ratio in (None, mask_ratio)]
@@ -104,7 +111,10 @@ def select_schedule_peers(
 
 
 def _is_single_objective(model_key: ModelKey) -> bool:
-    """Return whether the model was trained under CLM only or MLM only, in one run, until the learning rate had decayed."""
+    """Return whether the model was trained with CLM only or MLM only, in one run.
+
+    The run must have gone on until the learning rate had decayed.
+    """
     return (
         model_key.decayed
         and not model_key.cpt_mlm_steps
@@ -115,11 +125,16 @@ def _is_single_objective(model_key: ModelKey) -> bool:
 def group_by_setup(
     model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()
 ) -> Groups:
-    """Return keys by pretraining: "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt", "other"; may repeat.
+    """Return model keys by kind of pretraining; a key may be in several.
 
-    Base models have one objective and the longest budget of their size that both objectives share. "pfs" adds the CLM and MLM
-    models of the same budget to two-stage models, "cpt" adds the parents of continued models. Budgets and parents come from the
-    `planned` models if there are any, so that a model's tables do not change as more results arrive. `size_order`: all sizes.
+    The kinds are "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt" and "other". Base
+    models have one objective and the longest budget of their size that both objectives share. "pfs"
+    adds the CLM and MLM models of the same budget to two-stage models, "cpt" adds the parents of
+    continued models. Budgets and parents come from the `planned` models if there are any, so that a
+    model's tables do not change as more results arrive.
+
+    Args:
+        size_order: All sizes, smallest first.
     """
     unique_keys = list(dict.fromkeys(model_keys))
     planned = list(planned)
@@ -173,13 +188,19 @@ def group_by_setup(
 
 
 def parent_key(model_key: ModelKey) -> ModelKey:
-    """Return the key of the decayed model, without CPT steps, from which continued pretraining of `model_key` started."""
+    """Return the key of the model from which continued pretraining started.
+
+    It is decayed, and has no steps of continued pretraining.
+    """
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
 def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
-    """Return for each size the longest budget in steps of both a CLM-only and an MLM-only model, else of either."""
+    """Return the longest budget in steps of each size's CLM-only and MLM-only models.
+
+    It is one that both have, or else one of either.
+    """
     budgets: dict[str, dict[str, set[int]]] = {}
     for one in model_keys:
         if _is_single_objective(one):
@@ -193,7 +214,10 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 
 
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
-    """Return the distinct size names, smallest first: by `size_order` if it has all, else by numbers such as 210M."""
+    """Return the distinct size names, smallest first.
+
+    They are sorted by `size_order` if it has all, else by numbers such as 210M.
+    """
     names = list(dict.fromkeys(one.size for one in model_keys))
     return sorted(
         names,
@@ -202,7 +226,11 @@ def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -
 
 
 def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
-    """Return whether the sizes can be sorted: one size, all in `size_order`, or all names are numbers such as 210M."""
+    """Return whether the sizes can be sorted.
+
+    They can if there is one size, if `size_order` has all, or if all names are numbers such as
+    210M.
+    """
     names = {one.size for one in model_keys}
     return (
         len(names) < 2
@@ -212,13 +240,19 @@ def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str
 
 
 def _parse_parameter_count(size: str) -> float:
-    """Return the number of parameters that a size name such as 210M states; infinity for other names."""
+    """Return the number of parameters that a size name such as 210M states.
+
+    It is infinity for other names.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
     return float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else math.inf
 
 
 def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
-    """Return the most frequent mask ratio of models without a schedule, on ties the one nearest 0.4; None without any."""
+    """Return the most frequent mask ratio of models without a schedule.
+
+    On ties it is the one nearest 0.4; without any ratio it is None.
+    """
     counts = Counter(
         one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule
     )
@@ -226,7 +260,10 @@ def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
 
 
 def dataset_label(family: str, dataset: str) -> str:
-    """Return a data set's label in the tables, SST-2 for sst2 and Average for average; unknown names are unchanged."""
+    """Return a data set's label in the tables, such as SST-2 for sst2.
+
+    Unknown names are unchanged.
+    """
     known, after, trained = dataset.partition(" after ")
     labels = {AVERAGE: "Average"} | DATASET_LABELS.get(family, {})
     return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
@@ -235,7 +272,10 @@ def dataset_label(family: str, dataset: str) -> str:
 def datasets_by_family(
     pairs: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASET_LABELS
 ) -> dict[str, list[str]]:
-    """Return the distinct data sets of (family, data set) pairs by family: those in `order`, then others, averages last."""
+    """Return the distinct data sets of (family, data set) pairs by family.
+
+    In each family, those in `order` come first, then others, then averages.
+    """
     by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
     for family, dataset in dict.fromkeys(pairs):
         by_family.setdefault(family, []).append(dataset)
@@ -248,15 +288,21 @@ def datasets_by_family(
 
 
 def is_average(dataset: str) -> bool:
-    """Return whether a data set name is "average" or "average after TRAINSET", the mean over a family."""
+    """Return whether a data set name is that of a mean over a task family.
+
+    Such names are "average" and "average after TRAINSET".
+    """
     return dataset.partition(" after ")[0] == AVERAGE
 
 
 def format_percent(share: float | None) -> str:
-    """Format a share (0 to 1) as a percentage with up to three significant digits, such as `40 %`; "" for None."""
+    """Format a share (0 to 1) as a percentage, such as `40 %`; "" for None.
+
+    It has up to three significant digits.
+    """
     return "" if share is None else f"{100 * share:.3g} %"
 
 
 def format_steps(count: int) -> str:
-    """Format a number of steps: a multiple of 1000 such as 42000 as `42k`, any other with commas as `1,024`."""
+    """Format a number of steps, such as `42k` for 42000 and `1,024` for 1024."""
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

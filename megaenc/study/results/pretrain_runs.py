@@ -1,4 +1,4 @@
-"""Pretraining runs of a study, read from their run directories: steps, validations, FLOPs and flags."""
+"""Pretraining runs of a study: steps, validations, FLOPs and flags."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Content of a run directory: run.json, logged steps without those of a branch's parent, validations, start progress."""
+    """Content of a run directory, without the logged steps of a branch's parent."""
 
     name: str
     facts: Mapping[str, Any]
@@ -34,22 +34,31 @@ class TrainedRun:
 
     @property
     def start(self) -> str:
-        """Return how the run started: "new", "branch" (at a step of a parent) or "weights" (from those of a parent)."""
+        """Return how the run started: "new", "branch" or "weights".
+
+        A branch started at a step of its parent, and "weights" from the weights of a parent.
+        """
         return self.facts["start"].get("kind", "new")
 
     @property
     def parent(self) -> str:
-        """Return the directory name of the run that this one branched from or took the weights of; "" for a new run."""
+        """Return the directory name of the parent; "" for a new run.
+
+        The run branched from its parent, or took the weights of it.
+        """
         return Path(self.facts["start"].get("run", "")).name
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Return the flags that determine the training result, from run.json, as value by flag name."""
+        """Return the flags that determine the training result, as value by flag name."""
         return self.facts["identity"]
 
     @property
     def kind(self) -> str:
-        """Return the training objectives, "CLM", "MLM", "CLM + MLM" or "other", or "continued" if started from weights."""
+        """Return the training objectives: "CLM", "MLM", "CLM + MLM" or "other".
+
+        A run that started from weights is "continued".
+        """
         if self.start == "weights":
             return "continued"
         schedule = str(self.identity.get("objective_schedule", "")) or ",".join(
@@ -62,7 +71,14 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Read each run directory in `folder` with a logged step, as TrainedRun by name; InputError if none or invalid."""
+    """Read each run directory in a directory that has a logged step.
+
+    Returns:
+        The runs by name.
+
+    Raises:
+        InputError: The directory cannot be read or has no such run, or a file is invalid.
+    """
     try:
         run_dirs = sorted(path for path in folder.iterdir() if (path / RUN_FILE).is_file())
     except OSError as error:
@@ -89,9 +105,14 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
 def flops_by_model(
     runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]
 ) -> dict[ModelKey, float]:
-    """Return training FLOPs by model key, plus those of ancestors in `runs`; without the model's own run or FLOPs, no entry.
+    """Return training FLOPs by model key, with those of ancestors in `runs`.
 
-    `model_keys`: by model name. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step.
+    Models without a run of their own or without FLOPs are left out. An intermediate checkpoint
+    RUN-STEP has the FLOPs logged at that step.
+
+    Args:
+        runs: Runs by name.
+        model_keys: Key of each model by name.
     """
     flops = {}
     for name, model_key in model_keys.items():
@@ -115,7 +136,10 @@ def flops_by_model(
 
 
 def _ancestor_flops(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
-    """Return the FLOPs of all ancestors from whose weights a run started, which its own log does not count."""
+    """Return the FLOPs of all ancestors from whose weights a run started.
+
+    The run's own log does not count them.
+    """
     flops = 0.0
     visited = set()
     while run.name not in visited and (parent := runs.get(run.parent)) is not None:
@@ -129,7 +153,11 @@ _PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
 
 
 def published_model_flops(model_key: ModelKey) -> float | None:
-    """Compute a model's training FLOPs, 1,152 packs a step, from its shape; None for an unknown size or a schedule."""
+    """Compute a published model's training FLOPs from its shape, 1,152 packs a step.
+
+    Returns:
+        The FLOPs; None for an unknown size or a schedule.
+    """
     if (shape := PRESETS.get(model_key.size.lower())) is None or model_key.schedule:
         return None
 
@@ -153,6 +181,9 @@ def published_model_flops(model_key: ModelKey) -> float | None:
 def resolve_model_keys(
     names: list[str], manifest_keys: Mapping[str, ModelKey]
 ) -> dict[str, ModelKey]:
-    """Return the model key by name, from `manifest_keys` or else parsed from the name; unknown names are left out."""
+    """Return the model key by name, from `manifest_keys` or else parsed from the name.
+
+    Unknown names are left out.
+    """
     model_keys = {name: manifest_keys.get(name) or parse_model_name(name) for name in names}
     return {name: model_key for name, model_key in model_keys.items() if model_key is not None}

@@ -1,8 +1,9 @@
-"""The study's published results: means and intervals of its tables, shipped with the package, and its raw result files.
+"""Published results of the original study: its tables and its raw result files.
 
-published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
-Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent, of 46 models (two
-are in three of its tables, with the same numbers).
+published_results.csv, shipped with the package, holds the 800 cells of the appendix tables of
+"Should We Still Pretrain Encoders with Masked Language Modeling?" (Gisserot-Boukhlef et al., arXiv
+2507.00994): means and intervals in 50 rows of 12 data sets and 4 averages, percent, of 46 models
+(two are in three of its tables, with the same numbers).
 """
 
 import csv
@@ -32,13 +33,20 @@ DATASET_NAMES = {
 
 
 def read_published_rows() -> list[dict[str, str]]:
-    """Read published_results.csv of the package: 800 cells, each a dict of text by column name, in table order."""
+    """Read the 800 cells of published_results.csv, in table order.
+
+    Returns:
+        A dict of text by column name for each cell.
+    """
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 def parse_model_key(row: dict[str, str]) -> ModelKey:
-    """Return the ModelKey that a published row describes; rows of setup "efficiency" are intermediate checkpoints."""
+    """Return the key of the model that a published row describes.
+
+    Rows of setup "efficiency" are intermediate checkpoints.
+    """
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask = float(row["mask_ratio"]) if row["mask_ratio"] else None
     is_intermediate = row["setup"] == "efficiency"
@@ -53,7 +61,10 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
 
 @functools.cache
 def published() -> Evidence:
-    """Return the published tables as Evidence: means and half widths of 46 models, no scores by seed, rate or example."""
+    """Return the published tables: means and half widths of 46 models.
+
+    They have no scores by seed, rate or example.
+    """
     scores: dict[tuple[ModelKey, str, str], Score] = {}
     for row in read_published_rows():
         model_key = parse_model_key(row)
@@ -72,23 +83,24 @@ def published() -> Evidence:
 
 
 def is_study_result(result: Result) -> bool:
-    """Return whether a result is the study's own: a file with only scores, of a model with its naming and one of its sizes.
+    """Return whether a result is the study's own.
 
-    A rerun with the study's evaluation code under the same names cannot be told apart; `megaenc finetune` adds its protocol.
+    It is if its file has only scores, and its model has the study's naming and one of its sizes. A
+    rerun with the study's evaluation code under the same names cannot be told apart; `megaenc
+    finetune` adds its protocol.
     """
     return result.scores_only and _is_study_model(result.model)
 
 
 @functools.cache
 def _is_study_model(name: str) -> bool:
-    """Return whether a model's name follows the study's naming, with one of its sizes."""
     return (key := parse_model_name(name)) is not None and key.size in {
         one.size for one in published().model_keys()
     }
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
-    """Return `results` without the study's own on data sets that its tables do not have (QED); others are kept."""
+    """Return results without the study's own on data sets that its tables lack (QED)."""
     printed = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
     return [
         result
@@ -98,9 +110,10 @@ def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
 
 
 def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
-    """Read the study's raw results in `folder` as Evidence on its twelve averaged data sets; InputError if none.
+    """Read the study's raw results in `folder` on its twelve averaged data sets.
 
-    Raises InputError if it has no results or none has the metric.
+    Raises:
+        InputError: There are no results, or none has the metric.
     """
     return build_evidence(
         drop_unprinted_results(read_result_tree(folder)), parse_model_name, metric, kind

@@ -1,7 +1,7 @@
-"""Zero-shot retrieval scores of a study, as pretrained and after contrastive training, from the files of `megaenc embed eval`.
+"""Zero-shot retrieval scores of a study, from the files of `megaenc embed eval`.
 
-STUDY/embed/NAME/pretrained.json has a model's scores, and those of BM25 and of a random ranking; seed-S.json those after
-contrastive training with seed S.
+STUDY/embed/NAME/pretrained.json has a model's scores as pretrained, and those of BM25 and of a
+random ranking; seed-S.json those after contrastive training with seed S.
 """
 
 import functools
@@ -27,7 +27,7 @@ _SEED_FILE = re.compile(r"seed-(\d{1,9})")
 
 @dataclass(frozen=True)
 class ZeroShotResults:
-    """Zero-shot retrieval of a study: scores as pretrained, after contrastive training by seed, and of BM25 and chance."""
+    """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking."""
 
     pretrained: Mapping[Place, QueryScores]
     trained: Mapping[Place, Mapping[int, QueryScores]]
@@ -54,10 +54,11 @@ class ZeroShotResults:
         return bool(self.trained)
 
     def build_evidence(self, kind: IntervalKind = "normal") -> Evidence:
-        """Return the NDCG@10 of all models as Evidence of the family ZS, for the tests of claims.
+        """Return the NDCG@10 of all models as the family ZS, for the tests of claims.
 
-        They are those after contrastive training if any model has them, of models with every seed; else as pretrained, as one
-        seed. Scores of queries are paired over models only if all models have the same queries and data.
+        Scores are those after contrastive training if any model has them, of models with every
+        seed; else as pretrained, as one seed. Scores of queries are paired over models only if all
+        models have the same queries and data.
         """
         by_place = (
             self.trained
@@ -93,7 +94,10 @@ class ZeroShotResults:
         return Evidence(scores, METRIC, kind, self.scope)
 
     def describe_missing(self) -> str:
-        """Return a sentence that names the models without all zero-shot scores that the manifest plans; "" if none is missing."""
+        """Return a sentence that names the models with missing scores; "" without any.
+
+        Models, data sets and seeds are those that the manifest plans.
+        """
         incomplete = []
         for model in self.scope.model_keys:
             planned = [(model, dataset, METRIC) for dataset in self.scope.retrieval_sets]
@@ -111,9 +115,16 @@ class ZeroShotResults:
 
 
 def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
-    """Read the evaluations below `folder`, STUDY/embed, of models, data sets and seeds in `scope`; None without any.
+    """Read the evaluations of the models, data sets and seeds in `scope`.
 
-    Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as missing.
+    Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as
+    missing.
+
+    Args:
+        folder: STUDY/embed.
+
+    Returns:
+        The results; None without any.
     """
     if scope.model_keys and not scope.retrieval_sets:
         return None

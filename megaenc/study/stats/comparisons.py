@@ -1,7 +1,8 @@
-"""Comparisons of models: selection of the pairs, the contrasts of their scores, and Holm's correction within a claim.
+"""Selection of the models that claims compare, and contrasts of their scores.
 
-A contrast is a question such as "MLM less CLM, 610M, on SC": scores with weights, by pretraining seed. Contrasts are tested one
-by one and pooled over a claim in megaenc.study.stats.pooling.
+A contrast is a question such as "MLM less CLM, 610M, on SC": scores with weights, by pretraining
+seed. Contrasts are tested one by one and pooled over a claim in megaenc.study.stats.pooling. Holm's
+correction within a claim is here.
 """
 
 import copy
@@ -25,16 +26,18 @@ from megaenc.study.stats.inference import LEVEL, TestResult
 
 Outcome = Literal["holds", "reversed", "mixed", "not resolved", "no data"]
 Unit = Literal["points", "SD", "share"]
-"""Unit of a difference: points of the score, standard deviations over the study's models, or a share of both variances."""
+"""Unit of a difference: points of the score, standard deviations over the study's models, or a
+share of both variances."""
 Terms = Sequence[tuple[float, Score]]
 ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 """The left and the right model by pretraining seed."""
 
 
 class ModelSelector:
-    """Selector of the model pairs that claims compare, from evaluated models without an objective schedule of their own.
+    """Selector of the pairs of evaluated models that claims compare.
 
-    The reference mask ratio and the longest budgets come from all planned models if a manifest lists them.
+    Models with an objective schedule of their own are left out. The reference mask ratio and the
+    longest budgets come from all planned models if a manifest lists them.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -48,7 +51,7 @@ class ModelSelector:
     def without(self, left_out: Collection[tuple[ModelKey, str]]) -> "ModelSelector":
         """Return a selector without the scores of some models in some task families.
 
-        The models are the same, so that pairs, longest budgets and reference ratio are, and so is the unit SD.
+        Its models stay the same, and so do pairs, longest budgets, reference ratio and the unit SD.
         """
         models = copy.copy(self)
         models.evidence = replace(
@@ -68,9 +71,13 @@ class ModelSelector:
         shared_key: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
         model_keys: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, ModelPairs]:
-        """Return {shared key: {seed: (left, right)}}, the first model of each side; default: of models without a schedule.
+        """Return the pairs of models that have the same shared key and pretraining seed.
 
-        `model_keys` defaults to all evaluated models without a schedule.
+        Args:
+            model_keys: Candidates; by default all evaluated models without a schedule.
+
+        Returns:
+            Pairs (left, right) by shared key and seed, of the first model of each side.
         """
         candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(
             lambda: defaultdict(lambda: [None, None])
@@ -87,7 +94,10 @@ class ModelSelector:
         return {key: by_seed for key, by_seed in complete.items() if by_seed}
 
     def final_pairs(self) -> dict[str, ModelPairs]:
-        """Return {size: {seed: (MLM-only, CLM-only)}}: decayed, longest common planned budget; smallest size first."""
+        """Return the pairs of decayed MLM-only and CLM-only models by size and seed.
+
+        Each size, smallest first, has its longest planned budget that both sides share.
+        """
         ends = (
             lambda one: one.decayed and self.is_mlm_only(one),
             lambda one: one.decayed and is_clm_only(one),
@@ -103,7 +113,11 @@ class ModelSelector:
 
     @functools.cached_property
     def dataset_spreads(self) -> dict[tuple[str, str], float]:
-        """Return by (task family, data set) the standard deviation of the decayed models' scores; none below three models."""
+        """Return the standard deviation of scores by (task family, data set).
+
+        It is over the decayed models that have not collapsed; below three of them there is no
+        entry.
+        """
         spreads = {}
         for family, name in self.evidence.datasets():
             scores = [
@@ -115,7 +129,13 @@ class ModelSelector:
         return spreads
 
     def standardise(self, contrast: "Contrast") -> "Contrast | None":
-        """Return the contrast of each data set's score over its spread, averages by their data sets; None if one is unknown."""
+        """Return the contrast with each score divided by the spread of its data set.
+
+        Averages are replaced by the scores of their data sets.
+
+        Returns:
+            The contrast in standard deviations; None if a spread is unknown.
+        """
         terms = {}
         for seed, of_seed in contrast.terms.items():
             terms[seed] = []
@@ -136,7 +156,10 @@ class ModelSelector:
         return replace(contrast, terms=terms, source=contrast.source or contrast.terms)
 
     def is_mlm_only(self, key: ModelKey) -> bool:
-        """Return whether a model was trained with MLM only, at the reference mask ratio, without continued pretraining."""
+        """Return whether a model was trained with MLM only, at the reference mask ratio.
+
+        A model of continued pretraining was not.
+        """
         return (
             not key.clm_steps
             and not key.cpt_mlm_steps
@@ -146,13 +169,16 @@ class ModelSelector:
 
 
 def is_clm_only(key: ModelKey) -> bool:
-    """Return whether a model was trained with CLM only, without any MLM steps or continued pretraining."""
+    """Return whether a model was trained with CLM only.
+
+    A model of continued pretraining with MLM was not.
+    """
     return not key.mlm_steps and not key.cpt_mlm_steps and key.clm_steps > 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tested score difference of two models, left less right, on a data set or pooled: p, interval, effect and verdict."""
+    """Tested score difference, left less right, on one data set or pooled."""
 
     left: str
     right: str
@@ -187,22 +213,34 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Return the difference, left less right, in `unit` (points are 100 times the fraction)."""
+        """Return the difference, left less right, in `unit`.
+
+        Points are 100 times the fraction.
+        """
         return self.scale * self.test.difference
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval in `unit`; NaN if unknown; with one seed it covers the examples only."""
+        """Return the lower end of the 95 % interval in `unit`; NaN if unknown.
+
+        With one seed it covers the examples only.
+        """
         return self.scale * self.test.low
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval in `unit`; NaN if unknown; with one seed it covers the examples only."""
+        """Return the upper end of the 95 % interval in `unit`; NaN if unknown.
+
+        With one seed it covers the examples only.
+        """
         return self.scale * self.test.high
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Return the seeds to find this difference with 80 % power; inf above 10,000; None with one seed or without p."""
+        """Return the number of seeds that find this difference with 80 % power.
+
+        It is infinite above 10,000, and None with one seed or without p.
+        """
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
         needed = inference.required_seeds(
@@ -213,7 +251,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Weighted scores, left less right side, by pretraining seed, with side names, task family, data set and size."""
+    """Weighted scores, left less right side, by pretraining seed."""
 
     names: tuple[str, str]
     where: str
@@ -232,7 +270,10 @@ class Contrast:
 
     @property
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
-        """Return (weight, original Score) lists by pretraining run; averages replaced by each data set, same weight."""
+        """Return the (weight, original score) lists by pretraining run.
+
+        An average is replaced by its data sets, each with the weight of the average.
+        """
         every = (self.source or self.terms).values()
         return [
             [(weight, member) for weight, score in terms for member in score.members or (score,)]
@@ -252,9 +293,13 @@ class Contrast:
 def family_terms(
     evidence: Evidence, family: str, model_keys: Sequence[ModelKey]
 ) -> tuple[str, list[list[tuple[float, Score]]]] | None:
-    """Return a label and each model's (weight, score) terms for the mean on a task family; None without a common data set.
+    """Return the terms of each model whose sum is its mean on a task family.
 
-    That is the family's average if all models have it over the same data sets, else the mean over the sets that all have.
+    The mean is the family's average if all models have it over the same data sets, else that over
+    the data sets that all models have.
+
+    Returns:
+        A label, and the (weight, score) terms of each model. None without a common data set.
     """
     if not model_keys:
         return None
@@ -291,7 +336,14 @@ def build_contrasts(
     places: Iterable[tuple[str, ModelPairs]],
     families: Sequence[str] = tuple(STUDY_DATASETS),
 ) -> list[Contrast]:
-    """Return a Contrast (sides: `names`) per place (label, pairs by seed) and family whose data sets both sides have."""
+    """Build a contrast for each place and each task family that both sides have.
+
+    Only data sets that both sides have at every pretraining seed count.
+
+    Args:
+        names: Names of the left and the right side.
+        places: Label and pairs of models of each place.
+    """
     contrasts = []
     for (where, sides), family in itertools.product(places, families):
         evaluated = {
@@ -319,7 +371,11 @@ def build_contrasts(
 
 
 def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return a claim's comparisons with Holm's p and verdict: holds (above 0) or reversed if p < 0.05, else not resolved."""
+    """Return the comparisons of a claim with Holm's p and their verdicts.
+
+    A difference with p below 0.05 `holds` above 0 and is `reversed` below it; others are `not
+    resolved`.
+    """
     corrected = inference.holm_adjust([one.p for one in comparisons])
     outcomes = (("holds" if one.difference > 0 else "reversed") for one in comparisons)
     return [
@@ -329,7 +385,10 @@ def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def put_better_first(comparison: Comparison) -> Comparison:
-    """Return the comparison; if negative, with sides swapped, signs flipped, and the verdict reversed turned into holds."""
+    """Return the comparison with the sides swapped if its difference is negative.
+
+    Signs are then flipped, and the verdict `reversed` turns into `holds`.
+    """
     if not comparison.difference < 0:
         return comparison
     mirrored = replace(comparison.test, difference=-comparison.test.difference)

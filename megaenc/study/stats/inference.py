@@ -1,7 +1,9 @@
-"""Statistical tests of differences between models: t tests over seeds and examples, Holm's correction, effect size, power.
+"""Statistical tests of differences between models.
 
-A contrast is a weighted sum of model scores, float[S], and of their example scores, float[S, N], with weights that sum to zero
-(S seeds, N examples of a data set). docs/study-claims.md has the formulas and the false alarm rates.
+There are t tests over seeds and examples, Holm's correction, effect sizes and power. A contrast is
+a weighted sum of model scores, float[S], and of their example scores, float[S, N], with weights
+that sum to zero (S seeds, N examples of a data set). docs/study-claims.md has the formulas and the
+false alarm rates.
 """
 
 import math
@@ -20,7 +22,7 @@ _NORMAL_DF = 1e6  # Student's t equals the normal distribution from here on
 
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Variance of a mean score in two parts: due to the choice of seeds, and due to the choice of test examples."""
+    """Variance of a mean score due to seeds, and due to test examples."""
 
     seed_variance: float
     """variance over the seeds' scores / S; NaN for one seed"""
@@ -42,8 +44,8 @@ class TestResult:
 
     difference: float
     errors: Sequence[tuple[float, float]]
-    """(standard error, degrees of freedom) over seeds, and over seeds and examples; the wider interval and the larger p count;
-    empty if nothing varies"""
+    """(standard error, degrees of freedom) over seeds, and over seeds and examples; the wider
+    interval and the larger p count; empty if nothing varies"""
     components: VarianceComponents
     seed_count: int = 0
     """0 for published intervals and for sums of parts with different seeds"""
@@ -84,10 +86,15 @@ class TestResult:
 def variance_components(
     scores: np.ndarray, examples: Sequence[np.ndarray] = ()
 ) -> VarianceComponents:
-    """Return the variance of the mean of `scores`, float[S], due to seeds and to `examples`, float[S, N] per data set.
+    """Return the variance of a mean score due to seeds and to test examples.
 
-    Two-way analysis of variance without repetition (Dorfman, Berbaum and Metz 1992): the example variance is
-    (MS_examples - MS_residual) / (S * N), at least 0, summed over data sets; the seed variance includes the residuals.
+    Two-way analysis of variance without repetition (Dorfman, Berbaum and Metz 1992): the example
+    variance is (MS_examples - MS_residual) / (S * N), at least 0, summed over data sets; the seed
+    variance includes the residuals.
+
+    Args:
+        scores: Scores by seed, float[S].
+        examples: Example scores of each data set, float[S, N].
     """
     return VarianceComponents(
         variance_of_mean(scores),
@@ -96,15 +103,19 @@ def variance_components(
 
 
 def variance_of_mean(scores: np.ndarray) -> float:
-    """Return the variance of the mean of `scores`, float[S]: sample variance / S; NaN for a single score."""
+    """Return the variance of the mean of `scores`, float[S]; NaN for a single score.
+
+    It is the sample variance divided by S.
+    """
     return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
 
 
 def example_variance(blocks: Sequence[np.ndarray]) -> float:
-    """Return the variance that drawing N examples, shared by `blocks` float[S, N], causes in the sum of the blocks' means.
+    """Return the variance that the choice of N shared examples causes.
 
-    S may differ between blocks. The means over seeds are summed by example, and the residual variance is subtracted; for one
-    block that is (MS_examples - MS_residual) / (S * N).
+    It is that of the sum of the means of `blocks`, each float[S, N]; S may differ between them. The
+    means over seeds are summed by example, and the residual variance is subtracted; for one block
+    that is (MS_examples - MS_residual) / (S * N).
     """
     example_count = blocks[0].shape[1]
     if example_count < 2:
@@ -132,9 +143,13 @@ def contrast_t_test(
 ) -> TestResult:
     """Test the mean of scores by t over seeds, and over seeds and examples.
 
-    `scores` is float[S], and `examples` float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007
-    over both. `run_variances`: (variance, degrees of freedom) of the noise between pretraining runs. One seed gives an interval
-    over its examples, and no p.
+    Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. One seed gives an
+    interval over its examples, and no p.
+
+    Args:
+        scores: Scores by seed, float[S].
+        examples: Example scores of each data set, float[S, N].
+        run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
     parts = variance_components(scores, examples)
     count = len(scores)
@@ -158,10 +173,13 @@ def welch_satterthwaite_test(
     example_variance: float,
     seed_count: int = 0,
 ) -> TestResult:
-    """Test `difference` by t over seeds, and over seeds and examples.
+    """Test a difference by t over seeds, and over seeds and examples.
 
-    `seed_variances`: (variance, degrees of freedom) of each part. Degrees of freedom of their sum are by Welch and Satterthwaite;
-    the example variance counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
+    Degrees of freedom of the sum of variances are by Welch and Satterthwaite; the example variance
+    counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
+
+    Args:
+        seed_variances: (variance, degrees of freedom) of each part of the difference.
     """
     parts = VarianceComponents(
         math.fsum(variance for variance, _ in seed_variances), example_variance
@@ -187,9 +205,11 @@ def welch_from_intervals(
     seeds: int = 5,
     run_variances: Sequence[tuple[float, float]] = (),
 ) -> TestResult:
-    """Run Welch's t test of a weighted sum of means against 0; half widths are 1.96 * sd / sqrt(seeds) of each mean.
+    """Test a weighted sum of means against 0 by Welch's t test of their intervals.
 
-    `run_variances`: (variance, degrees of freedom) of the noise between pretraining runs.
+    Args:
+        half_widths: 1.96 * sd / sqrt(seeds) of each mean.
+        run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
     each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
     variances = [*((variance, seeds - 1) for variance in each), *run_variances]
@@ -202,7 +222,10 @@ def _standard_errors(variances: Sequence[tuple[float, float]]) -> list[tuple[flo
 
 
 def _t_quantile(df: float | np.ndarray) -> np.ndarray:
-    """Return the 97.5 % quantile of Student's t, without the 100 microseconds of overhead of scipy.stats.t."""
+    """Return the 97.5 % quantile of Student's t.
+
+    This lacks the 100 microseconds of overhead of scipy.stats.t.
+    """
     return stdtrit(np.minimum(df, _NORMAL_DF), 1 - LEVEL / 2)
 
 
@@ -217,9 +240,9 @@ def largest_p(*p: float) -> float:
 
 
 def holm_adjust(p: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p values (family-wise error rate) in the same order; NaN stays NaN and counts as no test.
+    """Return Holm's adjusted p values (family-wise error rate) in the same order.
 
-    Scandinavian Journal of Statistics 6, 1979.
+    NaN stays NaN and counts as no test. Source: Scandinavian Journal of Statistics 6, 1979.
     """
     adjusted = np.array(p, dtype=np.float64)
     order = np.argsort(adjusted, kind="stable")[
@@ -231,7 +254,10 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
 
 
 def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Hedges' g: difference of means / pooled sd, bias-corrected; NaN for fewer than two scores or no spread."""
+    """Return Hedges' g, the bias-corrected difference of means over the pooled sd.
+
+    It is NaN for fewer than two scores on a side, and without spread.
+    """
     sizes = len(first), len(second)
     if min(sizes) < 2:
         return math.nan
@@ -248,7 +274,14 @@ def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def standardised_difference(difference: float, sd: float, df: int) -> float:
-    """Return difference / sd with Hedges' small-sample correction for `df` degrees of freedom; NaN without a positive sd."""
+    """Return difference / sd with Hedges' correction for small samples.
+
+    Args:
+        df: Degrees of freedom of `sd`.
+
+    Returns:
+        The standardised difference; NaN without a positive sd.
+    """
     if not sd > _TOLERANCE:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
@@ -260,10 +293,13 @@ _QUANTILES = (np.arange(400) + 0.5) / 400
 def t_test_power(
     difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int
 ) -> float:
-    """Return the power, 0 to 1, of a t test at p < 0.05 with `seed_count` seeds; `parts` are of `parts_seed_count` seeds.
+    """Return the power, 0 to 1, of a t test at p < 0.05; NaN below two seeds.
 
-    `parts` were estimated from `parts_seed_count` seeds. Averages over 400 quantiles of the chi-squared distributed variance
-    estimate; NaN below two seeds.
+    It averages over 400 quantiles of the chi-squared distributed variance estimate.
+
+    Args:
+        parts: Variances of a mean over `parts_seed_count` seeds.
+        seed_count: Number of seeds of the test.
     """
     seed_variance, example_part = (
         parts.seed_variance * parts_seed_count / seed_count,
@@ -290,9 +326,15 @@ def required_seeds(
     target_power: float = 0.8,
     max_seeds: int = 10_000,
 ) -> int | None:
-    """Return the fewest seeds for `target_power`, None above `max_seeds`; `parts`: variances at `parts_seed_count` seeds.
+    """Return the fewest seeds that give a t test the power `target_power`.
 
-    `parts` were estimated from `parts_seed_count` seeds. More seeds never make up for too few examples.
+    More seeds never make up for too few examples.
+
+    Args:
+        parts: Variances of a mean over `parts_seed_count` seeds.
+
+    Returns:
+        The number of seeds; None if it is above `max_seeds`.
     """
     if (
         math.isnan(parts.seed_variance)
@@ -308,11 +350,19 @@ def required_seeds(
 
 
 def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
-    """Return float[S] (S = 2: float[1]), jackknife pseudo-values of the variance between rates of `scores`, float[R, S].
+    """Return jackknife pseudo-values of the variance of scores between rates.
 
-    Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, to which noise adds
-    nothing on average; they can be tested by t (Tukey; Arvesen 1969). Two seeds give float[1]. Raises ValueError for fewer than
-    two rates or seeds.
+    Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of
+    variance, to which noise adds nothing on average; they can be tested by t (Tukey; Arvesen 1969).
+
+    Args:
+        scores: Scores of R rates and S seeds, float[R, S].
+
+    Returns:
+        float[S]; float[1] for two seeds.
+
+    Raises:
+        ValueError: There are fewer than two rates or seeds.
     """
     rates, count = scores.shape
     if min(rates, count) < 2:
@@ -326,7 +376,11 @@ def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """Return (share of runs that collapsed, low, high) with the ends of Wilson's 95 % interval; three NaN without runs."""
+    """Return the share of collapsed runs with the ends of Wilson's 95 % interval.
+
+    Returns:
+        Share, lower end and upper end; three NaN without runs.
+    """
     if not runs:
         return math.nan, math.nan, math.nan
     interval = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")

@@ -1,7 +1,7 @@
-"""Tests of single and pooled contrasts, with the seeds and examples that their scores share.
+"""Tests of single and pooled contrasts, paired by seeds and examples.
 
-Weights of a score that several pooled contrasts share add up before the test. docs/study-claims.md has the rules and their
-false alarm rates.
+Weights of a score that several pooled contrasts share add up before the test. docs/study-claims.md
+has the rules and their false alarm rates.
 """
 
 import math
@@ -27,12 +27,16 @@ Seeds = tuple[int, ...]
 ExampleScores = Mapping[tuple[str, str], np.ndarray]
 """float[S, N] by family and data set; empty if example scores are missing or differ in number."""
 BetweenRunVariances = Mapping[str, Mapping[Seeds, float]]
-"""Variance of a contrast between pretraining runs, by family ("" for any other) and by the seeds it was estimated from."""
+"""Variance of a contrast between pretraining runs, by family ("" for any other) and by the seeds it
+was estimated from."""
 
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Summed scores of left and right, float[S] by pretraining seed (by fine-tuning seed if only one), and by example."""
+    """Summed scores of the left and the right side, by seed and by example.
+
+    float[S] is by pretraining seed, or by fine-tuning seed if there is only one run.
+    """
 
     left: np.ndarray
     right: np.ndarray
@@ -46,9 +50,14 @@ class ScoreRows:
 
 
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
-    """Return {family ("" for all): {seeds: part}}; parts add up to the mean variance of contrasts between their runs.
+    """Return the variance of contrasts between their pretraining runs.
 
-    Averages over the contrasts of a family with the same seeds, and over the sets of seeds; collapsed ones do not count.
+    It averages over the contrasts of a family with the same seeds, and over the sets of seeds.
+    Contrasts with a collapsed side do not count.
+
+    Returns:
+        The part of each set of seeds by family, and by "" for all families. The parts of a family
+        add up to the mean variance.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -75,12 +84,19 @@ def compare_contrasts(
     unit: Unit = "points",
     noise: RunNoise | None = None,
 ) -> Comparison:
-    """Test one contrast, or the mean (sum with `weights`) of several, against 0; return the Comparison, p uncorrected.
+    """Test one contrast, or the mean of several, against 0.
 
-    The result is uncorrected: p_adjusted and verdict are set by the caller. Contrasts with the same pretraining seeds are summed
-    by seed; such groups, and the contrasts with one pretraining run, are combined by Welch and Satterthwaite. The latter vary
-    between fine-tuning seeds and by the `borrowed` variance, or by `noise` if nothing can be borrowed; without either the result
-    holds for these trained models only. Published scores have neither seeds nor examples and get Welch's test of their intervals.
+    Contrasts with the same pretraining seeds are summed by seed; such groups, and the contrasts
+    with one pretraining run, are combined by Welch and Satterthwaite. The latter vary between
+    fine-tuning seeds and by the `borrowed` variance, or by `noise` if nothing can be borrowed;
+    without either the result holds for these trained models only. Published scores have neither
+    seeds nor examples and get Welch's test of their intervals.
+
+    Args:
+        weights: Weights of the contrasts, whose weighted sum is tested; by default their mean.
+
+    Returns:
+        The comparison with p uncorrected: p_adjusted and verdict are set by the caller.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [
@@ -117,8 +133,8 @@ def _test_pool(
     """Test a weighted sum of contrasts against 0.
 
     Returns:
-        The result, its effect size (NaN if unknown), and whether it has borrowed variance. The difference is NaN if the scores
-        have no fine-tuning seed in common.
+        The result, its effect size (NaN if unknown), and whether it has borrowed variance. The
+        difference is NaN if the scores have no fine-tuning seed in common.
     """
     if not all(
         score.seed_scores
@@ -152,10 +168,14 @@ def _test_pool(
 
 
 def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tuple[float, float]]:
-    """Return the (variance, degrees of freedom) that `noise` adds to contrasts with one pretraining run; [] without noise.
+    """Return the variances that `noise` adds to contrasts with one pretraining run.
 
-    Models of one trunk (same size and seed, begun with CLM, or with MLM of the same ratio) count as fully correlated, except
-    across the two sides of the contrasts, where correlation would make the variance smaller.
+    Models of one trunk (same size and seed, begun with CLM, or with MLM of the same ratio) count as
+    fully correlated, except across the two sides of the contrasts, where correlation would make the
+    variance smaller.
+
+    Returns:
+        The (variance, degrees of freedom) of each part; empty without noise.
     """
     if noise is None:
         return []
@@ -182,10 +202,14 @@ def _variances_by_seeds(
     rows: Mapping[Seeds, ScoreRows],
     borrowed: BetweenRunVariances,
 ) -> list[tuple[float, float]]:
-    """Return the (variance, degrees of freedom) of each part of a pooled contrast, one part per set of pretraining seeds.
+    """Return the variance of a pooled contrast in parts, by set of pretraining seeds.
 
-    Parts with a common model size may share runs, so each variance counts once for every such part, as under full correlation.
-    Contrasts with one run of the same size count as correlated for the same reason.
+    Parts with a common model size may share runs, so each variance counts once for every such part,
+    as under full correlation. Contrasts with one run of the same size count as correlated for the
+    same reason.
+
+    Returns:
+        The (variance, degrees of freedom) of each part.
     """
     single_run_by_size: dict[str, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, contrast in groups.get((), ()):
@@ -215,7 +239,10 @@ def _variances_by_seeds(
 
 
 def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
-    """Return the variance that the choice of examples adds; NaN if some rows lack example scores or have other examples."""
+    """Return the variance that the choice of examples adds to a pooled contrast.
+
+    It is NaN if some rows lack example scores or have other examples.
+    """
     by_dataset: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     for dataset, block in (pair for one in rows for pair in one.examples.items()):
         by_dataset[dataset].append(block)
@@ -230,7 +257,14 @@ def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
 def _sum_contrasts(
     contrasts: WeightedContrasts, seeds: Seeds, with_examples: bool = True
 ) -> ScoreRows | None:
-    """Sum contrasts that have these pretraining seeds (or, if empty, one run each); None without a common fine-tuning seed."""
+    """Sum the contrasts of one set of pretraining seeds.
+
+    Args:
+        seeds: Seeds that all contrasts have; empty for contrasts with one run each.
+
+    Returns:
+        The summed rows; None without a common fine-tuning seed.
+    """
     if not seeds:
         return _sum_run_contrasts(
             [(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts],
@@ -260,7 +294,11 @@ def _sum_contrasts(
 def _sum_run_contrasts(
     contrasts: Sequence[tuple[float, Contrast, int]], with_examples: bool
 ) -> ScoreRows | None:
-    """Sum (weight, contrast, pretraining seed) by fine-tuning seed; None if the scores have no seed in common."""
+    """Sum (weight, contrast, pretraining seed) by fine-tuning seed.
+
+    Returns:
+        The summed rows; None if the scores have no seed in common.
+    """
     terms = _merge_terms(
         [
             (weight * part, score)
@@ -288,7 +326,7 @@ def _sum_run_contrasts(
 
 
 def _merge_terms(terms: Terms) -> list[tuple[float, Score]]:
-    """Replace averages by their members and merge repeated scores by adding up their weights."""
+    """Replace averages by their members and add up the weights of repeated scores."""
     merged: dict[int, tuple[float, Score]] = {}
     for weight, score in terms:
         for member in score.members or (score,):
@@ -298,7 +336,10 @@ def _merge_terms(terms: Terms) -> list[tuple[float, Score]]:
 
 
 def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
-    """Return the weighted sum of example scores, float[S, N], by (family, data set); only sets that all models can pair."""
+    """Return the weighted sum of example scores, float[S, N], by (family, data set).
+
+    Only data sets that all models can pair are summed.
+    """
     by_dataset: dict[tuple[str, str], list[tuple[float, np.ndarray | None]]] = defaultdict(list)
     for weight, score in terms:
         by_dataset[score.family, score.dataset].append((weight, score.stack_examples(seeds)))
@@ -313,7 +354,11 @@ def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
 def _test_published(
     pool: WeightedContrasts, run_variances: Sequence[tuple[float, float]]
 ) -> tuple[TestResult, float]:
-    """Test a weighted sum of contrasts of published means; return the result and its effect size."""
+    """Test a weighted sum of contrasts of published means.
+
+    Returns:
+        The result and its effect size.
+    """
     terms = _merge_terms(
         [
             (weight * part, score)

@@ -1,4 +1,7 @@
-"""Noise between pretraining runs of one recipe: given, or estimated from the curves of scores over mask ratios."""
+"""Noise between pretraining runs of one recipe.
+
+It is given, or estimated from the curves of scores over mask ratios.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,23 +22,34 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True)
 class RunNoise:
-    """Noise of the scores of one pretraining run: residuals that estimate it, or given standard deviations."""
+    """Noise of the scores of one pretraining run.
+
+    It is a set of residuals that estimate the noise, or of given standard deviations.
+    """
 
     residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)
-    """float[K] by (task family, data set), as fractions, with the same K runs for all; of a given standard deviation float[1]"""
+    """float[K] by (task family, data set), as fractions, with the same K runs for all; of a given
+    standard deviation float[1]"""
     finetune_variances: Mapping[Place, float] = field(default_factory=dict)
     """part of the residuals' variance that is due to fine-tuning"""
     df: float = math.nan
     """degrees of freedom: K, or infinity if given"""
     source: str = ""
     given: Mapping[str, float] = field(default_factory=dict)
-    """given standard deviations by task family, as fractions, for each of its data sets; they replace all residuals"""
+    """given standard deviations by task family, as fractions, for each of its data sets; they
+    replace all residuals"""
 
     def variance(self, weights: Mapping[Place, float]) -> tuple[float, float]:
-        """Return the variance of the residuals of the sum of scores times `weights`, and its part due to fine-tuning.
+        """Return the variance of a weighted sum of scores, and its fine-tuning part.
 
-        The variance between runs is the first less the second. Both are NaN for an unknown data set. Given standard deviations
-        count as fully correlated.
+        Both are of the residuals. The variance between runs is the first less the second. Given
+        standard deviations count as fully correlated.
+
+        Args:
+            weights: Weight of each score by (task family, data set).
+
+        Returns:
+            Both variances; two NaN for an unknown data set.
         """
         if self.given:
             return sum(
@@ -52,7 +66,10 @@ class RunNoise:
         )
 
     def describe(self, families: Sequence[str]) -> str:
-        """Return the standard deviation of a run's mean on each of the task families, and the source, as text."""
+        """Return text with the standard deviation of a run by task family, and the source.
+
+        It is the deviation of the mean over the data sets of a family.
+        """
         each = []
         for family in [
             name
@@ -77,9 +94,13 @@ UNKNOWN_NOISE = RunNoise()
 
 
 def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
-    """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5, into standard deviations; None without any.
+    """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5.
 
-    Raises InputError for anything else.
+    Returns:
+        The given standard deviations; None without any text.
+
+    Raises:
+        InputError: A text has an unknown family or no finite number from 0.
     """
     given = {}
     for text in texts:
@@ -99,10 +120,14 @@ def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
 
 
 def estimate_run_noise(models: ModelSelector) -> RunNoise:
-    """Estimate the noise from the residuals of MLM scores around smooth curves over the mask ratios; else UNKNOWN_NOISE.
+    """Estimate the noise between runs from MLM scores over the mask ratios.
 
-    Each size has its own line, and all sizes share the bend (the quadratic term). The longest budget of a size with three or more
-    ratios counts, without collapsed models. Data sets on which some model lacks a score are left out.
+    It is the residuals around smooth curves: each size has its own line, and all sizes share the
+    bend (the quadratic term). The longest budget of a size with three or more ratios counts,
+    without collapsed models. Data sets on which some model lacks a score are left out.
+
+    Returns:
+        The noise; UNKNOWN_NOISE if there are no residuals.
     """
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
@@ -143,7 +168,10 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
 
 
 def _residual_basis(curves: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return float[N, K], orthonormal columns that project N scores, by size and mask ratio, onto the K residuals."""
+    """Return orthonormal columns, float[N, K], that project N scores onto K residuals.
+
+    Scores are by size and mask ratio.
+    """
     count = sum(map(len, curves))
     size = np.repeat(np.eye(len(curves)), list(map(len, curves)), axis=0)
     ratios = np.array([ratio for curve in curves for ratio in curve])[:, None]
@@ -156,7 +184,10 @@ def _residual_basis(curves: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _finetune_variance(score: Score) -> float:
-    """Return the variance of a model's mean score due to fine-tuning seeds; 0 if it is unknown."""
+    """Return the variance of a model's mean score due to fine-tuning seeds.
+
+    It is 0 if it is unknown.
+    """
     if len(score.seed_scores) > 1:
         return float(np.var(list(score.seed_scores.values()), ddof=1)) / len(score.seed_scores)
     return 0.0 if score.half_width is None else (score.half_width / 1.96) ** 2

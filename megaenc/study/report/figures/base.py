@@ -1,4 +1,7 @@
-"""Building blocks of the report's figures: points, lines and panels (one per task family), and their drawing as SVG."""
+"""Building blocks of the report's figures, and their drawing as SVG.
+
+They are points, lines, and panels, one per task family.
+"""
 
 import io
 import re
@@ -33,7 +36,7 @@ TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = (
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """Point of a figure: x position, mean, half width of its interval if known, and whether it includes collapsed runs."""
+    """Point of a figure, with the half width of its interval if it is known."""
 
     x: float
     mean: float
@@ -44,7 +47,10 @@ class FigurePoint:
 
 @dataclass(frozen=True)
 class FigureLine:
-    """Points under one legend entry with colour and marker; `joined` connects them by a line."""
+    """Points under one legend entry with colour and marker.
+
+    `joined` connects them by a line.
+    """
 
     name: str
     colour: str
@@ -52,13 +58,14 @@ class FigureLine:
     points: tuple[FigurePoint, ...]
     joined: bool = True
     light: bool = False
-    """whether it is drawn lightly behind the others: published values, or single models behind their mean"""
+    """whether it is drawn lightly behind the others: published values, or single models behind
+    their mean"""
     labelled: bool = True
 
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """One pair of axes of a figure: title, lines, axis labels, and ticks, scale and unit of the x axis."""
+    """One pair of axes of a figure, with its lines."""
 
     title: str
     lines: tuple[FigureLine, ...]
@@ -73,7 +80,7 @@ class FigurePanel:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """Content of a figure: title, caption and panels; without panels nothing is drawn and the caption gives the reason."""
+    """Content of a figure; without panels, its caption gives the reason."""
 
     key: str
     title: str
@@ -83,7 +90,7 @@ class FigureSpec:
 
     @cached_property
     def figure(self) -> Any:
-        """Return the matplotlib Figure with all panels, drawn on the first access and cached."""
+        """Return the matplotlib Figure with all panels, drawn on the first access."""
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
@@ -91,7 +98,7 @@ class FigureSpec:
 
     @cached_property
     def svg(self) -> str:
-        """Return the figure as SVG text, drawn on the first access and cached."""
+        """Return the figure as SVG text, drawn on the first access."""
         return figure_to_svg(self.figure, self.key)
 
 
@@ -100,7 +107,10 @@ FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelK
 
 
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return by family the data set that figures show: the average if there is one, else the first data set."""
+    """Return the data set that figures show, by task family.
+
+    It is the average if there is one, else the first data set.
+    """
     sets = datasets_by_family(evidence.datasets())
     return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
@@ -116,9 +126,14 @@ def build_family_figure(
     joined: bool = True,
     **axis: Any,
 ) -> FigureSpec:
-    """Return a FigureSpec: panel per task family with scores, line per series, `published` light; `axis`: panel fields.
+    """Build a figure with a panel per task family and a line per series.
 
-    `dodge` shifts neighbouring series on the x axis so that their points do not cover each other; `axis`: FigurePanel's fields.
+    Args:
+        series: Lines, with the x position of each model.
+        published: Published scores, which are drawn lightly; None for none.
+        dodge: Shift between neighbouring series on the x axis, so that their points do not cover
+            each other.
+        axis: Further fields of FigurePanel.
     """
     panels = []
     for family, dataset in headline_datasets(evidence).items():
@@ -157,7 +172,7 @@ def build_family_figure(
 
 
 def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
-    """Return whether any panel has a light line of published values, named "..., published"."""
+    """Return whether any panel has a light line of published values."""
     return any(
         line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines
     )
@@ -166,7 +181,10 @@ def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
 def describe_bars(
     evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]
 ) -> str:
-    """Return caption text on the interval bars, also of published values if drawn, and on hollow points, if any."""
+    """Return caption text on the interval bars, and on hollow points if there are any.
+
+    Bars of published values are described if they are drawn.
+    """
     hollow = any(
         point.collapsed for panel in panels for line in panel.lines for point in line.points
     )
@@ -187,7 +205,10 @@ def published_label(name: str) -> str:
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """Return a panel's title: the family's full name, followed by the data set's label if it is not the average."""
+    """Return a panel's title: the family's full name, and the data set's label.
+
+    The label is left out for the average.
+    """
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
@@ -195,19 +216,26 @@ def panel_title(family: str, dataset: str) -> str:
 def build_points(
     evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]
 ) -> tuple[FigurePoint, ...]:
-    """Return a FigurePoint in percent for each (x, data set, model) that has a score in this family, in the given order."""
+    """Build the points, in percent, of the models that have a score in this family.
+
+    Args:
+        places: X position, data set and model of each point, in order.
+    """
     scores = [(x, evidence.find(key, dataset, family)) for x, dataset, key in places]
     return tuple(_build_point(x, score) for x, score in scores if score is not None)
 
 
 def _build_point(x: float, score: Score) -> FigurePoint:
-    """Return the point of a score, in percent."""
     half_width = None if score.half_width is None else 100 * score.half_width
     return FigurePoint(x, 100 * score.mean, half_width, score.collapsed_at_rate > 0)
 
 
 def _draw_panels(spec: FigureSpec) -> Any:
-    """Draw all panels in up to two columns under a common legend; return the matplotlib Figure."""
+    """Draw all panels in up to two columns under a common legend.
+
+    Returns:
+        The matplotlib Figure.
+    """
     from matplotlib.figure import Figure
 
     names = list(
@@ -264,11 +292,16 @@ _HANDLE, _LETTER = 0.4, 0.075
 _WIDTH, _HEIGHT = 4.5, 2.75
 """Width and height of a panel, in inches."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
-"""Margins of a panel for its labels, in inches; matplotlib's layout engines would double the drawing time."""
+"""Margins of a panel for its labels, in inches; matplotlib's layout engines would double the
+drawing time."""
 
 
 def _draw_line(axis: Any, line: FigureLine) -> Any:
-    """Draw a line with its interval bars on a matplotlib axis; return its legend handle."""
+    """Draw a line with its interval bars on a matplotlib axis.
+
+    Returns:
+        The legend handle.
+    """
     style: dict[str, Any] = {
         "color": line.colour,
         "marker": line.marker,
@@ -344,7 +377,11 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
 
 
 def figure_to_svg(figure: Any, name: str) -> str:
-    """Return a matplotlib Figure as SVG text with real text, always the same bytes; `name` is the salt of its ids."""
+    """Return a matplotlib Figure as SVG text with real text, always the same bytes.
+
+    Args:
+        name: Salt of the ids.
+    """
     from matplotlib import rc_context
 
     stream = io.StringIO()
@@ -355,7 +392,12 @@ def figure_to_svg(figure: Any, name: str) -> str:
 
 
 def embed_svg(svg: str, name: str, alt: str) -> str:
-    """Return SVG text for the page: ids prefixed with `name`, colours of the page, no metadata, alternative text `alt`."""
+    """Return SVG text for the page, with the page's colours and without metadata.
+
+    Args:
+        name: Prefix of the ids.
+        alt: Alternative text.
+    """
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for place, own in (
         (' id="', f' id="{name}-'),

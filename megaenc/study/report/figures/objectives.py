@@ -1,4 +1,4 @@
-"""Score figures: objectives, mask ratios, intermediate checkpoints, CLM shares, continued pretraining, other schedules."""
+"""Figures of scores by objective, schedule, mask ratio and training budget."""
 
 import itertools
 from collections import defaultdict
@@ -36,7 +36,11 @@ from megaenc.viz.style import BLUE, ORANGE, PURPLE, STYLES, assign_styles, forma
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of CLM and MLM base models' scores by size, or data set if one size; no panels without both."""
+    """Build the figure of the scores of CLM and MLM base models.
+
+    They are by size, or by data set if there is one size. Without both objectives there are no
+    panels.
+    """
     key = "objectives"
     title = "CLM and MLM"
     base = evidence.group_by_setup().get("base", [])
@@ -71,7 +75,11 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
 def _build_dataset_panels(
     evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]
 ) -> tuple[FigurePanel, ...]:
-    """Build a panel per task family with the scores of `models`, by legend name, on each of its data sets."""
+    """Build a panel per task family with scores on each of its data sets.
+
+    Args:
+        models: Models by legend name.
+    """
     panels = []
     for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
@@ -102,7 +110,10 @@ def _build_dataset_panels(
 
 
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores of MLM base models over the mask ratio, a line per size; no panels below two ratios."""
+    """Build the figure of the scores of MLM base models over the mask ratio.
+
+    There is a line per size; below two ratios there are no panels.
+    """
     key = "mask-ratios"
     title = "Mask ratios"
     base = [
@@ -129,7 +140,10 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 def build_two_stage_mask_ratio_figure(
     evidence: Evidence, published: Evidence | None = None
 ) -> FigureSpec:
-    """Return the figure of scores over the mask ratio, with and without CLM first; no panels unless a budget has both."""
+    """Build the figure of scores over the mask ratio, with and without CLM first.
+
+    There are no panels unless a budget has both.
+    """
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, int], list[ModelKey]] = defaultdict(list)
@@ -172,7 +186,7 @@ def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelK
 
 
 def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
-    """Return FigurePanel's x-axis fields, and the dodge between series, for the mask ratios of all models."""
+    """Return the fields of the x axis, and the dodge between series, for mask ratios."""
     ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
     ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
     return {
@@ -185,7 +199,10 @@ def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
 def build_step_efficiency_figure(
     evidence: Evidence, published: Evidence | None = None
 ) -> FigureSpec:
-    """Return the figure of intermediate checkpoints' scores over training steps; no panels below two numbers of steps."""
+    """Build the figure of intermediate checkpoints' scores over training steps.
+
+    Below two numbers of steps there are no panels.
+    """
     places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
     steps = sorted(set(places.values()))
     axis = {
@@ -201,7 +218,10 @@ def build_step_efficiency_figure(
 def build_flop_efficiency_figure(
     evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> FigureSpec:
-    """Return the figure of intermediate checkpoints' scores over training FLOPs; models not in `flops` are left out."""
+    """Build the figure of intermediate checkpoints' scores over training FLOPs.
+
+    Models that are not in `flops` are left out.
+    """
     key = "efficiency-flops"
     title = "Data efficiency by FLOP"
     checkpoints = [one for one in evidence.model_keys() if not one.decayed]
@@ -224,7 +244,10 @@ def _build_efficiency_figure(
     places: Mapping[ModelKey, float],
     **axis,
 ) -> FigureSpec:
-    """Build the figure of intermediate checkpoints at the given x positions, a line per objective, mask ratio and size."""
+    """Build the figure of intermediate checkpoints at the given x positions.
+
+    There is a line per objective, mask ratio and size.
+    """
     if len(set(places.values())) < 2:
         return FigureSpec(key, title, "Fewer than two intermediate checkpoints have scores.")
     sizes = evidence.sort_sizes(places)
@@ -249,7 +272,10 @@ def _build_efficiency_figure(
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores over the share of CLM before MLM, a line per budget; no panels if none is two-stage."""
+    """Build the figure of scores over the share of CLM before MLM.
+
+    There is a line per budget; without a two-stage model there are no panels.
+    """
     key = "clm-shares"
     title = "CLM share at each budget"
     mask = evidence.reference_mask_ratio
@@ -286,7 +312,7 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
 def _name_budgets(
     evidence: Evidence, budgets: Collection[tuple[str, int]]
 ) -> dict[tuple[str, int], str]:
-    """Return a distinct legend name for each (size, steps), in order of size and steps."""
+    """Return a distinct legend name for each (size, steps), in order of both."""
     sizes = evidence.sort_sizes(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
     return {
@@ -298,7 +324,10 @@ def _name_budgets(
 def build_continued_pretraining_figure(
     evidence: Evidence, published: Evidence | None = None
 ) -> FigureSpec:
-    """Return the figure of scores over MLM steps of continued pretraining by parent (at 0); no panels if none."""
+    """Build the figure of scores over MLM steps of continued pretraining, by parent.
+
+    Parents are at 0; without continued models there are no panels.
+    """
     key = "continued-pretraining"
     title = "Continued pretraining by length"
     model_keys = evidence.model_keys()
@@ -354,7 +383,11 @@ _PLAIN_STYLES = {
 
 
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
-    """Return the figure of scores of models with other schedules next to CLM and MLM; None without any."""
+    """Build the figure of models with other schedules next to CLM and MLM.
+
+    Returns:
+        The figure; None without other schedules.
+    """
     mask = evidence.reference_mask_ratio
     recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))
     if not any(one.schedule for one in recipes):

@@ -1,4 +1,4 @@
-"""List of all figures of a report, in order, and the figures of learning rates and of held-out losses."""
+"""List of all figures of a report, and figures of rates and held-out losses."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ from megaenc.viz.style import BLUE, GREEN, ORANGE, PURPLE, assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """Figure of the report, with a separate one of the published results if the first does not contain them, else None."""
+    """Figure of the report, and one of published results that it does not contain."""
 
     figure: FigureSpec
     published: FigureSpec | None = None
@@ -41,7 +41,12 @@ def build_figures(
     flops: Mapping[ModelKey, float],
     published: Evidence | None = None,
 ) -> list[ReportFigure]:
-    """Return all figures of the report, in order; `published` results in or next to them; `flops`: FLOPs by model."""
+    """Build all figures of the report, in order.
+
+    Args:
+        flops: Training FLOPs by model.
+        published: Published results, shown in the figures or next to them.
+    """
     published_flops = published_flops_by_model(published) if published else {}
 
     def build_flop_figure(scores: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -51,7 +56,7 @@ def build_figures(
         )
 
     def build_with_published(*builders: Callable[..., FigureSpec]) -> list[ReportFigure]:
-        """Call each builder for the evidence, and for the published results if they do not fit into the same figure."""
+        """Build each figure, and that of published results if they do not fit into it."""
         figures = []
         for build in builders:
             ours = build(evidence, published)
@@ -79,7 +84,10 @@ def build_figures(
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return training FLOPs by scored model, from its shape; unknown sizes and models with a schedule are left out."""
+    """Return training FLOPs by model with a score, from its shape.
+
+    Unknown sizes and models with a schedule are left out.
+    """
     flops = {key: published_model_flops(key) for key in evidence.model_keys()}
     return {key: count for key, count in flops.items() if count}
 
@@ -96,7 +104,10 @@ _RUN_KIND_STYLES = {
 
 
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
-    """Return the figure of pretraining runs' held-out losses over steps, a panel per objective; no panels without any."""
+    """Build the figure of pretraining runs' held-out losses over steps.
+
+    There is a panel per objective; without validations there are none.
+    """
     key = "losses"
     title = "Held-out loss of the runs"
     curves = {
@@ -154,7 +165,10 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 
 
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
-    """Return the figure of points lost at each fine-tuning rate against a model's best, by model and mean per objective."""
+    """Build the figure of points lost at each fine-tuning rate against the best one.
+
+    There are lines of single models, and of the mean of each objective.
+    """
     key = "learning-rates"
     title = "Sensitivity to the learning rate"
     panels = []
