@@ -106,7 +106,11 @@ def split_phases(
         steps: Rows of metrics.jsonl.
         start_progress: Progress before the first step, if not 0.
     """
-    before, start = (start_progress["step"], start_progress[against]) if start_progress else (0, 0)
+    before = 0
+    start = 0
+    if start_progress:
+        before = start_progress["step"]
+        start = start_progress[against]
     short_steps = (steps[-1]["step"] - before) / 50
     stretches: list[list[Row]] = []
     short_before = False
@@ -124,13 +128,10 @@ def split_phases(
         top = 1.0
         for objective in dict.fromkeys(row["objective"] for row in stretch):
             rows = [row for row in stretch if row["objective"] == objective]
-            scored = [
-                row for row in rows if row["loss"] is not None
-            ]  # a batch without targets has no loss
-            x, loss = (
-                np.array([row[name] for row in scored], dtype=np.float64)
-                for name in (against, "loss")
-            )
+            # a batch without targets has no loss
+            scored = [row for row in rows if row["loss"] is not None]
+            x = np.array([row[against] for row in scored], dtype=np.float64)
+            loss = np.array([row["loss"] for row in scored], dtype=np.float64)
             share = len(rows) / len(stretch)
             phases.append(PlottedPhase(objective, start, stretch[-1][against], x, loss, share, top))
             top = max(top - share, 0.0)
@@ -230,21 +231,33 @@ def _draw_losses(
             linewidth=1.8,
             marker="." if len(phase.x) == 1 else None,
         )
-        if (phase.end - phase.start) / width >= _LETTER * len(
-            phase.objective
-        ):  # else the label would overlap its neighbours
+        # in a narrower phase the label would overlap its neighbours
+        if (phase.end - phase.start) / width >= _LETTER * len(phase.objective):
             labelled.add(phase.objective)
-            place = {"transform": panel.get_xaxis_transform(), "ha": "center", "va": "top"}
-            middle = (phase.start + phase.end) / 2
             panel.text(
-                middle, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place
+                (phase.start + phase.end) / 2,
+                phase.top - 0.03,
+                phase.objective,
+                color=colour,
+                fontweight="bold",
+                transform=panel.get_xaxis_transform(),
+                ha="center",
+                va="top",
             )
     for objective, (x, losses) in validations.items():
         colour, marker = style[objective]
         panel.plot(
-            x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
+            x,
+            losses,
+            **HELD_OUT,
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linestyle=":",
+            linewidth=1,
+            zorder=3,
             label=f"held out, {objective}",
-        )  # fmt: skip
+        )
     handles = [
         Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"),
         Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
@@ -330,9 +343,8 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
     """
     for objective, result in validation["objectives"].items():
         if losses := result.get("by_position"):
-            colour, marker = style.get(
-                objective, (GREY, "o")
-            )  # grey: without a loss over all positions
+            # grey: without a loss over all positions
+            colour, marker = style.get(objective, (GREY, "o"))
             values = np.array(list(losses.values()), dtype=np.float64)
             panel.plot(
                 list(losses),
@@ -388,7 +400,8 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     from matplotlib.figure import Figure
 
     merged = {name: _merge_shifts(each) for name, each in curves.items()}
-    curves, shifts = ({name: each[part] for name, each in merged.items()} for part in (0, 1))
+    curves = {name: run_curves for name, (run_curves, _) in merged.items()}
+    shifts = {name: run_shifts for name, (_, run_shifts) in merged.items()}
     objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
     shared = [
         objective for objective in objectives if all(objective in each for each in curves.values())
@@ -398,7 +411,8 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
             f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items()
         )
         raise InputError(
-            f"no objective that all runs were validated under: {objectives_by_run}; expected one in common"
+            f"no objective that all runs were validated under: {objectives_by_run}; expected one "
+            "in common"
         )
     style = assign_styles(list(curves))
     columns = min(3, len(shared))
@@ -414,9 +428,17 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
             if is_perplexity:
                 last += f", {compute_perplexity(losses[-1]):,.1f}{shifts[name].get(objective, '')}"
             panel.plot(
-                x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4, markevery=max(1, len(x) // 12), linewidth=1.6,
-                zorder=3 + at, label=f"{name}  ({last})",
-            )  # fmt: skip
+                x,
+                losses,
+                **HELD_OUT,
+                color=colour,
+                marker=marker,
+                markersize=4,
+                markevery=max(1, len(x) // 12),
+                linewidth=1.6,
+                zorder=3 + at,
+                label=f"{name}  ({last})",
+            )
         panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
         panel.set_xlabel(AXIS_LABELS[against])
         panel.set_ylabel("held-out loss (nats a predicted token)")
@@ -436,9 +458,9 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
         if name not in shared
     }
     left_out = [f"{name} ({', '.join(runs)})" for name, runs in runs_without.items()]
-    return figure, summary + (
-        f"; left out, as some runs lack it: {', '.join(left_out)}" if left_out else ""
-    )
+    if left_out:
+        summary += f"; left out, as some runs lack it: {', '.join(left_out)}"
+    return figure, summary
 
 
 def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]:
@@ -511,7 +533,10 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
         {name: held_out_curves(rows, against) for name, rows in held_out.items()}, against
     )
     if not _have_same_text(held_out.values()):
-        flags_of_text = "data, --valid-data-path, --split, --seq-length, --eval-iters, --global-batch-size or phases"
+        flags_of_text = (
+            "data, --valid-data-path, --split, --seq-length, --eval-iters, --global-batch-size or "
+            "phases"
+        )
         summary += f"; NOT on the same held-out text: {flags_of_text} differ"
     return figure, summary
 

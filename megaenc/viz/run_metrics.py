@@ -157,7 +157,8 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
         raise InputError(
-            f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)"
+            f"{run}: contains no validation, expected a run with held-out text (--eval-interval, "
+            "--split)"
         )
     return validations
 
@@ -208,9 +209,9 @@ def read_start_progress(run: str | Path) -> Row:
 
 def _require_fields(place: str | Path, values: Row, *names: str) -> None:
     """Raise InputError unless `values` has the fields `names`."""
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise InputError(f"{place}: no field `{missing[0]}`; {_ADVICE}")
+    for name in names:
+        if name not in values:
+            raise InputError(f"{place}: no field `{name}`; {_ADVICE}")
 
 
 HeldOutCurves = dict[str, tuple[list[float], list[float]]]

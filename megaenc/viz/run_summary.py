@@ -93,13 +93,16 @@ def summarise(run: str | Path) -> RunSummary:
     gains = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
-        if before is not None and None not in (
-            *before.values(),
-            *after.values(),
-        ):  # else the held-out packs have no target
-            pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
+        # None: the held-out packs have no target
+        if before is not None and None not in (*before.values(), *after.values()):
             gains.append(
-                HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after))
+                HeldOutGain(
+                    objective,
+                    (before["loss"], after["loss"]),
+                    (before["accuracy"], after["accuracy"]),
+                    after["most_frequent"],
+                    _pair_corpora(before, after),
+                )
             )
     return RunSummary(
         step=newest["step"],
@@ -161,12 +164,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_tables([build_table(summary)], 120)
     if not summary.is_same_text:
         print_rank_0(
-            "the two validations read different packs (text or length of their phases), which is a part of the change"
+            "the two validations read different packs (text or length of their phases), which is a "
+            "part of the change"
         )
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     planned = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     print_rank_0(
         f"{format_number(summary.parameters)} parameters, {summary.step:,}{planned} steps, "
-        f"{format_number(summary.tokens)} tokens{timed} in {format_duration(summary.seconds)} ({speed:,.0f} tokens/s)"
+        f"{format_number(summary.tokens)} tokens{timed} in {format_duration(summary.seconds)} "
+        f"({speed:,.0f} tokens/s)"
     )

@@ -20,24 +20,15 @@ HELD_OUT = {"markerfacecolor": "white", "clip_on": False}
 LEGEND = {"fontsize": 9, "edgecolor": "none", "framealpha": 0.8}
 
 # Okabe-Ito palette, which is safe for colour-blind readers
-BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY_BLUE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+YELLOW = "#E69F00"
+SKY_BLUE = "#56B4E9"
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY_BLUE)
-_MARKERS = (
-    "o",
-    "s",
-    "^",
-    "D",
-    "v",
-    "P",
-    "X",
-)  # one more than colours, so that pairs repeat only after 42 names
+# one more than colours, so that pairs repeat only after 42 names
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = [(_COLOURS[number % 6], _MARKERS[number % 7]) for number in range(42)]
 """All pairs of a colour and a marker, in the order in which lines get them."""
 

@@ -110,13 +110,17 @@ def format_p_value(p: float) -> str:
 
     The text is `< 0.0001` for any smaller p, and `1` from 0.995.
     """
-    return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
+    if p < 0.0001:
+        return "< 0.0001"
+    return f"{p:.2g}" if p < 0.995 else "1"
 
 
 def format_p(p: float) -> str:
     """Format p as `p = 0.023`, `p < 0.0001`, or `no p` for NaN."""
+    if math.isnan(p):
+        return "no p"
     text = format_p_value(p)
-    return "no p" if math.isnan(p) else f"p {text}" if text.startswith("<") else f"p = {text}"
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 def direction_outcome(overall: Comparison) -> Outcome:
@@ -164,16 +168,14 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
 
 def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
     """Return `one` with the larger p of both, and a verdict only if both have it."""
-    is_same = one.verdict == other.verdict
-    is_contradiction = not is_same and "not resolved" not in (one.verdict, other.verdict)
-    return replace(
-        one,
-        p=inference.largest_p(one.p, other.p),
-        p_adjusted=1.0
-        if is_contradiction
-        else inference.largest_p(one.p_adjusted, other.p_adjusted),
-        verdict=one.verdict if is_same else "not resolved",
-    )
+    p_adjusted = inference.largest_p(one.p_adjusted, other.p_adjusted)
+    verdict = one.verdict
+    if one.verdict != other.verdict:
+        verdict = "not resolved"
+        if "not resolved" not in (one.verdict, other.verdict):
+            p_adjusted = 1.0
+    p = inference.largest_p(one.p, other.p)
+    return replace(one, p=p, p_adjusted=p_adjusted, verdict=verdict)
 
 
 def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
@@ -267,7 +269,8 @@ def judge_equality(
     else:
         outcome = "holds"
         p = inference.largest_p(*(one.p for one in families))
-        meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
+        relation = "not lower by" if at_least else "equal within"
+        meaning = f"{relation} {margins}, and p is that of a larger difference"
     draft = PendingVerdict(
         comparisons, p=p, outcome=outcome, note=note, contrasts=contrasts
     ).with_note(meaning)
@@ -284,13 +287,18 @@ def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Com
 
     `p_adjusted` is that of a difference beyond the margin if it is significant.
     """
-    within, beyond = [], []
+    within = []
+    beyond = []
     for one in comparisons:
         margin = EQUALITY_MARGINS[one.family]
-        not_lower, not_higher = one.test.p_above(-margin), one.test.p_below(margin)
-        lower, higher = one.test.p_below(-margin), one.test.p_above(margin)
-        within.append(not_lower if at_least else max(not_lower, not_higher))
-        beyond.append(lower if at_least else min(lower, higher))
+        not_lower = one.test.p_above(-margin)
+        lower = one.test.p_below(-margin)
+        if at_least:
+            within.append(not_lower)
+            beyond.append(lower)
+        else:
+            within.append(max(not_lower, one.test.p_below(margin)))
+            beyond.append(min(lower, one.test.p_above(margin)))
     tested = []
     adjusted = zip(
         comparisons,
@@ -301,14 +309,10 @@ def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Com
     )
     for one, p, p_within, p_beyond in adjusted:
         if p_beyond < LEVEL:
-            tested.append(replace(one, p=p, p_adjusted=p_beyond, verdict="reversed"))
+            p_adjusted = p_beyond
+            verdict = "reversed"
         else:
-            tested.append(
-                replace(
-                    one,
-                    p=p,
-                    p_adjusted=p_within,
-                    verdict="holds" if p_within < LEVEL else "not resolved",
-                )
-            )
+            p_adjusted = p_within
+            verdict = "holds" if p_within < LEVEL else "not resolved"
+        tested.append(replace(one, p=p, p_adjusted=p_adjusted, verdict=verdict))
     return tested

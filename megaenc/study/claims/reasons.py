@@ -31,10 +31,11 @@ def format_reason(
         claims: Number of claims.
         noise: Noise between pretraining runs.
     """
-    families = [
-        f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
-        for one in draft.families
-    ]
+    families = []
+    for one in draft.families:
+        difference = format_difference(one.difference, one.unit)
+        p_family = format_p(one.p_adjusted)
+        families.append(f"{one.family} {difference} ({p_family}, {one.verdict})")
     sentences = (
         _format_decision(draft, p, claims, verdict),
         f"By family: {'; '.join(families)}." if families else "",
@@ -57,11 +58,9 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
     elif math.isnan(overall.difference):
         parts = ["no fine-tuning seed that all of these models have"]
     else:
-        interval = (
-            ""
-            if math.isnan(overall.low)
-            else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
-        )
+        interval = ""
+        if not math.isnan(overall.low):
+            interval = f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
         counts = Counter(one.verdict for one in draft.comparisons)
         words = {
             "holds": "holds" if counts["holds"] == 1 else "hold",
@@ -78,8 +77,10 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
         ]
     if verdict == "mixed":
         parts.append("some of them are significant in opposite directions")
-    sentence = "; ".join([*parts, draft.note] if draft.note else parts)
-    return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
+    if draft.note:
+        parts.append(draft.note)
+    sentence = "; ".join(parts) + "."
+    return sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]
 
 
 def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise: RunNoise) -> str:
@@ -94,15 +95,14 @@ def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise
     if math.isnan(p):
         also = "" if is_spread or noise.given else ", or state --run-noise"
         return (
-            "This is about these trained models; by how much another pretraining run differs is unknown here: pretrain with "
-            f"several seeds{also}."
+            "This is about these trained models; by how much another pretraining run differs is "
+            f"unknown here: pretrain with several seeds{also}."
         )
-    used = list(dict.fromkeys(one.family for one in draft.contrasts))
-    how = (
-        "by the differences between sizes"
-        if is_spread
-        else f"noise between runs: {noise.describe(used)}"
-    )
+    if is_spread:
+        how = "by the differences between sizes"
+    else:
+        used = list(dict.fromkeys(one.family for one in draft.contrasts))
+        how = f"noise between runs: {noise.describe(used)}"
     return f"Another pretraining run: {verdict} ({format_p(p)}; {how})."
 
 
@@ -114,12 +114,10 @@ def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
     locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
     if not locations:
         return ""
-    more = (
-        f" and {len(locations) - _MAX_LISTED_PLACES} more"
-        if len(locations) > _MAX_LISTED_PLACES
-        else ""
-    )
-    return f"A side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}{more}."
+    sentence = f"A side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}"
+    if len(locations) > _MAX_LISTED_PLACES:
+        sentence += f" and {len(locations) - _MAX_LISTED_PLACES} more"
+    return f"{sentence}."
 
 
 def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
@@ -135,12 +133,10 @@ def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]
     }
     recipes = {replace(key, seed=0) for key in used}
     count = sum(key not in used and replace(key, seed=0) in recipes for key in models.model_keys)
+    if not count:
+        return ""
     models_are = "1 model is" if count == 1 else f"{count} models are"
-    return (
-        f"{models_are} left out because the other side lacks the same pretraining seed."
-        if count
-        else ""
-    )
+    return f"{models_are} left out because the other side lacks the same pretraining seed."
 
 
 def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
@@ -165,7 +161,8 @@ def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
     if fewer:
         shared, planned = min(fewer, key=lambda place: place[0] / place[1])
         parts.append(
-            f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds ({shared} of {planned})"
+            f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds "
+            f"({shared} of {planned})"
         )
     if rates:
         parts.append(

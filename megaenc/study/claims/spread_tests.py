@@ -30,26 +30,28 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     There is a contrast for each size and data set. The difference of both variances between rates
     is divided by their sum, so every data set counts with at most 1.
     """
-    models, evidence = scope.models, scope.models.evidence
+    models = scope.models
+    evidence = models.evidence
     names = (models.mlm, models.clm)
     contrasts: list[Contrast] = []
-    spreads, dropped_rates, dropped_seeds = [], 0, 0
+    spreads = []
+    dropped_rates = 0
+    dropped_seeds = 0
     places = [
         (family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)
     ]
     for (size, by_seed), (family, dataset) in itertools.product(
         models.final_pairs().items(), places
     ):
-        sides, grids = {}, {}
+        sides = {}
+        grids = {}
         for seed, pair in by_seed.items():
             scores = [evidence.find(key, dataset, family) for key in pair]
             if None not in scores and (grid_pair := _common_rate_grids(scores)) is not None:
                 sides[seed] = list(zip((1.0, -1.0), scores, strict=True))
                 grids[seed], without_rates, without_seeds = grid_pair
-                dropped_rates, dropped_seeds = (
-                    dropped_rates + without_rates,
-                    dropped_seeds + without_seeds,
-                )
+                dropped_rates += without_rates
+                dropped_seeds += without_seeds
         if grids:
             contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
             each = [
@@ -63,7 +65,8 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
             100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*spreads, strict=True)
         ]
         notes = [
-            f"standard deviation over the rates, without the seeds' part: {points[0]:.2f} and {points[1]:.2f} points"
+            "standard deviation over the rates, without the seeds' part: "
+            f"{points[0]:.2f} and {points[1]:.2f} points"
         ]
     compared = [
         [score for _, score in pair] for contrast in contrasts for pair in contrast.source.values()
@@ -79,16 +82,16 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
         unknown = any(
             score.failed_seeds and score.baseline is None for pair in compared for score in pair
         )
-        notes.append(
-            f"failed runs count as {'the worst run of that data set' if unknown else 'the trivial baseline'}: {counts}"
-        )
+        score_of_failed = "the worst run of that data set" if unknown else "the trivial baseline"
+        notes.append(f"failed runs count as {score_of_failed}: {counts}")
     if dropped_seeds:
         notes.append(
             f"fine-tuning seeds left out because a side lacks one of their rates: {dropped_seeds}"
         )
     if dropped_rates:
         notes.append(
-            f"rates left out because the sides share fewer than {MIN_SEEDS} seeds there: {dropped_rates}"
+            f"rates left out because the sides share fewer than {MIN_SEEDS} seeds there: "
+            f"{dropped_rates}"
         )
     return _judge_spreads(scope, contrasts, "; ".join(notes))
 
@@ -197,7 +200,8 @@ def _ratio_grids(
         if family_terms(evidence, family, keys) is not None
     }
     every = [key for seed in pairs for key in by_seed[seed]]
-    if (common := family_terms(evidence, family, every)) is None:
+    common = family_terms(evidence, family, every)
+    if common is None:
         return None
     label, parts = common
     grids: dict[int, list[np.ndarray]] = {}
@@ -245,15 +249,8 @@ def _spread_contrast(
         grids: Scores float[R, S] of both sides by pretraining seed.
         sides: Terms of those scores by pretraining seed.
     """
-    total = (
-        2
-        * float(
-            np.mean(
-                [np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]
-            )
-        )
-        or 1.0
-    )
+    variances = [np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]
+    total = 2 * float(np.mean(variances)) or 1.0
     terms = {}
     for seed, pair in grids.items():
         values = [
@@ -262,9 +259,8 @@ def _spread_contrast(
         scores = [
             next(score for weight, score in sides[seed] if weight * sign > 0) for sign in (1, -1)
         ]
-        derived = {"load_examples": dict, "members": ()}
         valued = [
-            replace(score, seed_scores=by_seed, **derived)
+            replace(score, seed_scores=by_seed, load_examples=dict, members=())
             for score, by_seed in zip(scores, values, strict=True)
         ]
         terms[seed] = [(1.0, valued[0]), (-1.0, valued[1])]
@@ -297,9 +293,7 @@ def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> Pe
         scope.compare(some, {}, family_weights(some), "share").difference
         for some in by_size.values()
     ]
-    over_sizes = (
-        float(stats.ttest_1samp(means, 0.0).pvalue)
-        if len(means) > 1 and np.ptp(means) > 0
-        else math.nan
-    )
+    over_sizes = math.nan
+    if len(means) > 1 and np.ptp(means) > 0:
+        over_sizes = float(stats.ttest_1samp(means, 0.0).pvalue)
     return replace(draft, p=inference.largest_p(draft.p, over_sizes), families=[], decisive=[])

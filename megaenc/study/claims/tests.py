@@ -78,11 +78,13 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         widens: Whether the claim is that the gap widens; else it narrows.
     """
     models = scope.models
-    if len(contrasts := _mlm_minus_clm(models, family)) < 2:
+    contrasts = _mlm_minus_clm(models, family)
+    if len(contrasts) < 2:
         return PendingVerdict()
     if not is_size_order_known(models.model_keys, models.evidence.scope.sizes):
         return PendingVerdict(
-            requirement="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes"
+            requirement="sizes in a known order: names such as 210M and 1B, or the manifest that "
+            "has their shapes"
         )
     if len({contrast.dataset for contrast in contrasts}) > 1:
         return PendingVerdict(
@@ -93,9 +95,8 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         [scope.compare([contrast], borrowed) for contrast in contrasts]
     )
     gap = scope.compare(contrasts, borrowed)
-    sign = (
-        1 if (gap.difference > 0) == widens else -1
-    )  # makes a trend in the claimed direction positive
+    # makes a trend in the claimed direction positive
+    sign = 1 if (gap.difference > 0) == widens else -1
     weights = [sign * weight for weight in _trend_weights(range(len(contrasts)))]
     trend = scope.compare(contrasts, borrowed, weights)
     overall = replace(
@@ -130,9 +131,8 @@ def judge_early_steps(scope: TestScope) -> PendingVerdict:
         lambda one: not one.decayed and is_clm_only(one),
         lambda one: not one.decayed and models.is_mlm_only(one),
     )
-    ends: dict[str, int] = defaultdict(
-        int
-    )  # of the longest run from scratch, also if only checkpoints of it exist
+    # of the longest run from scratch, also if only checkpoints of it exist
+    ends: dict[str, int] = defaultdict(int)
     for one in models.planned_model_keys:
         if not one.cpt_mlm_steps:
             ends[one.size] = max(ends[one.size], one.steps, 0 if one.decayed else one.budget)
@@ -143,10 +143,9 @@ def judge_early_steps(scope: TestScope) -> PendingVerdict:
     }
     places = [(f"{size} at {steps:,} steps", pair) for (size, steps), pair in early_pairs.items()]
     contrasts = build_contrasts(models.evidence, (models.clm, models.mlm), places)
-    first = f"early is step {', '.join(f'{steps:,}' for steps in sorted({steps for _, steps in early_pairs}))}"
-    return judge_direction(
-        scope, contrasts, "; ".join([first, *_describe_crossovers(models, pairs)])
-    )
+    early_steps = ", ".join(f"{steps:,}" for steps in sorted({steps for _, steps in early_pairs}))
+    notes = [f"early is step {early_steps}", *_describe_crossovers(models, pairs)]
+    return judge_direction(scope, contrasts, "; ".join(notes))
 
 
 def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) -> list[str]:
@@ -158,27 +157,23 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
         ahead: dict[int, bool] = {}
         for (of, steps), by_seed in sorted(pairs.items()):
-            if (
-                of == size
-                and (common := family_terms(models.evidence, family, next(iter(by_seed.values()))))
-                is not None
-            ):
-                clm, mlm = (
+            if of != size:
+                continue
+            common = family_terms(models.evidence, family, next(iter(by_seed.values())))
+            if common is not None:
+                means = [
                     math.fsum(weight * score.mean for weight, score in side) for side in common[1]
-                )
-                ahead[steps] = mlm >= clm
+                ]
+                ahead[steps] = means[1] >= means[0]  # CLM is the left side
         since = [
             step
             for step in ahead
             if all(is_ahead for later, is_ahead in ahead.items() if later >= step)
         ]
-        if ahead:
-            when = (
-                f"MLM is ahead from step {since[0]:,} on"
-                if since
-                else f"CLM is still ahead at step {max(ahead):,}"
-            )
-            sentences.append(f"{size} on {family}: {when}")
+        if since:
+            sentences.append(f"{size} on {family}: MLM is ahead from step {since[0]:,} on")
+        elif ahead:
+            sentences.append(f"{size} on {family}: CLM is still ahead at step {max(ahead):,}")
     return sentences
 
 
@@ -238,12 +233,11 @@ def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
 
 def _continued_contrasts(
     models: ModelSelector, families: Sequence[str] = tuple(STUDY_DATASETS)
-) -> dict[tuple, tuple[int, list[Contrast]]]:
+) -> dict[tuple, list[Contrast]]:
     """Build the contrasts of MLM continued from a CLM model, less from an MLM model.
 
     Returns:
-        The number of added steps and the contrasts by place, in order. A place is (size, steps
-        before, mask ratio, added steps).
+        The contrasts by place, in order. A place is (size, steps before, mask ratio, added steps).
     """
     pairs = models.match_pairs(
         lambda one: one.clm_steps > 0 and not one.mlm_steps,
@@ -257,19 +251,12 @@ def _continued_contrasts(
         [one for one in models.model_keys if one.decayed and one.cpt_mlm_steps > 0],
     )
     names = ("MLM on CLM", "more MLM on MLM")
-    return {
-        place: (
-            more,
-            build_contrasts(
-                models.evidence,
-                names,
-                [(f"{size}, {more:,} after {before:,} steps", pair)],
-                families,
-            ),
-        )
-        for place, pair in sorted(pairs.items())
-        for size, before, _, more in [place]
-    }
+    by_place = {}
+    for place, pair in sorted(pairs.items()):
+        size, before, _, more = place
+        where = f"{size}, {more:,} after {before:,} steps"
+        by_place[place] = build_contrasts(models.evidence, names, [(where, pair)], families)
+    return by_place
 
 
 def judge_continued_pretraining(
@@ -281,15 +268,15 @@ def judge_continued_pretraining(
     decides.
     """
     by_place = _continued_contrasts(scope.models, families)
-    longest: dict[tuple, int] = defaultdict(int)
-    for place, (more, _) in by_place.items():
-        longest[place[:3]] = max(more, longest[place[:3]])
-    last, by_length = [], defaultdict(list)
-    for place, (more, some) in by_place.items():
-        if more == longest[place[:3]]:
+    # places are sorted, so that the last of each start is the longest
+    longest = {place[:3]: place[3] for place in by_place}
+    last = []
+    by_length = defaultdict(list)
+    for place, some in by_place.items():
+        if place[3] == longest[place[:3]]:
             last += some
         else:
-            by_length[more] += some
+            by_length[place[3]] += some
     if not last:
         return PendingVerdict()
     shorter = []
@@ -300,7 +287,7 @@ def judge_continued_pretraining(
             shorter.append(f"{family} {format_difference(one.difference)} after {length:,} steps")
     return judge_direction(
         scope,
-        [contrast for _, some in by_place.values() for contrast in some],
+        [contrast for some in by_place.values() for contrast in some],
         "; ".join(shorter),
         last,
     )
@@ -314,8 +301,8 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)
-    for place, (more, _) in by_place.items():
-        lengths[place[:3]].append(more)
+    for place in by_place:
+        lengths[place[:3]].append(place[3])
     nearest = {
         start: min(each, key=lambda more: abs(more - max(each) / 2))
         for start, each in lengths.items()
@@ -324,12 +311,10 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     halves = {
         start: more for start, more in nearest.items() if low <= more / max(lengths[start]) <= high
     }
-    contrasts = [
-        one
-        for place, (more, some) in by_place.items()
-        if halves.get(place[:3]) == more
-        for one in some
-    ]
+    contrasts = []
+    for place, some in by_place.items():
+        if halves.get(place[:3]) == place[3]:
+            contrasts += some
     steps = ", ".join(
         f"{more:,} of {max(lengths[start]):,}" for start, more in sorted(halves.items())
     )
@@ -421,7 +406,8 @@ def _describe_defeat(worst: Comparison | None) -> str:
     if worst is None or worst.p_adjusted >= LEVEL:
         return "is not shown to be beaten anywhere"
     better = worst.left if worst.difference > 0 else worst.right
-    return f"is beaten by {better} on {worst.family} at {worst.where} ({format_difference(abs(worst.difference))})"
+    difference = format_difference(abs(worst.difference))
+    return f"is beaten by {better} on {worst.family} at {worst.where} ({difference})"
 
 
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:

@@ -81,12 +81,18 @@ class StudyClaim:
 
 
 _BOTH = "an MLM and a CLM model of one size and as many steps"
-_CONTINUED = "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after"
+_CONTINUED = (
+    "models of continued pretraining from a CLM and from an MLM model, of one size and as many "
+    "steps before and after"
+)
 
 
 def _requires_clm_share(share: float) -> str:
     low, high = CLM_SHARES[share]
-    return f"a decayed model with {low:.0%} to {high:.0%} CLM before MLM, and MLM only of the same size, ratio and steps"
+    return (
+        f"a decayed model with {low:.0%} to {high:.0%} CLM before MLM, and MLM only of the same "
+        "size, ratio and steps"
+    )
 
 
 _CLAIMS = [
@@ -108,7 +114,8 @@ _CLAIMS = [
         name="1c",
         title="MLM and CLM are about equal on TC",
         question=(
-            f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGINS[TaskFamily.TC]:g} points on token classification?"
+            f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGINS[TaskFamily.TC]:g} "
+            "points on token classification?"
         ),
         requirement=f"{_BOTH}, both decayed and evaluated on TC",
         test=claim_tests.judge_mlm_equals_clm,
@@ -123,7 +130,10 @@ _CLAIMS = [
     StudyClaim(
         name="1e",
         title="The gap on SC widens with size",
-        question="Is the difference between {mlm} and CLM on sequence classification larger in larger models?",
+        question=(
+            "Is the difference between {mlm} and CLM on sequence classification larger in larger "
+            "models?"
+        ),
         requirement="MLM and CLM models of at least two sizes, decayed and evaluated on SC",
         test=partial(claim_tests.judge_gap_trend, family=TaskFamily.SC, widens=True),
     ),
@@ -132,14 +142,17 @@ _CLAIMS = [
         title="CLM learns faster early",
         question="Is CLM above {mlm} after as many of the first steps?",
         requirement=(
-            f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY_SHARE:.0%} of them"
+            "intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the "
+            f"first {EARLY_SHARE:.0%} of them"
         ),
         test=claim_tests.judge_early_steps,
     ),
     StudyClaim(
         name="3",
         title="CLM is less sensitive to the fine-tuning rate",
-        question="Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
+        question=(
+            "Are the mean scores of {mlm} further apart over the learning rates than those of CLM?"
+        ),
         requirement=f"results of two or more seeds at two or more learning rates, of {_BOTH}",
         test=spread_tests.judge_rate_sensitivity,
     ),
@@ -153,14 +166,20 @@ _CLAIMS = [
     StudyClaim(
         name="4b",
         title="75 % CLM, then MLM, is comparable with MLM only",
-        question="At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
+        question=(
+            "At equal steps, is MLM after three quarters of CLM at least about as good as MLM from "
+            "the start?"
+        ),
         requirement=_requires_clm_share(0.75),
         test=claim_tests.judge_clm_three_quarters,
     ),
     StudyClaim(
         name="5a",
         title="MLM on a finished CLM model beats more MLM",
-        question="After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
+        question=(
+            "After as many more MLM steps, the most there are, is a model that began as CLM above "
+            "one that began as MLM?"
+        ),
         requirement=_CONTINUED,
         test=claim_tests.judge_continued_pretraining,
     ),
@@ -168,8 +187,8 @@ _CLAIMS = [
         name="5b",
         title="Half of that continuation suffices to match more MLM",
         question=(
-            "After about half as many more MLM steps, is a model that began as CLM at least about as good as one that began "
-            "as MLM?"
+            "After about half as many more MLM steps, is a model that began as CLM at least about "
+            "as good as one that began as MLM?"
         ),
         requirement="models as for 5a, continued for two or more numbers of steps",
         test=claim_tests.judge_shorter_continuation,
@@ -179,7 +198,8 @@ _CLAIMS = [
         title="There is no single best mask ratio",
         question="Is every mask ratio beaten by another one on some task or at some size?",
         requirement=(
-            "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets"
+            "MLM models of two or more mask ratios, of one size and as many steps, decayed and "
+            "evaluated on the same sets"
         ),
         test=claim_tests.judge_mask_ratios,
     ),
@@ -187,16 +207,21 @@ _CLAIMS = [
         name="6b",
         title="Retrieval prefers high mask ratios",
         question="Does the score on retrieval rise with the mask ratio?",
-        requirement="MLM models of three or more mask ratios, of one size and as many steps, decayed and evaluated on IR",
+        requirement=(
+            "MLM models of three or more mask ratios, of one size and as many steps, decayed and "
+            "evaluated on IR"
+        ),
         test=claim_tests.judge_high_ratios,
     ),
     StudyClaim(
         name="6c",
         title="After CLM, the mask ratio matters less",
-        question="Are scores further apart over the mask ratios for MLM only than for MLM after CLM?",
+        question=(
+            "Are scores further apart over the mask ratios for MLM only than for MLM after CLM?"
+        ),
         requirement=(
-            "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM only, of one size and "
-            "budget"
+            "two or more seeds of models of three or more mask ratios with CLM before MLM, and of "
+            "MLM only, of one size and budget"
         ),
         test=spread_tests.judge_ratio_sensitivity,
     ),
@@ -206,7 +231,9 @@ _ZERO_SHOT_CLAIMS = [
     StudyClaim(
         name="1f",
         title=f"MLM is above CLM on {ZERO_SHOT}",
-        question=f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?",
+        question=(
+            f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?"
+        ),
         requirement=f"{_BOTH}, both decayed and evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
     ),
@@ -214,7 +241,8 @@ _ZERO_SHOT_CLAIMS = [
         name="4c",
         title=f"25 % CLM, then MLM, beats MLM only on {ZERO_SHOT}",
         question=(
-            f"At equal steps, is a quarter of CLM and then MLM above MLM from the start in zero-shot retrieval ({ZERO_SHOT})?"
+            "At equal steps, is a quarter of CLM and then MLM above MLM from the start in "
+            f"zero-shot retrieval ({ZERO_SHOT})?"
         ),
         requirement=f"{_requires_clm_share(0.25)}, evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
@@ -223,7 +251,8 @@ _ZERO_SHOT_CLAIMS = [
         name="5c",
         title=f"MLM on a finished CLM model beats more MLM on {ZERO_SHOT}",
         question=(
-            f"After the most MLM steps, is a model that began as CLM above one begun as MLM in zero-shot retrieval ({ZERO_SHOT})?"
+            "After the most MLM steps, is a model that began as CLM above one begun as MLM in "
+            f"zero-shot retrieval ({ZERO_SHOT})?"
         ),
         requirement=f"{_CONTINUED}, evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_continued_pretraining, families=[ZERO_SHOT]),
@@ -231,6 +260,17 @@ _ZERO_SHOT_CLAIMS = [
 ]
 """Claims on zero-shot retrieval, apart from the study's: pooled with other families, their seeds
 and weights would change those verdicts."""
+
+
+@dataclass(frozen=True)
+class _TestedClaim:
+    """Claim with its test for these trained models and for another pretraining run."""
+
+    claim: StudyClaim
+    models: ModelSelector
+    noise: RunNoise
+    these: PendingVerdict
+    another: PendingVerdict
 
 
 def judge(
@@ -261,49 +301,42 @@ def judge(
         [inference.largest_p(one.these.p, one.another.p) for one in drafts]
     )
     claim_count = sum(not math.isnan(p) for p in adjusted)
-    return [
-        _build_verdict(one, p, p_another, claim_count)
-        for one, p, p_another in zip(drafts, adjusted, adjusted_another, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class _TestedClaim:
-    """Claim with its test for these trained models and for another pretraining run."""
-
-    claim: StudyClaim
-    models: ModelSelector
-    noise: RunNoise
-    these: PendingVerdict
-    another: PendingVerdict
-
-
-def _build_verdict(tested: _TestedClaim, p: float, p_another: float, claim_count: int) -> Verdict:
-    claim = tested.claim
-    draft = tested.these
-    verdict = Verdict(
-        claim=int(claim.name[0]),
-        title=claim.title,
-        question=claim.question.format(mlm=tested.models.mlm),
-        comparisons=draft.comparisons,
-        verdict="no data",
-        reason=f"Needs {draft.requirement or claim.requirement}.",
-        part=claim.name[1:],
-    )
-    if not draft.comparisons:
-        return verdict
-    outcome = draft.decide(p)
-    another_run = tested.another.decide(p_another, claim_count)
-    if another_run != outcome:  # another run is never surer than these
-        another_run = "not resolved"
-    return replace(
-        verdict,
-        verdict=outcome,
-        reason=format_reason(
-            tested.models, draft, p, claim_count, outcome, another_run, p_another, tested.noise
-        ),
-        overall=replace(draft.overall, p_adjusted=p, verdict=outcome) if draft.overall else None,
-        families=draft.families,
-        another_run=another_run,
-        p_another_run=p_another,
-    )
+    verdicts = []
+    for tested, p, p_another in zip(drafts, adjusted, adjusted_another, strict=True):
+        claim = tested.claim
+        draft = tested.these
+        verdict = Verdict(
+            claim=int(claim.name[0]),
+            title=claim.title,
+            question=claim.question.format(mlm=tested.models.mlm),
+            comparisons=draft.comparisons,
+            verdict="no data",
+            reason=f"Needs {draft.requirement or claim.requirement}.",
+            part=claim.name[1:],
+        )
+        if draft.comparisons:
+            outcome = draft.decide(p)
+            another_run = tested.another.decide(p_another, claim_count)
+            if another_run != outcome:  # another run is never surer than these
+                another_run = "not resolved"
+            overall = draft.overall and replace(draft.overall, p_adjusted=p, verdict=outcome)
+            verdict = replace(
+                verdict,
+                verdict=outcome,
+                reason=format_reason(
+                    tested.models,
+                    draft,
+                    p,
+                    claim_count,
+                    outcome,
+                    another_run,
+                    p_another,
+                    tested.noise,
+                ),
+                overall=overall,
+                families=draft.families,
+                another_run=another_run,
+                p_another_run=p_another,
+            )
+        verdicts.append(verdict)
+    return verdicts

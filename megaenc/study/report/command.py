@@ -96,10 +96,13 @@ class ReportConfig:
     study.json next to the results are added too"""
 
 
-_PUBLISHED = "Results from the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
+_PUBLISHED = (
+    "Results from the appendix of “Should We Still Pretrain Encoders with Masked Language "
+    "Modeling?” (arXiv 2507.00994)."
+)
 _OURS = (
-    "Results of this study, in the tables and figures of “Should We Still Pretrain Encoders with Masked Language Modeling?” "
-    "(arXiv 2507.00994), and tests of its claims."
+    "Results of this study, in the tables and figures of “Should We Still Pretrain Encoders with "
+    "Masked Language Modeling?” (arXiv 2507.00994), and tests of its claims."
 )
 
 
@@ -174,7 +177,8 @@ def read_published_inputs(config: ReportConfig) -> ReportInputs:
     conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
     if conflicting:
         raise InputError(
-            f"--published: found together with {conflicting[0]}; it reports the published tables only: leave one out"
+            f"--published: found together with {conflicting[0]}; it reports the published tables "
+            "only: leave one out"
         )
     evidence = published()
     return ReportInputs(
@@ -194,9 +198,17 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     """
     if not config.results:
         raise InputError(
-            "--results: missing, expected a results directory (or --published for the study's published tables)"
+            "--results: missing, expected a results directory (or --published for the study's "
+            "published tables)"
         )
-    scope, title = _read_scope(config.manifest)
+    scope = StudyScope()
+    title = "Results of a study"
+    if config.manifest:
+        from megaenc.study.manifest.schema import read_manifest
+
+        manifest = read_manifest(config.manifest)
+        scope = build_scope(manifest)
+        title = manifest.title or title
     zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
     is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
     existing = [] if is_zero_shot_only else read_result_tree(config.results)
@@ -231,12 +243,11 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
             "Intervals",
             f"of tables and figures: {methods.describe_intervals(evidence, published())}",
         ),
-        *(
-            [("Left out", f"{dropped:,} results on data sets that the study's tables do not have")]
-            if dropped
-            else []
-        ),
     ]
+    if dropped:
+        facts.append(
+            ("Left out", f"{dropped:,} results on data sets that the study's tables do not have")
+        )
     checks: list[Table] = []
     notices: list[str] = []
     if not config.manifest:
@@ -259,19 +270,6 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     )
 
 
-def _read_scope(path: str) -> tuple[StudyScope, str]:
-    """Read the scope and the title of the manifest at `path`; empty without a path.
-
-    The scope has the planned models, data sets and grid.
-    """
-    if not path:
-        return StudyScope(), "Results of a study"
-    from megaenc.study.manifest.schema import read_manifest
-
-    manifest = read_manifest(path)
-    return build_scope(manifest), manifest.title or "Results of a study"
-
-
 def _check_results(
     evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig
 ) -> None:
@@ -280,13 +278,12 @@ def _check_results(
     Raises:
         InputError: One of these does not hold.
     """
-    place, names, grid = (
-        f"--results {config.results}",
-        list(evidence.scope.model_keys),
-        evidence.scope.grid,
-    )
+    place = f"--results {config.results}"
+    names = list(evidence.scope.model_keys)
+    grid = evidence.scope.grid
     if names and not any(model in names for model in models):
-        actual, expected = ", ".join(models[:3]), ", ".join(names[:3])
+        actual = ", ".join(models[:3])
+        expected = ", ".join(names[:3])
         raise InputError(
             f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ..."
         )
@@ -297,12 +294,16 @@ def _check_results(
     if not evidence.scores:
         expected = f"expected at least one: {describe_missing_scores(evidence)}"
         raise InputError(
-            f"{config.results}: no model has a learning rate with every seed finished yet; {expected}"
+            f"{config.results}: no model has a learning rate with every seed finished yet; "
+            f"{expected}"
         )
 
 
 def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
-    return f"rates {', '.join(map(format_learning_rate, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
+    return (
+        f"rates {', '.join(map(format_learning_rate, sorted(rates)))} with seeds "
+        f"{', '.join(map(str, sorted(seeds)))}"
+    )
 
 
 def write_report(report: ReportPage, output: Path) -> None:

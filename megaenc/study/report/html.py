@@ -62,9 +62,8 @@ def render_page(report: ReportPage) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
-        finalize=lambda value: (
-            value.replace(" %", "\u00a0%") if type(value) is str else value
-        ),  # no break before %
+        # no break before %
+        finalize=lambda value: value.replace(" %", "\u00a0%") if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -78,9 +77,7 @@ def render_page(report: ReportPage) -> str:
         "inline_svg": lambda figure, name, alt: Markup(embed_svg(figure.svg, name, alt)),
         "p_value": lambda value: "" if math.isnan(value) else format_p_value(value),
         "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
-        "seeds": lambda needed: (
-            "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}"
-        ),
+        "seeds": _format_needed_seeds,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
@@ -101,6 +98,12 @@ def render_page(report: ReportPage) -> str:
     }
     environment.globals |= names  # macros see globals only
     return environment.get_template("report.html.j2").render(report=report, counts=counts)
+
+
+def _format_needed_seeds(needed: float | None) -> str:
+    if needed is None:
+        return ""
+    return "never" if math.isinf(needed) else f"{needed:,}"
 
 
 def _class_attribute(**on: bool) -> Markup:

@@ -28,7 +28,10 @@ def published_facts() -> list[Fact]:
 
     They are the source of the numbers, intervals, cost and tests.
     """
-    tests = "of published means and intervals only, with less power than tests over single seeds and examples"
+    tests = (
+        "of published means and intervals only, with less power than tests over single seeds and "
+        "examples"
+    )
     return [
         ("Numbers", f"{SOURCE}: means and intervals of five fine-tuning seeds, as published"),
         ("Intervals", f"of tables and figures: {describe_intervals(published())}"),
@@ -49,9 +52,8 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     if outside:
         counts += f"; {outside:,} with rates or seeds that the manifest does not plan are left out"
     planned = f" of {len(scope.model_keys)} planned" if scope.model_keys else ""
-    rates, seeds = (
-        {run[at] for grid in evidence.grids for run in grid.collapsed_by_run} for at in (0, 1)
-    )
+    rates = {rate for grid in evidence.grids for rate, _ in grid.collapsed_by_run}
+    seeds = {seed for grid in evidence.grids for _, seed in grid.collapsed_by_run}
     seconds = _total_seconds(results)
     facts = [
         ("Models", f"{len({one.model for one in finished})} evaluated{planned}"),
@@ -98,45 +100,25 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     if not runs:
         return []
     every = list(runs.values())
-    steps, tokens = (
-        sum(run.steps[-1][name] - run.start_progress[name] for run in every)
-        for name in ("step", "tokens")
-    )
+    steps = sum(run.steps[-1]["step"] - run.start_progress["step"] for run in every)
+    tokens = sum(run.steps[-1]["tokens"] - run.start_progress["tokens"] for run in every)
     seconds = sum(training_seconds(run.steps, run.start_progress["step"]) for run in every)
     facts = [
         ("Pretraining", f"{len(every)} runs, {steps:,} steps, {format_number(tokens)} tokens"),
         ("Time in pretraining", f"{seconds / 3600:,.2f} hours in training steps"),
-        (
-            "Parameters",
-            _format_unique(
-                format_number(run.facts["parameters"])
-                for run in every
-                if is_number(run.facts.get("parameters"))
-            ),
-        ),
     ]
+    sizes = [run.facts.get("parameters") for run in every]
+    facts.append(("Parameters", _format_unique(map(format_number, filter(is_number, sizes)))))
     flags = {
         "Tokens a sequence": "seq_length",
         "Sequences a step": "global_batch_size",
         "Peak learning rate": "lr",
     }
     for label, name in flags.items():
-        facts.append(
-            (
-                label,
-                _format_unique(
-                    f"{run.identity[name]:g}" for run in every if is_number(run.identity.get(name))
-                ),
-            )
-        )
-    facts.append(
-        (
-            "Software",
-            _format_unique(
-                f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts
-            ),
-        )
-    )
+        values = filter(is_number, [run.identity.get(name) for run in every])
+        facts.append((label, _format_unique(f"{value:g}" for value in values)))
+    versions = [f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts]
+    facts.append(("Software", _format_unique(versions)))
     return [(name, text) for name, text in facts if text]
 
 
@@ -180,7 +162,10 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:
         """Describe intervals of this kind over these numbers of seeds."""
-        over = f"over {' or '.join(map(str, counts)) if len(counts) < 3 else f'{counts[0]} to {counts[-1]}'} fine-tuning seeds"
+        numbers = f"{counts[0]} to {counts[-1]}"
+        if len(counts) < 3:
+            numbers = " or ".join(map(str, counts))
+        over = f"over {numbers} fine-tuning seeds"
         if kind == "t":
             return f"95 % by Student's t {over}"
         often = " to ".join(
@@ -197,12 +182,9 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
             if one.half_width is not None
         }
     )
-    given = "given the chosen learning rate"
-    ours = (
-        f"{describe(counts, evidence.kind)}, {given}"
-        if counts
-        else "none, as there is one fine-tuning seed"
-    )
+    ours = "none, as there is one fine-tuning seed"
+    if counts:
+        ours = f"{describe(counts, evidence.kind)}, given the chosen learning rate"
     if published is None or (evidence.kind == "normal" and counts == [PUBLISHED_SEEDS]):
         return ours
     return f"{ours}; published ones are {describe([PUBLISHED_SEEDS], 'normal')}"

@@ -22,12 +22,13 @@ def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
     better = sum(
         rate.validation_lead is not None and rate.validation_lead > 0 for _, rate in incomplete
     )
-    effect = (
-        f"; {better:,} of {len(incomplete):,} would validate better than the chosen one"
-        if better
-        else ""
+    effect = ""
+    if better:
+        effect = f"; {better:,} of {len(incomplete):,} would validate better than the chosen one"
+    notice = (
+        f"Missing: {missing:,} of {planned:,} results. Rates that lack a seed cannot be "
+        f"chosen{effect} (table {MISSING})."
     )
-    notice = f"Missing: {missing:,} of {planned:,} results. Rates that lack a seed cannot be chosen{effect} (table {MISSING})."
     return [_build_missing_table(incomplete)], [notice]
 
 
@@ -49,8 +50,9 @@ def _build_missing_table(incomplete: list[tuple[GridStatus, IncompleteRate]]) ->
         Column("Validation"),
     )
     note = (
-        "Runs without results.json and failed.json, of all rates and seeds that any model has on the data set. A rate that lacks "
-        "a seed cannot be chosen. Validation: its mean validation score less that of the chosen rate, over the seeds that both "
-        "have, in points; a positive one could have changed the choice."
+        "Runs without results.json and failed.json, of all rates and seeds that any model has on "
+        "the data set. A rate that lacks a seed cannot be chosen. Validation: its mean validation "
+        "score less that of the chosen rate, over the seeds that both have, in points; a positive "
+        "one could have changed the choice."
     )
     return Table(MISSING, "Missing results", note, columns, tuple(rows), folded=True)

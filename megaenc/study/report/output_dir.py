@@ -12,15 +12,16 @@ from megaenc.atomic_io import atomic_write
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular_file
 
-TABLES, FIGURES, PAGE = "tables", "figures", "index.html"
+TABLES = "tables"
+FIGURES = "figures"
+PAGE = "index.html"
 FILES = "files.txt"
 """List of the files that a report wrote to its subdirectories, one a line; no others are ever
 removed."""
 
 _LIST_HEADER = "# written by megaenc study report"
-_WRITTEN = re.compile(
-    rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)"
-)  # other lines are ignored
+# other lines are ignored
+_WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")
 
 
 def check_report_dir(output: Path) -> set[str]:
@@ -59,7 +60,8 @@ def check_report_dir(output: Path) -> set[str]:
         ) from None
     if not lines or lines[0] != _LIST_HEADER:
         raise InputError(
-            f"--output {output}: contains {entries[0]} and no report; expected a new or empty directory, or a report"
+            f"--output {output}: contains {entries[0]} and no report; expected a new or empty "
+            "directory, or a report"
         )
     return {name for name in lines[1:] if _WRITTEN.fullmatch(name)}
 
@@ -77,13 +79,13 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
     for name in names:
         if name not in earlier and (output / name).exists():
             raise InputError(
-                f"--output {output}: contains {name}, which no report wrote; move that file or choose another directory"
+                f"--output {output}: contains {name}, which no report wrote; move that file or "
+                "choose another directory"
             )
     try:
         output.mkdir(parents=True, exist_ok=True)
-        _write_file_list(
-            output, {*earlier, *names}
-        )  # first, so that a killed attempt can be repeated
+        # first, so that a killed attempt can be repeated
+        _write_file_list(output, {*earlier, *names})
         for folder in (output / TABLES, output / FIGURES):
             folder.mkdir(exist_ok=True)
     except OSError as error:

@@ -24,10 +24,11 @@ from megaenc.study.results.groups import (
 )
 
 _NOTE = (
-    "Mean score over the pretraining runs less that of MLM with as many steps, or else with the most steps, in points (half "
-    "of the 95 % interval), and p. Both are Dunnett's: corrected over the rows of a data set, with one standard deviation "
-    "between the pretraining runs of a row, which is estimated from all rows. It contains the noise of fine-tuning; other test "
-    "examples are not considered."
+    "Mean score over the pretraining runs less that of MLM with as many steps, or else with the "
+    "most steps, in points (half of the 95 % interval), and p. Both are Dunnett's: corrected over "
+    "the rows of a data set, with one standard deviation between the pretraining runs of a row, "
+    "which is estimated from all rows. It contains the noise of fine-tuning; other test examples "
+    "are not considered."
 )
 
 
@@ -66,9 +67,8 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
     if not deviation > 0:
         unknown = np.full(len(recipes), math.nan)
         return ControlComparison(differences, unknown, unknown, deviation, df)
-    with (
-        warnings.catch_warnings()
-    ):  # about single or equal runs, and about an error of the interval's level below 0.001
+    with warnings.catch_warnings():
+        # about single or equal runs, and about an error of the interval's level below 0.001
         warnings.simplefilter("ignore")
         result = dunnett(*recipes, control=control, random_state=0)
         interval = result.confidence_interval()
@@ -170,6 +170,6 @@ def _format_cells(difference: float, half_width: float, p: float) -> tuple[CellV
     Half width and p are left out if they are unknown.
     """
     text = f"{100 * difference:+.2f}"
-    return (
-        (text, None) if math.isnan(p) else (f"{text} ({100 * half_width:.2f})", format_p_value(p))
-    )
+    if math.isnan(p):
+        return text, None
+    return f"{text} ({100 * half_width:.2f})", format_p_value(p)

@@ -63,12 +63,12 @@ ScoreColumn = tuple[str, Evidence, str, str]
 """Column of scores: (group heading, evidence, task family, data set)."""
 
 _COLLAPSED_RUNS = (
-    "†k/n: k of the n runs of a cell have collapsed to worthless predictions (the same for every example, never an answer); "
-    "if all have, the cell says nothing about the model."
+    "†k/n: k of the n runs of a cell have collapsed to worthless predictions (the same for every "
+    "example, never an answer); if all have, the cell says nothing about the model."
 )
 _UNFINISHED = (
-    "[k/n]: only k of n fine-tuning runs (rates times seeds) have ended, so the learning rate was chosen from fewer; not "
-    "comparable with complete cells."
+    "[k/n]: only k of n fine-tuning runs (rates times seeds) have ended, so the learning rate was "
+    "chosen from fewer; not comparable with complete cells."
 )
 
 
@@ -118,7 +118,10 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
         if metric in by_metric
         for name in datasets_by_family(by_metric[metric].datasets()).get(family, ())
     ]
-    note = "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's score."
+    note = (
+        "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's "
+        "score."
+    )
     if not places:
         return []
     tables = _build_setup_tables(
@@ -155,7 +158,8 @@ def _build_setup_tables(
         has_published = published is not None and any(
             published.find(one, name, of) for one in model_keys for *_, of, name in places
         )
-        ours, theirs = (["ours"], ["published"]) if has_published else ([], [])
+        ours = ["ours"] * has_published
+        theirs = ["published"] * has_published
         rows: list[TableRow] = []
         shown_scores: list[Score] = []
         previous = None
@@ -190,7 +194,8 @@ def _build_setup_tables(
             Column("Source", number=False)
         ] * has_published
         full_note = _format_note(
-            f"{note} Intervals: {describe_intervals(evidence, published if has_published else None)}.",
+            f"{note} Intervals: "
+            f"{describe_intervals(evidence, published if has_published else None)}.",
             (_COLLAPSED_RUNS, (one.collapsed_at_rate > 0 for one in shown_scores)),
             (_UNFINISHED, (one.ended_runs < one.planned_runs for one in shown_scores)),
         )
@@ -222,11 +227,9 @@ def _format_score_cell(score: Score | None) -> CellValue:
 
 def _format_unfinished_mark(score: Score) -> str:
     """Return the mark [k/n] if only k of n planned runs have ended, else empty text."""
-    return (
-        f" [{score.ended_runs}/{score.planned_runs}]"
-        if score.ended_runs < score.planned_runs
-        else ""
-    )
+    if score.ended_runs < score.planned_runs:
+        return f" [{score.ended_runs}/{score.planned_runs}]"
+    return ""
 
 
 CSV_COLUMNS = (
@@ -327,25 +330,30 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
     def format_cell(score: Score) -> CellValue:
         """Format spread, number of near-best rates, and marks of a score."""
-        if (sensitivity := rate_sensitivity(score)) is None:
+        sensitivity = rate_sensitivity(score)
+        if sensitivity is None:
             return f"({len(score.failed_seeds)} failed)" if score.failed_seeds else None
         rates = sensitivity.means.keys() | score.failed_seeds.keys()
         failed = f", {len(score.failed_seeds)} failed" if score.failed_seeds else ""
         collapsed = f" †{score.collapsed_runs}/{score.ended_runs}" if score.collapsed_runs else ""
         near_best = f"{sensitivity.count_near_best()}/{len(rates)}{failed}"
-        return f"{100 * sensitivity.spread:.2f} ({near_best}){collapsed}{_format_unfinished_mark(score)}"
+        return (
+            f"{100 * sensitivity.spread:.2f} "
+            f"({near_best}){collapsed}{_format_unfinished_mark(score)}"
+        )
 
     failed = (
-        "`failed`: number of rates at which the loss of a run became NaN; such a run counts as the trivial baseline (majority "
-        "class, never an answer) if the results contain it, else its rate is left out."
+        "`failed`: number of rates at which the loss of a run became NaN; such a run counts as "
+        "the trivial baseline (majority class, never an answer) if the results contain it, else "
+        "its rate is left out."
     )
     collapsed = (
-        "†k/n: k of the n runs at all rates collapsed to worthless predictions or failed; if all collapse, the spread is small "
-        "too."
+        "†k/n: k of the n runs at all rates collapsed to worthless predictions or failed; if all "
+        "collapse, the spread is small too."
     )
     note = _format_note(
-        "Best less worst mean score over the learning rates, in points (number of rates within one point of the best). "
-        "An average uses one rate for all its data sets.",
+        "Best less worst mean score over the learning rates, in points (number of rates within "
+        "one point of the best). An average uses one rate for all its data sets.",
         (failed, (bool(one.failed_seeds) for one in evidence.scores)),
         (collapsed, (one.collapsed_runs > 0 for one in evidence.scores)),
         (_UNFINISHED, (one.ended_runs < one.planned_runs for one in evidence.scores)),
@@ -363,12 +371,10 @@ def build_rate_table(evidence: Evidence) -> Table | None:
         for model, cells in cells_by_model.items()
         if any(value is not None for value in cells)
     )
+    if not rows:
+        return None
     columns = (Column("Model", number=False), *_build_columns(places))
-    return (
-        Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows)
-        if rows
-        else None
-    )
+    return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows)
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
@@ -435,9 +441,10 @@ def build_collapse_table(evidence: Evidence) -> Table | None:
         *(Column(name, "All") for name in ("collapsed", "share")),
     )
     note = (
-        "Runs with worthless predictions (the same for every example, never an answer) or a NaN loss, of all ended runs at any "
-        "rate. By learning rate and under All, a run counts once for all data sets that it was evaluated on. The share has "
-        "Wilson's 95 % interval, which assumes independent runs; collapses depend on the rate, so it is narrower than it should "
+        "Runs with worthless predictions (the same for every example, never an answer) or a NaN "
+        "loss, of all ended runs at any rate. By learning rate and under All, a run counts once "
+        "for all data sets that it was evaluated on. The share has Wilson's 95 % interval, which "
+        "assumes independent runs; collapses depend on the rate, so it is narrower than it should "
         "be."
     )
     return Table("collapse", "Collapsed runs", note, columns, tuple(rows))
@@ -501,10 +508,12 @@ def build_variance_table(evidence: Evidence) -> Table | None:
         ),
     )
     note = (
-        "In points; root mean squares over the models. Standard deviations of a run's score over the seeds, and of a mean due to "
-        "the choice of fine-tuning seeds and of test examples. Seeds for a difference: number of seeds with which a true "
-        "difference of so many points between two models that share seeds and examples is found in four of five studies; never: "
-        "the test examples are too few for any number of seeds. Estimates from few seeds are rough."
+        "In points; root mean squares over the models. Standard deviations of a run's score over "
+        "the seeds, and of a mean due to the choice of fine-tuning seeds and of test examples. "
+        "Seeds for a difference: number of seeds with which a true difference of so many points "
+        "between two models that share seeds and examples is found in four of five studies; "
+        "never: the test examples are too few for any number of seeds. Estimates from few seeds "
+        "are rough."
     )
     return (
         Table(
@@ -557,11 +566,10 @@ def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
     if not parts_by_seed_count:
         return [None] * len(TARGET_DIFFERENCES)
     parts = parts_by_seed_count[max(parts_by_seed_count)]
-    seed_variance, example_variance = (
-        _finite_mean([getattr(part, name) for part in parts])
-        for name in ("seed_variance", "example_variance")
+    mean = VarianceComponents(
+        _finite_mean([part.seed_variance for part in parts]),
+        _finite_mean([part.example_variance for part in parts]),
     )
-    mean = VarianceComponents(seed_variance, example_variance)
     needed = [
         required_seeds(difference, mean, max(parts_by_seed_count))
         for difference in TARGET_DIFFERENCES

@@ -88,7 +88,9 @@ def format_score(mean: float | None, half: float | None = None) -> CellValue:
 
 def format_cell(value: CellValue) -> str:
     """Format a cell as text: integers with thousands separators, None as empty text."""
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def table_to_csv(table: Table) -> str:
@@ -167,10 +169,8 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
         """Format cells as a LaTeX row."""
         return " & ".join(cells) + r" \\"
 
-    lines = [
-        f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in numbered_columns)}}}",
-        "\\toprule",
-    ]
+    alignment = "".join("r" if column.number else "l" for _, column in numbered_columns)
+    lines = [f"\\begin{{tabular}}{{{alignment}}}", "\\toprule"]
     if groups:
         heads = sum(not column.group for column in table.columns)
         ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
@@ -192,8 +192,9 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
 
 
 _LATEX = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "<": "$<$",
-    ">": "$>$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$", "→": r"$\to$", "†": r"$\dagger$", "\u202f": r"\,",
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "→": r"$\to$", "†": r"$\dagger$",
+    "<": "$<$", ">": "$>$", "≥": r"$\geq$", "≤": r"$\leq$", "\u202f": r"\,",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }  # fmt: skip
 

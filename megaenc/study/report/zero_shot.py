@@ -27,7 +27,8 @@ from megaenc.study.results.zero_shot import BASELINES, METRIC, RECALL, QueryScor
 from megaenc.viz.style import STYLES
 
 _LABELS = {METRIC: "NDCG@10", RECALL: "recall@100"}
-_BEFORE, _AFTER = "as pretrained", "after contrastive training"
+_BEFORE = "as pretrained"
+_AFTER = "after contrastive training"
 _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 
 
@@ -53,11 +54,9 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     previous = None
     for model in sort_models(results):
         one = results.model_keys.get(model)
-        known = (
-            [None] * 4
-            if one is None
-            else [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
-        )
+        known = [None] * 4
+        if one is not None:
+            known = [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
         head = [model, *known, *[one.seed if one else None] * has_seeds]
         cells: list[CellValue] = []
         for dataset in results.datasets:
@@ -92,13 +91,14 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
         *(Column(state, dataset) for dataset in results.datasets for state in states),
     )
     note = (
-        f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean pooling. In brackets: bootstrap "
-        "95 % intervals over queries."
+        f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean "
+        "pooling. In brackets: bootstrap 95 % intervals over queries."
     )
     if results.is_trained:
         note += (
-            f" After contrastive training: mean over the seeds {', '.join(map(str, results.seeds))} (half the interval over "
-            "seeds); [k/n]: only k of n seeds have ended."
+            " After contrastive training: mean over the seeds "
+            f"{', '.join(map(str, results.seeds))} (half the interval over seeds); [k/n]: only k "
+            "of n seeds have ended."
         )
     title = "Zero-shot retrieval" if metric == METRIC else f"Zero-shot retrieval: {_LABELS[metric]}"
     return Table(key, title, note, columns, tuple(rows), folded=metric != METRIC)
@@ -140,12 +140,11 @@ def _format_query_scores(scores: QueryScores | None) -> CellValue:
     """
     if scores is None:
         return None
-    ends = (
-        ""
-        if scores.interval is None
-        else " [{:.1f}, {:.1f}]".format(*(100 * end for end in scores.interval))
-    )
-    return f"{format_score(scores.mean)}{ends}"
+    text = format_score(scores.mean)
+    if scores.interval is None:
+        return text
+    low, high = scores.interval
+    return f"{text} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def _format_seed_scores(
@@ -158,10 +157,10 @@ def _format_seed_scores(
     if not by_seed:
         return None
     interval = compute_interval([one.mean for one in by_seed.values()], kind)
-    unfinished = (
-        f" [{len(by_seed)}/{len(results.seeds)}]" if len(by_seed) < len(results.seeds) else ""
-    )
-    return f"{format_score(interval.mean, interval.half)}{unfinished}"
+    text = format_score(interval.mean, interval.half)
+    if len(by_seed) < len(results.seeds):
+        return f"{text} [{len(by_seed)}/{len(results.seeds)}]"
+    return text
 
 
 def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> FigureSpec:
@@ -206,11 +205,9 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
         return FigureSpec(
             key, title, "No decayed model has zero-shot scores on every data set yet."
         )
-    over = (
-        results.datasets[0]
-        if len(results.datasets) == 1
-        else f"the mean over {', '.join(results.datasets)}"
-    )
+    over = results.datasets[0]
+    if len(results.datasets) > 1:
+        over = f"the mean over {', '.join(results.datasets)}"
     hidden = f" MLM hides {format_percent(ratio)} of the tokens." if ratio else ""
     after = ", over the seeds after contrastive training" if results.is_trained else ""
     bars = f"Bars: 95 % intervals over queries as pretrained{after}."
@@ -238,13 +235,11 @@ def _build_point(
             for of_set in scores
             if len(of_set.values) > 1
         ]
-        half = (
-            1.96 * math.sqrt(math.fsum(variances)) / len(scores)
-            if len(variances) == len(scores)
-            else None
-        )
+        half = None
+        if len(variances) == len(scores):
+            half = 100 * (1.96 * math.sqrt(math.fsum(variances)) / len(scores))
         mean = math.fsum(of_set.mean for of_set in scores) / len(scores)
-        return FigurePoint(one.steps, 100 * mean, None if half is None else 100 * half)
+        return FigurePoint(one.steps, 100 * mean, half)
     by_set = [results.trained.get(place, {}) for place in places]
     if not results.seeds or any(of_set.keys() < set(results.seeds) for of_set in by_set):
         return None
@@ -313,10 +308,13 @@ def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
         )
         tested = "after contrastive training, paired over its seeds and over queries"
     else:
-        tested = "as pretrained, paired over queries; with one evaluation a model, p needs several pretraining seeds"
+        tested = (
+            "as pretrained, paired over queries; with one evaluation a model, p needs several "
+            "pretraining seeds"
+        )
     others = (
-        "The other claims do not use it: they have margins, learning rates or task families of fine-tuning, and pooled with "
-        "those, a test keeps only the seeds that all have"
+        "The other claims do not use it: they have margins, learning rates or task families of "
+        "fine-tuning, and pooled with those, a test keeps only the seeds that all have"
     )
     return [
         ("Zero-shot retrieval", f"{counts}. Claims 1f, 4c and 5c test NDCG@10 {tested}. {others}.")

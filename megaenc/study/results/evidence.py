@@ -300,17 +300,24 @@ def build_evidence(
     grids: list[GridStatus] = []
     for (family, model), members in by_model.items():
         suffix = " after {}" if has_repeated_datasets(members) else ""
-        model_key, score_by_cell = resolve_model_key(model), {}
+        model_key = resolve_model_key(model)
+        score_by_cell = {}
         for cell in members:
             name = cell.dataset + suffix.format(cell.train_on)
             failed = sum(run.failure is not None for run in cell.runs)
-            counts = (
-                _collapsed_by_run(cell),
-                failed,
-                cell.planned_run_count,
-                cell.find_incomplete_rates(),
+            grids.append(
+                GridStatus(
+                    model,
+                    model_key,
+                    str(family),
+                    name,
+                    cell.train_on,
+                    _collapsed_by_run(cell),
+                    failed,
+                    cell.planned_run_count,
+                    cell.find_incomplete_rates(),
+                )
             )
-            grids.append(GridStatus(model, model_key, str(family), name, cell.train_on, *counts))
             score_by_cell[id(cell)] = _build_score(name, [cell], model_key, metric, kind)
         averages = []
         for over in group_for_averages(family, members):
@@ -355,7 +362,6 @@ def _build_score(
         The score; None if some cell has no complete rate yet, if the family has no such metric, or
         if the seeds of the cells differ.
     """
-
     by_seed = average_by_seed(over, metric)
     if not by_seed:
         return None
@@ -363,8 +369,10 @@ def _build_score(
     chosen = [run for cell in over for run in cell.runs_at_rate(cell.chosen_rate)]
     ended = collapsed_by_training((cell.train_on, _collapsed_by_run(cell)) for cell in over)
     failed: dict[float, set[int]] = defaultdict(set)
-    for run in (run for cell in over for run in cell.runs if run.failure is not None):
-        failed[run.learning_rate].add(run.seed)
+    for cell in over:
+        for run in cell.runs:
+            if run.failure is not None:
+                failed[run.learning_rate].add(run.seed)
     load_examples = dict
     if not members and all(run.has_common_examples for run in chosen):
         paths = {run.seed: run.path for run in chosen}
@@ -456,7 +464,8 @@ def describe_missing_scores(evidence: Evidence) -> str:
     sentences = []
     if incomplete:
         sentences.append(
-            f"No score yet, which needs a learning rate with every seed finished: {', '.join(incomplete)}."
+            "No score yet, which needs a learning rate with every seed finished: "
+            f"{', '.join(incomplete)}."
         )
     if unstarted:
         sentences.append(f"No run yet: {', '.join(unstarted)}.")

@@ -179,12 +179,11 @@ def group_by_setup(
         for setup, (is_member, place) in places.items():
             if is_member:
                 members_by_setup[setup].append(((sizes.index(one.size), *place, one.seed), one))
-    in_order = {
-        setup: sorted(members, key=lambda member: member[0])
+    return {
+        setup: [one for _, one in sorted(members, key=lambda member: member[0])]
         for setup, members in members_by_setup.items()
         if members
     }
-    return {setup: [one for _, one in members] for setup, members in in_order.items()}
 
 
 def parent_key(model_key: ModelKey) -> ModelKey:

@@ -65,9 +65,8 @@ class TrainedRun:
             row["objective"] for row in self.steps
         )
         names = set(_OBJECTIVE_OF_PHASE.findall(re.sub(r"\([^)]*\)", "", schedule)))
-        return {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}.get(
-            tuple(sorted(names)), "other"
-        )
+        kinds = {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}
+        return kinds.get(tuple(sorted(names)), "other")
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
@@ -97,7 +96,8 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
             )
     if not runs:
         raise InputError(
-            f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and {METRICS_FILE}"
+            f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and "
+            f"{METRICS_FILE}"
         )
     return runs
 
@@ -117,9 +117,9 @@ def flops_by_model(
     flops = {}
     for name, model_key in model_keys.items():
         step = None if name in runs else model_key.steps
-        run = runs.get(name) or runs.get(
-            re.sub(rf"-{model_key.steps}(?=(-seed\d+)?$)", "", name)
-        )  # the seed at its end stays
+        # without the step in the name of a checkpoint; the seed at the end stays
+        run_name = re.sub(rf"-{model_key.steps}(?=(-seed\d+)?$)", "", name)
+        run = runs.get(name) or runs.get(run_name)
         while (
             run is not None
             and step is not None
@@ -144,12 +144,16 @@ def _ancestor_flops(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
     visited = set()
     while run.name not in visited and (parent := runs.get(run.parent)) is not None:
         visited.add(run.name)
-        flops += float(parent.steps[-1].get("flops", 0.0)) if run.start == "weights" else 0.0
+        if run.start == "weights":
+            flops += float(parent.steps[-1].get("flops", 0.0))
         run = parent
     return flops
 
 
-_PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
+_PACKS = 1152
+_LENGTH = 2048
+_CHUNK = 1024
+_IDS = 128_256
 
 
 def published_model_flops(model_key: ModelKey) -> float | None:
@@ -158,7 +162,8 @@ def published_model_flops(model_key: ModelKey) -> float | None:
     Returns:
         The FLOPs; None for an unknown size or a schedule.
     """
-    if (shape := PRESETS.get(model_key.size.lower())) is None or model_key.schedule:
+    shape = PRESETS.get(model_key.size.lower())
+    if shape is None or model_key.schedule:
         return None
 
     def step_flops(share: float, causal: bool) -> float:
@@ -171,11 +176,9 @@ def published_model_flops(model_key: ModelKey) -> float | None:
 
     masked = model_key.mlm_steps + model_key.cpt_mlm_steps
     flops = model_key.clm_steps * step_flops(1.0, causal=True)
-    return flops + (
-        masked * step_flops(model_key.mask_ratio, causal=False)
-        if masked and model_key.mask_ratio
-        else 0.0
-    )
+    if masked and model_key.mask_ratio:
+        flops += masked * step_flops(model_key.mask_ratio, causal=False)
+    return float(flops)
 
 
 def resolve_model_keys(

@@ -94,9 +94,8 @@ def is_study_result(result: Result) -> bool:
 
 @functools.cache
 def _is_study_model(name: str) -> bool:
-    return (key := parse_model_name(name)) is not None and key.size in {
-        one.size for one in published().model_keys()
-    }
+    key = parse_model_name(name)
+    return key is not None and key.size in {one.size for one in published().model_keys()}
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:

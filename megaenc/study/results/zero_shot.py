@@ -20,7 +20,8 @@ from megaenc.study.results.groups import ZERO_SHOT
 from megaenc.study.results.pretrain_runs import resolve_model_keys
 from megaenc.study.run.embed_stage import PRETRAINED
 
-METRIC, RECALL = "ndcg@10", "recall@100"
+METRIC = "ndcg@10"
+RECALL = "recall@100"
 BASELINES = ("BM25", "random")
 _SEED_FILE = re.compile(r"seed-(\d{1,9})")
 
@@ -60,12 +61,12 @@ class ZeroShotResults:
         seed; else as pretrained, as one seed. Scores of queries are paired over models only if all
         models have the same queries and data.
         """
-        by_place = (
-            self.trained
-            if self.is_trained
-            else {place: {0: one} for place, one in self.pretrained.items()}
-        )
-        needed = set(self.seeds) if self.is_trained else {0}
+        if self.is_trained:
+            by_place = self.trained
+            needed = set(self.seeds)
+        else:
+            by_place = {place: {0: one} for place, one in self.pretrained.items()}
+            needed = {0}
         members = {
             place: scores
             for place, scores in by_place.items()
@@ -85,7 +86,8 @@ class ZeroShotResults:
             means = {seed: one.mean for seed, one in by_seed.items()}
             interval = compute_interval(list(means.values()), kind)
             half = None if math.isnan(interval.half) else interval.half
-            key, load = self.model_keys.get(model), functools.partial(dict, blocks)
+            key = self.model_keys.get(model)
+            load = functools.partial(dict, blocks)
             scores.append(
                 Score(
                     model, key, ZERO_SHOT, dataset, interval.mean, half, means, load_examples=load
@@ -105,13 +107,13 @@ class ZeroShotResults:
             evaluations += [
                 sum(seed in self.trained.get(place, {}) for place in planned) for seed in self.seeds
             ]
-            if (finished := sum(evaluations)) < (total := len(planned) * len(evaluations)):
+            finished = sum(evaluations)
+            total = len(planned) * len(evaluations)
+            if finished < total:
                 incomplete.append(f"{model} ({finished} of {total})")
-        return (
-            f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}."
-            if incomplete
-            else ""
-        )
+        if not incomplete:
+            return ""
+        return f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}."
 
 
 def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
@@ -132,16 +134,17 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
     trained: dict[Place, dict[int, QueryScores]] = {}
     baselines: dict[Place, QueryScores] = {}
     for file in sorted(folder.glob("*/*.json")):
-        model, seed = file.parent.name, _SEED_FILE.fullmatch(file.stem)
+        model = file.parent.name
+        seed = _SEED_FILE.fullmatch(file.stem)
         is_planned = not scope.model_keys or (
             model in scope.model_keys and (seed is None or int(seed[1]) in scope.contrastive_seeds)
         )
         if not is_planned or (seed is None and file.stem != PRETRAINED):
             continue
         evaluation = read_evaluation(file)
-        for (scored, dataset, metric), scores in (
-            evaluation.scores.items() if evaluation is not None else ()
-        ):
+        if evaluation is None:
+            continue
+        for (scored, dataset, metric), scores in evaluation.scores.items():
             if scope.retrieval_sets and dataset not in scope.retrieval_sets:
                 continue
             if scored in BASELINES:

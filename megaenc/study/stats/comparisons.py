@@ -46,7 +46,8 @@ class ModelSelector:
         self.model_keys = [key for key in evidence.model_keys() if not key.schedule]
         self.planned_model_keys = [key for key in evidence.planned_model_keys() if not key.schedule]
         self.ratio = evidence.reference_mask_ratio
-        self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
+        self.mlm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM"
+        self.clm = "CLM"
 
     def without(self, left_out: Collection[tuple[ModelKey, str]]) -> "ModelSelector":
         """Return a selector without the scores of some models in some task families.
@@ -102,9 +103,8 @@ class ModelSelector:
             lambda one: one.decayed and self.is_mlm_only(one),
             lambda one: one.decayed and is_clm_only(one),
         )
-        longest = dict(
-            sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys))
-        )  # the last of each size is the longest
+        # the last of each size is the longest
+        longest = dict(sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys)))
         pairs = self.match_pairs(*ends)
         order = self.evidence.sort_sizes(self.model_keys)
         return {
@@ -309,15 +309,12 @@ def family_terms(
         and len({tuple(member.dataset for member in average.members) for average in averages}) == 1
     ):
         return AVERAGE, [[(1.0, average)] for average in averages]
-    names = [
-        name
-        for family_name, name in evidence.datasets()
-        if family_name == family and not is_average(name)
-    ]
     common = [
         name
-        for name in names
-        if all(evidence.find(model_key, name, family) is not None for model_key in model_keys)
+        for family_name, name in evidence.datasets()
+        if family_name == family
+        and not is_average(name)
+        and all(evidence.find(model_key, name, family) is not None for model_key in model_keys)
     ]
     study_names = [name for name in STUDY_DATASETS.get(family, ()) if name in common]
     common = study_names if len(study_names) == 3 else common
@@ -351,11 +348,9 @@ def build_contrasts(
             for seed, pair in sides.items()
             if family_terms(evidence, family, pair) is not None
         }
-        if (
-            common := family_terms(
-                evidence, family, [one for pair in evaluated.values() for one in pair]
-            )
-        ) is None:
+        model_keys = [one for pair in evaluated.values() for one in pair]
+        common = family_terms(evidence, family, model_keys)
+        if common is None:
             continue
         label, parts = common  # the same data sets for every pretraining seed
         terms = {

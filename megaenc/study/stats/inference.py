@@ -61,7 +61,7 @@ class TestResult:
     def _largest_p(self, distance: float) -> float:
         if not self.components.seed_variance > _TOLERANCE**2:
             return math.nan
-        return max(_t_cdf(distance / error, df) for error, df in self.errors)
+        return max(float(stdtr(min(df, _NORMAL_DF), distance / error)) for error, df in self.errors)
 
     @property
     def p(self) -> float:
@@ -120,11 +120,14 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
     example_count = blocks[0].shape[1]
     if example_count < 2:
         return 0.0
-    by_example, noise = np.zeros(example_count), 0.0
+    by_example = np.zeros(example_count)
+    noise = 0.0
     for block in blocks:
         block = np.asarray(block, dtype=np.float64)
-        count, centred = len(block), block - block.mean()
-        mean, by_seed = centred.mean(0), centred.mean(1)
+        count = len(block)
+        centred = block - block.mean()
+        mean = centred.mean(0)
+        by_seed = centred.mean(1)
         by_example += mean
         if count > 1:
             residual = (
@@ -159,11 +162,9 @@ def contrast_t_test(
             float(np.mean(scores)), by_seed, parts.example_variance, count
         )
     example_counts = [block.shape[1] for block in examples]
-    errors = (
-        _standard_errors([(parts.example_variance, min(example_counts) - 1)])
-        if example_counts
-        else []
-    )
+    errors = []
+    if example_counts:
+        errors = _standard_errors([(parts.example_variance, min(example_counts) - 1)])
     return TestResult(float(scores[0]), errors, parts, count)
 
 
@@ -188,9 +189,8 @@ def welch_satterthwaite_test(
         return TestResult(
             difference, _standard_errors([(example_variance, math.inf)]), parts, seed_count
         )
-    bottom = math.fsum(
-        variance**2 / df for variance, df in seed_variances
-    )  # a known variance has infinite df
+    # a known variance has infinite df
+    bottom = math.fsum(variance**2 / df for variance, df in seed_variances)
     totals = [parts.seed_variance, parts.seed_variance + example_variance]
     errors = _standard_errors(
         [(total, total**2 / bottom if bottom else math.inf) for total in totals]
@@ -229,11 +229,6 @@ def _t_quantile(df: float | np.ndarray) -> np.ndarray:
     return stdtrit(np.minimum(df, _NORMAL_DF), 1 - LEVEL / 2)
 
 
-def _t_cdf(value: float, df: float) -> float:
-    """Return the cumulative probability of Student's t at `value`."""
-    return float(stdtr(min(df, _NORMAL_DF), value))
-
-
 def largest_p(*p: float) -> float:
     """Return the largest p; NaN if any is."""
     return float(np.max(p))
@@ -245,9 +240,8 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
     NaN stays NaN and counts as no test. Source: Scandinavian Journal of Statistics 6, 1979.
     """
     adjusted = np.array(p, dtype=np.float64)
-    order = np.argsort(adjusted, kind="stable")[
-        : np.count_nonzero(~np.isnan(adjusted))
-    ]  # nan is last
+    # NaN is last
+    order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]
     factors = np.arange(len(order), 0, -1)
     adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * adjusted[order]))
     return adjusted.tolist()
@@ -258,18 +252,12 @@ def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
 
     It is NaN for fewer than two scores on a side, and without spread.
     """
-    sizes = len(first), len(second)
-    if min(sizes) < 2:
+    if min(len(first), len(second)) < 2:
         return math.nan
-    spread, df = (
-        [
-            np.var(side, ddof=1) * (size - 1)
-            for side, size in zip((first, second), sizes, strict=True)
-        ],
-        sum(sizes) - 2,
-    )
+    squares = sum(np.var(side, ddof=1) * (len(side) - 1) for side in (first, second))
+    df = len(first) + len(second) - 2
     return standardised_difference(
-        float(np.mean(first) - np.mean(second)), math.sqrt(sum(spread) / df), df
+        float(np.mean(first) - np.mean(second)), math.sqrt(squares / df), df
     )
 
 
@@ -301,10 +289,8 @@ def t_test_power(
         parts: Variances of a mean over `parts_seed_count` seeds.
         seed_count: Number of seeds of the test.
     """
-    seed_variance, example_part = (
-        parts.seed_variance * parts_seed_count / seed_count,
-        float(np.nan_to_num(parts.example_variance)),
-    )
+    seed_variance = parts.seed_variance * parts_seed_count / seed_count
+    example_part = float(np.nan_to_num(parts.example_variance))
     if seed_count < 2 or not seed_variance + example_part > 0:
         return math.nan
     error = math.sqrt(seed_variance + example_part)

@@ -17,9 +17,8 @@ from megaenc.study.stats.comparisons import Comparison, Contrast, Terms, Unit
 from megaenc.study.stats.inference import TestResult, VarianceComponents
 from megaenc.study.stats.run_noise import RunNoise
 
-_PRINTED_DIGIT = (
-    0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
-)
+# tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
+_PRINTED_DIGIT = 0.00005
 
 WeightedContrasts = Sequence[tuple[float, Contrast]]
 Seeds = tuple[int, ...]
@@ -61,16 +60,13 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
-        if (
-            len(contrast.pretraining_seeds) > 1
-            and not contrast.collapsed
-            and (rows := _sum_contrasts([(1.0, contrast)], contrast.pretraining_seeds, False))
-            is not None
-        ):
+        seeds = contrast.pretraining_seeds
+        if len(seeds) < 2 or contrast.collapsed:
+            continue
+        rows = _sum_contrasts([(1.0, contrast)], seeds, False)
+        if rows is not None:
             for family in (contrast.family, ""):
-                variances[family][contrast.pretraining_seeds].append(
-                    float(np.var(rows.scores, ddof=1))
-                )
+                variances[family][seeds].append(float(np.var(rows.scores, ddof=1)))
     return {
         family: {seeds: float(np.mean(each)) / len(by_seeds) for seeds, each in by_seeds.items()}
         for family, by_seeds in variances.items()
@@ -190,11 +186,10 @@ def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tupl
                 weight * part > 0,
             )
             trunks[trunk][score.family, score.dataset] += weight * part
-    totals, finetuning = (
-        math.fsum(each)
-        for each in zip(*(noise.variance(of_trunk) for of_trunk in trunks.values()), strict=True)
-    )
-    return [(totals, noise.df), (-finetuning, math.inf)]
+    pairs = [noise.variance(of_trunk) for of_trunk in trunks.values()]
+    total = math.fsum(variance for variance, _ in pairs)
+    finetuning = math.fsum(variance for _, variance in pairs)
+    return [(total, noise.df), (-finetuning, math.inf)]
 
 
 def _variances_by_seeds(
@@ -219,11 +214,10 @@ def _variances_by_seeds(
     ] + [{size} for size in single_run_by_size]
     variances: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
-        overlapping = (
-            1
-            if not seeds
-            else sum(bool({contrast.size for _, contrast in members} & sizes) for sizes in parts)
-        )
+        overlapping = 1
+        if seeds:
+            own_sizes = {contrast.size for _, contrast in members}
+            overlapping = sum(bool(own_sizes & sizes) for sizes in parts)
         variances[seeds] += overlapping * inference.variance_of_mean(rows[seeds].scores)
     for size, members in single_run_by_size.items():
         overlapping = sum(size in sizes for sizes in parts)
@@ -244,8 +238,9 @@ def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
     It is NaN if some rows lack example scores or have other examples.
     """
     by_dataset: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
-    for dataset, block in (pair for one in rows for pair in one.examples.items()):
-        by_dataset[dataset].append(block)
+    for one in rows:
+        for dataset, block in one.examples.items():
+            by_dataset[dataset].append(block)
     is_inconsistent = any(
         len({block.shape[1] for block in blocks}) > 1 for blocks in by_dataset.values()
     )
@@ -278,17 +273,16 @@ def _sum_contrasts(
     ]
     if None in runs:
         return None
-    sides, blocks = (
-        (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")),
-        {},
-    )
+    left = np.array([run.left.mean() for run in runs])
+    right = np.array([run.right.mean() for run in runs])
+    blocks = {}
     if all(run.examples.keys() == runs[0].examples.keys() for run in runs):
         means = {
             dataset: [run.examples[dataset].mean(0) for run in runs] for dataset in runs[0].examples
         }
         if all(len({one.shape for one in each}) == 1 for each in means.values()):
             blocks = {dataset: np.stack(each) for dataset, each in means.items()}
-    return ScoreRows(*sides, blocks)
+    return ScoreRows(left, right, blocks)
 
 
 def _sum_run_contrasts(
@@ -375,9 +369,8 @@ def _test_published(
     result = inference.welch_from_intervals(
         means, half_widths, weights, run_variances=run_variances
     )
-    spread = (
-        5 * (np.array(weights) * half_widths / 1.96) ** 2
-    )  # of one seed, on each side; pooled by their mean
+    # of one seed, on each side; pooled by their mean
+    spread = 5 * (np.array(weights) * half_widths / 1.96) ** 2
     return result, inference.standardised_difference(
         result.difference, math.sqrt(spread.sum() / 2), 8
     )

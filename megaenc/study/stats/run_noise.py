@@ -52,18 +52,19 @@ class RunNoise:
             Both variances; two NaN for an unknown data set.
         """
         if self.given:
-            return sum(
+            deviation = sum(
                 abs(weight) * self.given.get(family, math.nan)
                 for (family, _), weight in weights.items()
-            ) ** 2, 0.0
+            )
+            return deviation**2, 0.0
         if not set(weights) <= set(self.residuals):
             return math.nan, math.nan
         residuals = sum(weight * self.residuals[place] for place, weight in weights.items())
         variance = float(np.mean(np.square(residuals)))
-        return variance, min(
-            variance,
-            math.fsum(self.finetune_variances[place] * weights[place] ** 2 for place in weights),
+        finetuning = math.fsum(
+            self.finetune_variances[place] * weight**2 for place, weight in weights.items()
         )
+        return variance, min(variance, finetuning)
 
     def describe(self, families: Sequence[str]) -> str:
         """Return text with the standard deviation of a run by task family, and the source.
@@ -71,11 +72,9 @@ class RunNoise:
         It is the deviation of the mean over the data sets of a family.
         """
         each = []
-        for family in [
-            name
-            for name in families
-            if name in self.given or any(name == of for of, _ in self.residuals)
-        ]:
+        for family in families:
+            if family not in self.given and all(family != of for of, _ in self.residuals):
+                continue
             places = [
                 (family, name)
                 for of_family, name in self.residuals
@@ -113,7 +112,8 @@ def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
             math.isfinite(value) and value >= 0
         ):
             raise InputError(
-                f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA, IR or ZS"
+                f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA, IR "
+                "or ZS"
             )
         given[family] = value / 100
     return RunNoise(df=math.inf, source="given", given=given) if given else None
@@ -134,9 +134,11 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     mlm_only = [
         one
         for one in models.model_keys
-        if one.decayed and one.mask_ratio and not one.clm_steps + one.cpt_mlm_steps
+        if one.decayed
+        and one.mask_ratio
+        and not one.clm_steps + one.cpt_mlm_steps
+        and one not in collapsed
     ]
-    mlm_only = [one for one in mlm_only if one not in collapsed]
     for key in sorted(mlm_only, key=lambda one: -one.steps):
         ratios = {
             one.mask_ratio: one
@@ -172,15 +174,12 @@ def _residual_basis(curves: Sequence[Sequence[float]]) -> np.ndarray:
 
     Scores are by size and mask ratio.
     """
-    count = sum(map(len, curves))
+    if not curves:
+        return np.zeros((0, 0))
     size = np.repeat(np.eye(len(curves)), list(map(len, curves)), axis=0)
     ratios = np.array([ratio for curve in curves for ratio in curve])[:, None]
-    design = np.hstack([size, size * ratios, ratios**2]) if count else np.zeros((0, 1))
-    return (
-        np.linalg.qr(design, mode="complete")[0][:, np.linalg.matrix_rank(design) :]
-        if count
-        else np.zeros((0, 0))
-    )
+    design = np.hstack([size, size * ratios, ratios**2])
+    return np.linalg.qr(design, mode="complete")[0][:, np.linalg.matrix_rank(design) :]
 
 
 def _finetune_variance(score: Score) -> float:

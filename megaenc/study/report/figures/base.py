@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
-from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.groups import (
     AVERAGE,
     FAMILY_LABELS,
@@ -25,13 +25,11 @@ from megaenc.viz.style import BLUE, GREEN, ORANGE, format_count_ticks
 
 OBJECTIVE_STYLES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
 """Colour and marker of each objective in all figures."""
-TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = (
-    "#1a1a1a",
-    "#5f5f5f",
-    "#dcdcdc",
-    "#ffffff",
-)
-"""Colours that the page replaces by those of its colour scheme."""
+# the page replaces these colours by those of its colour scheme
+TEXT_COLOUR = "#1a1a1a"
+MUTED_COLOUR = "#5f5f5f"
+GRID_COLOUR = "#dcdcdc"
+BACKGROUND_COLOUR = "#ffffff"
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,8 @@ def build_family_figure(
                 for x, model_key in sorted(models, key=lambda place: place[0])
             ]
             seed_lines: list[FigureLine] = []
-            for seed in sorted(
-                {model_key.seed for _, model_key in models}
-            ):  # only the first pretraining seed gets a line and a legend entry
+            # only the first pretraining seed gets a line and a legend entry
+            for seed in sorted({model_key.seed for _, model_key in models}):
                 if points := build_points(
                     evidence, family, [place for place in places if place[-1].seed == seed]
                 ):
@@ -185,15 +182,14 @@ def describe_bars(
 
     Bars of published values are described if they are drawn.
     """
-    hollow = any(
-        point.collapsed for panel in panels for line in panel.lines for point in line.points
-    )
-    hollow_note = (
-        " Hollow points in strong colours include runs that collapsed to worthless predictions."
-        if hollow
-        else ""
-    )
-    return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{hollow_note}"
+    if not has_published_lines(panels):
+        published = None
+    text = f"Bars: {describe_intervals(evidence, published)}."
+    if any(point.collapsed for panel in panels for line in panel.lines for point in line.points):
+        text += (
+            " Hollow points in strong colours include runs that collapsed to worthless predictions."
+        )
+    return text
 
 
 _PUBLISHED = ", published"
@@ -221,13 +217,13 @@ def build_points(
     Args:
         places: X position, data set and model of each point, in order.
     """
-    scores = [(x, evidence.find(key, dataset, family)) for x, dataset, key in places]
-    return tuple(_build_point(x, score) for x, score in scores if score is not None)
-
-
-def _build_point(x: float, score: Score) -> FigurePoint:
-    half_width = None if score.half_width is None else 100 * score.half_width
-    return FigurePoint(x, 100 * score.mean, half_width, score.collapsed_at_rate > 0)
+    points = []
+    for x, dataset, key in places:
+        score = evidence.find(key, dataset, family)
+        if score is not None:
+            half_width = None if score.half_width is None else 100 * score.half_width
+            points.append(FigurePoint(x, 100 * score.mean, half_width, score.collapsed_at_rate > 0))
+    return tuple(points)
 
 
 def _draw_panels(spec: FigureSpec) -> Any:
@@ -278,22 +274,30 @@ def _draw_panels(spec: FigureSpec) -> Any:
 
 
 _STYLE = {
-    "figure.dpi": 150, "figure.facecolor": BACKGROUND_COLOUR, "axes.facecolor": BACKGROUND_COLOUR, "axes.edgecolor": MUTED_COLOUR,
+    "figure.dpi": 150, "figure.facecolor": BACKGROUND_COLOUR,
+    "axes.facecolor": BACKGROUND_COLOUR, "axes.edgecolor": MUTED_COLOUR,
     "axes.xmargin": 0.06, "axes.ymargin": 0.1, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlelocation": "left", "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlecolor": TEXT_COLOUR,
-    "axes.labelsize": 9.5, "axes.labelcolor": MUTED_COLOUR, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y",
+    "axes.titlelocation": "left", "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "axes.titlecolor": TEXT_COLOUR, "axes.labelsize": 9.5, "axes.labelcolor": MUTED_COLOUR,
+    "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y",
     "grid.color": GRID_COLOUR, "grid.linewidth": 0.6,
-    "legend.fontsize": 9.5, "legend.frameon": False, "legend.labelcolor": TEXT_COLOUR, "legend.handlelength": 1.8,
-    "legend.columnspacing": 1.4, "legend.borderaxespad": 0.1, "legend.borderpad": 0.2, "legend.labelspacing": 0.35,
+    "legend.fontsize": 9.5, "legend.frameon": False, "legend.labelcolor": TEXT_COLOUR,
+    "legend.handlelength": 1.8, "legend.columnspacing": 1.4, "legend.borderaxespad": 0.1,
+    "legend.borderpad": 0.2, "legend.labelspacing": 0.35,
     "text.parse_math": False,  # names may contain dollar signs
 }  # fmt: skip
-_HANDLE, _LETTER = 0.4, 0.075
-"""Widths of a legend handle and of a letter, in inches."""
-_WIDTH, _HEIGHT = 4.5, 2.75
-"""Width and height of a panel, in inches."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
-"""Margins of a panel for its labels, in inches; matplotlib's layout engines would double the
-drawing time."""
+# widths of a legend handle and of a letter, in inches
+_HANDLE = 0.4
+_LETTER = 0.075
+# size of a panel, in inches
+_WIDTH = 4.5
+_HEIGHT = 2.75
+# margins of a panel for its labels, in inches; matplotlib's layout engines would double the
+# drawing time
+_LEFT = 0.66
+_RIGHT = 0.14
+_TOP = 0.32
+_BOTTOM = 0.52
 
 
 def _draw_line(axis: Any, line: FigureLine) -> Any:

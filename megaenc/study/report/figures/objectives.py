@@ -228,8 +228,9 @@ def build_flop_efficiency_figure(
     places = {one: flops[one] for one in checkpoints if one in flops}
     if len(set(places.values())) < 2 and len({one.steps for one in checkpoints}) > 1:
         why = (
-            "The FLOPs of the runs are unknown; pass the directory of the pretraining runs with --runs. Only the FLOPs of the "
-            "published study's models are computed from their shapes."
+            "The FLOPs of the runs are unknown; pass the directory of the pretraining runs with "
+            "--runs. Only the FLOPs of the published study's models are computed from their "
+            "shapes."
         )
         return FigureSpec(key, title, why)
     axis = {"x_label": "FLOPs of the matrix products", "unit": "operations"}
@@ -413,8 +414,8 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     ticks = {float(at): name.removesuffix(" steps") for at, name in enumerate(names.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
     caption = (
-        f"Models with other schedules, and CLM and MLM{hidden} models of as many steps, or of any number of steps if "
-        "there are none."
+        f"Models with other schedules, and CLM and MLM{hidden} models of as many steps, or of any "
+        "number of steps if there are none."
     )
     axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
     return build_family_figure(

@@ -129,12 +129,10 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     ):
         lines = []
         for kind, (label, colour) in _RUN_KIND_STYLES.items():
-            for name in [
-                name
-                for name, objective_curves in curves.items()
-                if runs[name].kind == kind and under in objective_curves
-            ]:
-                x, values = curves[name][under]
+            for name, objective_curves in curves.items():
+                if runs[name].kind != kind or under not in objective_curves:
+                    continue
+                x, values = objective_curves[under]
                 thinned = range(0, len(x), -(-len(x) // _MAX_POINTS))
                 points = tuple(
                     FigurePoint(x[at], values[at]) for at in sorted({*thinned, len(x) - 1})
@@ -158,8 +156,9 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
             )
         )
     caption = (
-        "Loss on held-out text under each objective, independent of the training objective at that step. A branch begins at "
-        "its parent's step; continued pretraining counts its own steps."
+        "Loss on held-out text under each objective, independent of the training objective at "
+        "that step. A branch begins at its parent's step; continued pretraining counts its own "
+        "steps."
     )
     return FigureSpec(key, title, caption, tuple(panels))
 
@@ -218,11 +217,15 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
                 FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis)
             )
     if not panels:
-        why = "No model has results of every seed at two learning rates; published tables have only chosen rates."
+        why = (
+            "No model has results of every seed at two learning rates; published tables have only "
+            "chosen rates."
+        )
         return FigureSpec(key, title, why)
     caption = (
-        "Mean test score over the seeds at each rate, less that at the model's best rate. Light lines are finished models, "
-        "strong ones the mean of an objective. The flatter a line, the less the choice of the rate matters."
+        "Mean test score over the seeds at each rate, less that at the model's best rate. Light "
+        "lines are finished models, strong ones the mean of an objective. The flatter a line, the "
+        "less the choice of the rate matters."
     )
     if any(one.collapsed_runs for one in evidence.scores):
         caption += (
@@ -230,8 +233,8 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         )
     if any(one.failed_seeds for one in evidence.scores):
         caption += (
-            " Runs with a NaN loss count as the trivial baseline if the results contain it; else the rate is left out of the "
-            "model's line."
+            " Runs with a NaN loss count as the trivial baseline if the results contain it; else "
+            "the rate is left out of the model's line."
         )
     return FigureSpec(key, title, caption, tuple(panels))
 
