@@ -1,1 +1,4 @@
-"""Fine-tuning of Hugging Face models on classification, tagging, question answering and retrieval; no megatron-core."""
+"""Fine-tuning and evaluation of Hugging Face models, without megatron-core.
+
+The tasks are classification, tagging, question answering and retrieval.
+"""

@@ -1,4 +1,7 @@
-"""Fine-tune and evaluate one model on one data set, with one learning rate and one seed (`megaenc finetune run`)."""
+"""Fine-tune and evaluate one model on one data set (`megaenc finetune run`).
+
+A run has one learning rate and one seed.
+"""
 
 import contextlib
 import sys
@@ -38,15 +41,17 @@ _BASELINE_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class FinetuneRunConfig:
-    """Options of `megaenc finetune run`: model, data set, learning rate, seed, results folder, and the training protocol."""
+    """Options of `megaenc finetune run`: model, data set, hyperparameters, output."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: str = ""
-    """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER gives another name"""
+    """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER
+    gives another name"""
     dataset: str = ""
-    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, NAME=PATH, or a
-    repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION"""
+    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a
+    path to your own, NAME=PATH, or a repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME,
+    each with @REVISION"""
     learning_rate: PositiveFloat = 1e-4
     """peak learning rate, reached at the end of the warmup"""
     seed: Seed = 0
@@ -54,7 +59,8 @@ class FinetuneRunConfig:
     output: str = "results"
     """folder of results; a run that is finished there is not repeated"""
     save_model: str = ""
-    """new folder for the trained model, in Hugging Face's format, in float32; a finished run is repeated for it"""
+    """new folder for the trained model, in Hugging Face's format, in float32; a finished run is
+    repeated for it"""
     retry_failed: bool = False
     """repeat a run that failed with a NaN loss and left failed.json"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
@@ -63,7 +69,10 @@ class FinetuneRunConfig:
 
 @handle_command_errors
 def run_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune run`: train and evaluate unless done before, print the scores; exit with 1 if the run failed."""
+    """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
+
+    Training is skipped if the output folder has its results. The exit code is 1 if the run failed.
+    """
     silence_libraries()
     settings = flags.parse_with_config(
         FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__
@@ -117,7 +126,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
-    """Delete new cache files and empty new folders of `output` if the block raises InputError.
+    """Delete new cache files and empty new folders of `output` at an InputError.
 
     Concurrent processes recompute cache files that they miss.
     """
@@ -133,7 +142,10 @@ def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
 
 
 def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> None:
-    """Print the scores in a result folder with their baselines; exit with code 1 if the run failed."""
+    """Print the scores in a result folder with their baselines.
+
+    The exit code is 1 if the run failed.
+    """
     result = result_files.read_result(folder)
     if result.failure is not None:
         again = " before" * was_finished

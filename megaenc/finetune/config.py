@@ -18,7 +18,7 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, text length, precision.
+    """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, precision.
 
     The defaults are the study's except for the precision, which is "paper-bf16" there.
     """
@@ -28,9 +28,11 @@ class FinetuneConfig:
     max_steps: NonNegativeInt = 1000
     """maximum number of steps; 0: no limit but --epochs"""
     epochs: PositiveFloat = 1.0
-    """maximum number of passes over the training data; training ends at --max-steps or --epochs, the earlier of the two"""
+    """maximum number of passes over the training data; training ends at --max-steps or --epochs,
+    the earlier of the two"""
     warmup: FractionBelowOne = 0.1
-    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
+    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to
+    0 over the rest"""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
     adam_beta1: FractionBelowOne = 0.9
@@ -42,44 +44,55 @@ class FinetuneConfig:
     clip_grad: NonNegativeFloat = 1.0
     """maximum gradient norm; larger gradients are scaled down to it; 0 disables clipping"""
     max_length: NonNegativeInt = 0
-    """maximum tokens of a text, special tokens included; longer texts are cut; 0: 99 % of the model's context (study: 2,028)"""
+    """maximum tokens of a text, special tokens included; longer texts are cut; 0: 99 % of the
+    model's context (study: 2,028)"""
     attention: Literal["bidirectional", "causal"] = "bidirectional"
     """direction of attention in fine-tuning and evaluation, independent of pretraining"""
     head: Literal["linear", "native"] = "linear"
-    """linear: the study's linear layer, on the mean state for classification; native: the head of transformers' class for the
-    task, by that class's own pooling, layers and initialisation"""
+    """linear: the study's linear layer, on the mean state for classification; native: the head of
+    transformers' class for the task, by that class's own pooling, layers and initialisation"""
     precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
-    """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer state in bfloat16 too; by
-    default bf16 if the device supports it, else fp32"""
+    """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer
+    state in bfloat16 too; by default bf16 if the device supports it, else fp32"""
     special_tokens: SpecialTokensChoice = ""
-    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
-    without one SEP, after it; none: only the text. By default the template, or eod for a tokenizer that adds nothing"""
+    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS]
+    ... [SEP]; eod: EOS, or without one SEP, after it; none: only the text. By default the template,
+    or eod for a tokenizer that adds nothing"""
     add_bos: bool | None = None
-    """with this flag or --add-eos: only these tokens; prepend BOS, or without one CLS, to each text; by default no"""
+    """with this flag or --add-eos: only these tokens; prepend BOS, or without one CLS, to each
+    text; by default no"""
     add_eos: bool | None = None
-    """with this flag or --add-bos: only these tokens; append EOS, or without one SEP, to each text; by default yes"""
+    """with this flag or --add-bos: only these tokens; append EOS, or without one SEP, to each text;
+    by default yes"""
     pooling: Literal["mean", "cls", "lasttoken"] = "mean"
-    """state of a text for the linear head of classification and for retrieval: the mean of its tokens' states, the first, or
-    the last; --head native pools as the model's config says"""
+    """state of a text for the linear head of classification and for retrieval: the mean of its
+    tokens' states, the first, or the last; --head native pools as the model's config says"""
     scale: PositiveFloat = 20.0
     """factor of the cosine similarities in the retrieval loss, the inverse of its temperature"""
     tokens_per_forward: PositiveInt = 16384
-    """maximum tokens of a forward pass; a smaller number needs less memory; a text is never split"""
+    """maximum tokens of a forward pass; a smaller number needs less memory; a text is never
+    split"""
     deterministic: bool = True
-    """use deterministic GPU kernels, some slower, so that equal runs give equal bits; CPU runs are always deterministic"""
+    """use deterministic GPU kernels, some slower, so that equal runs give equal bits; CPU runs are
+    always deterministic"""
     threads: PositiveInt = 1
     """CPU threads of a run; the last bits of its results depend on this number"""
     eval_interval: NonNegativeInt = 0
-    """steps between evaluations on the validation split during training; 0: only after the last step"""
+    """steps between evaluations on the validation split during training; 0: only after the last
+    step"""
     best_checkpoint: bool = False
-    """test and keep the weights with the best validation score, the earliest of equals, instead of the last ones; needs
-    --eval-interval"""
+    """test and keep the weights with the best validation score, the earliest of equals, instead of
+    the last ones; needs --eval-interval"""
     early_stopping: NonNegativeInt = 0
-    """end training after this number of evaluations without a better validation score, and use the best weights, as with
-    --best-checkpoint; needs --eval-interval; 0: never"""
+    """end training after this number of evaluations without a better validation score, and use the
+    best weights, as with --best-checkpoint; needs --eval-interval; 0: never"""
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, for flags that do not fit each other."""
+        """Check that the flags fit each other.
+
+        Raises:
+            InputError: Two flags exclude each other, or one needs another; the message names it.
+        """
         if self.special_tokens and self.adds_named_tokens:
             flag = "--add-eos" if self.add_bos is None else "--add-bos"
             raise InputError(
@@ -101,7 +114,7 @@ class FinetuneConfig:
         return self.add_bos is not None or self.add_eos is not None
 
     def normalize_special_tokens(self) -> Self:
-        """Return a copy with add_bos and add_eos in place of an equal mode.
+        """Return a copy with add_bos and add_eos in place of an equal `special_tokens`.
 
         Results of earlier versions have these fields.
         """
@@ -115,10 +128,10 @@ class FinetuneConfig:
 
     @property
     def uses_best_weights(self) -> bool:
-        """Return whether the weights with the best validation score are used instead of the last ones."""
+        """Return whether the weights of the best validation score replace the last ones."""
         return self.best_checkpoint or self.early_stopping > 0
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate in scientific notation with the fewest digits that are exact, such as 2e-05 or 1.5e-05."""
+    """Return a learning rate with the fewest digits that are exact, such as 2e-05."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

@@ -23,7 +23,7 @@ _TRAIN_SHARE = 0.95
 
 
 class TaskFamily(StrEnum):
-    """Task family: SC (sequence classification), TC (token classification), QA (question answering) or IR (retrieval)."""
+    """Task family: one of SC, TC, QA and IR."""
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification
@@ -54,7 +54,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """Example of token classification: an id, the words of a sentence, and the tag index of each word."""
+    """Example of token classification: id, words of a sentence, tag index of each."""
 
     id: str
     words: tuple[str, ...]
@@ -63,7 +63,7 @@ class TaggedWords:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer span in a context: its text, and the character offset `start` at which the text stands in the context."""
+    """Answer span in a context: its text and its character offset `start`."""
 
     text: str
     start: int
@@ -71,7 +71,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """Example of question answering: an id, a question, a context, and the accepted answers, none if it is unanswerable."""
+    """Example of question answering: id, question, context and accepted answers.
+
+    An unanswerable question has no answers.
+    """
 
     id: str
     question: str
@@ -81,7 +84,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Pair:
-    """Training example of retrieval: an id, a query and a document relevant to the query, both with their prefix."""
+    """Training pair of retrieval: id, query and relevant document, both with prefixes."""
 
     id: str
     query: str
@@ -90,7 +93,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class RetrievalExamples:
-    """Validation or test split of retrieval: prefixed queries and documents by id, and relevance grades above 0."""
+    """Validation or test split of retrieval: queries, documents and relevance grades.
+
+    Queries and documents are texts with prefixes, by id.
+    """
 
     queries: dict[str, str]
     documents: dict[str, str]
@@ -106,12 +112,15 @@ Examples: TypeAlias = (
 
 
 class DataUnavailable(OSError):
-    """Error, with a message of one line, that a download failed for a temporary reason, so that a retry may succeed."""
+    """Error that a download failed for a temporary reason; a retry may succeed.
+
+    The message has one line.
+    """
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled data set: name, task family, labels, name of its training set, SHA-256 fingerprints, reader of splits."""
+    """Labelled data set: family, labels, fingerprints and a reader of its splits."""
 
     name: str
     """Name of the data set and of its folder in results."""
@@ -127,12 +136,17 @@ class Dataset:
     read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Function that reads a split without the check of `load_split`."""
     pair_template: str = ""
-    """Template that joins the two texts of a pair in SC, TOKENIZER_PAIRS if the tokenizer joins them, or empty without pairs."""
+    """Template that joins the two texts of a pair in SC, TOKENIZER_PAIRS if the tokenizer joins
+    them, or empty without pairs."""
 
     def load_split(self, name: SplitName) -> Examples:
-        """Return a split's examples: a list, or RetrievalExamples (IR, not train); InputError if missing, empty, invalid.
+        """Return the examples of a split.
 
-        Raises InputError for a missing or empty split and for an invalid row.
+        Returns:
+            A list, or RetrievalExamples for the validation and test splits of IR.
+
+        Raises:
+            InputError: The split is missing or empty, or a row is invalid.
         """
         examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
@@ -143,7 +157,7 @@ class Dataset:
 
 
 def hash_json(content: Any) -> str:
-    """Return the hexadecimal SHA-256 of a JSON value, independent of the order of its keys."""
+    """Return the hexadecimal SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
     ).hexdigest()
@@ -151,14 +165,19 @@ def hash_json(content: Any) -> str:
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print a line (rank 0 only), unless this process has printed the same line before."""
+    """Print a line on rank 0, unless this process has printed the same line before."""
     print_rank_0(text)
 
 
 def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training, validation) row indices, int64: 95 % of `count` rounded down, and the rest, shuffled with seed 42.
+    """Return random row indices for training and validation, always the same.
 
-    The study's rule for data sets without a third split: train_test_split(train_size=0.95, seed=42) of `datasets`, in its order.
+    The study's rule for data sets without a third split: train_test_split(train_size=0.95, seed=42)
+    of `datasets`, in its order.
+
+    Returns:
+        int64 indices for training, 95 % of `count` rounded down, and those for validation, the
+        rest.
     """
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
     held_out = count - math.floor(_TRAIN_SHARE * count)
@@ -166,12 +185,20 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:
-    """Return the error text that `count` examples (called `noun`) are too few to split; expected: 2, or a file `file`."""
+    """Return the error text that `count` examples are too few to split.
+
+    Args:
+        noun: Word for the examples.
+        file: Name of the file that would make the split unnecessary.
+    """
     return f"found {count}, too few {noun} to validate on part of them, expected 2 at least or a file {file}"
 
 
 def choose_validation_queries(query_ids: list[str]) -> set[str]:
-    """Return a random half of the query ids, always the same, to use for validation (the study's rule for NQ)."""
+    """Return a random half of the query ids for validation, always the same.
+
+    This is the study's rule for NQ.
+    """
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
     return {ordered[at] for at in order[: round(len(ordered) / 2)]}

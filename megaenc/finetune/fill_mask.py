@@ -1,4 +1,4 @@
-"""Evaluate an exported masked language model on held-out text (`megaenc fill-mask`)."""
+"""Evaluate an exported masked language model on text (`megaenc fill-mask`)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,11 @@ _GUESSED_SENTENCES = 200  # from which the surest are printed
 
 @dataclass(frozen=True)
 class FillMaskConfig:
-    """Options of `megaenc fill-mask`: model folder, text files and key, mask ratio, and numbers of tokens and sentences."""
+    """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate."""
 
     model: str
-    """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal models are refused."""
+    """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal
+    models are refused."""
     input: tuple[str, ...]
     """Held-out text in any format that `megaenc preprocess` reads."""
     json_key: JsonKey = "text"
@@ -35,20 +36,23 @@ class FillMaskConfig:
     encoding: str = "utf-8"
     """Encoding of JSONL, CSV, TSV and text files, such as latin1, cp1252 or utf-16."""
     delimiter: str | None = None
-    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a tab in TSV."""
+    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a
+    tab in TSV."""
     mask: PositiveFraction = 0.4
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
     tokens: PositiveInt = 100_000
     """Number of tokens to evaluate on, from the start of the text."""
     seq_length: NonNegativeInt = 0
-    """Most tokens of a window; two models are comparable if it is the same. 0: as many as model and tokenizer read."""
+    """Most tokens of a window; two models are comparable if it is the same. 0: as many as model and
+    tokenizer read."""
     sentences: NonNegativeInt = 8
-    """Number of sentences to print, each with one masked word and the model's guesses: those with the surest guesses of 200."""
+    """Number of sentences to print, each with one masked word and the model's guesses: those with
+    the surest guesses of 200."""
 
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Accuracy and loss on masked tokens, and the most frequent one's accuracy."""
+    """Accuracy and loss on masked tokens, and the most frequent token's accuracy."""
 
     token_count: int
     accuracy: float
@@ -60,7 +64,7 @@ class MaskScore:
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """Sentence with one masked word: the text before the word, the word itself, and the text after the word."""
+    """Sentence with one masked word, and the text before and after the word."""
 
     before: str
     word: str
@@ -68,11 +72,14 @@ class MaskedSentence:
 
 
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Return (masked language model of `folder`, float32, eval mode, default device; tokenizer); InputError for others.
+    """Return a folder's masked language model and tokenizer.
 
-    A decoder with bidirectional attention (`is_causal_decoder`) is accepted. If its logits stand before their
-    tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
-    for any other folder.
+    The model is float32, in eval mode and on the default device. A decoder with bidirectional
+    attention (`is_causal_decoder`) is accepted. Logits that stand before their tokens
+    (`prediction_shift` in config.json) are shifted; tokens too near the start get equal logits.
+
+    Raises:
+        InputError: The folder holds no masked language model with a mask token.
     """
     from megaenc.backend.device import detect_backend
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -105,14 +112,16 @@ def compute_mask_score(
 ) -> MaskScore:
     """Return a model's accuracy and loss on masked tokens.
 
-    A fraction `mask` of the first `limit` tokens is masked as in MLM.
+    Documents have the special tokens that the tokenizer adds, or at least an EOS, and are split
+    into windows. The first token of a window is not scored. The masks are the same in every call.
 
-    Documents have the special tokens that the tokenizer adds, or at least an EOS, and are split into windows of at most
-    `seq_length` tokens (see `choose_window_length`); the first token of a window is not scored. The masks are the same in every
-    call.
+    Args:
+        mask: Fraction of the tokens to mask, as in MLM.
+        limit: Number of tokens to read from the start of `texts`.
+        seq_length: Maximum tokens of a window (see `choose_window_length`).
 
     Raises:
-        InputError: no token can be masked.
+        InputError: No token can be masked.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -128,15 +137,14 @@ def compute_mask_score(
     for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
-    targets.sort(
-        key=lambda target: len(target.inputs)
-    )  # stable: windows of a batch are of about one length
+    # Stable. Windows of a batch are of about one length.
+    targets.sort(key=lambda target: len(target.inputs))
     hidden_labels = [np.zeros(0, dtype=np.int64)]
     loss = 0.0
     correct = 0
     at = 0
     while at < len(targets):
-        # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, unless one window has more.
+        # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, or one longer window.
         rows = max(
             1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs))
         )
@@ -173,10 +181,10 @@ def choose_window_length(
 ) -> int:
     """Return the window length of --seq-length.
 
-    For 0 the most tokens that both model and tokenizer read.
+    The length for 0 is the most tokens that both model and tokenizer read.
 
     Raises:
-        InputError: the model reads fewer tokens.
+        InputError: The model reads fewer tokens.
     """
     from megaenc.hf.model import find_position_offset
 
@@ -191,7 +199,7 @@ def choose_window_length(
 def _iterate_windows(
     tokenizer: Any, texts: Iterator[str], length: int, limit: int
 ) -> Iterator[np.ndarray]:
-    """Yield windows of at most `length` token ids, int64, of the first `limit` tokens of `texts`."""
+    """Yield windows, int64[<= `length`], of the first `limit` tokens of `texts`."""
     from megaenc.data.tokenizer.special_tokens import resolve_special_tokens
     from megaenc.data.tokenizer.tokenizer import encode_documents
 
@@ -220,7 +228,10 @@ _FUNCTION_WORDS = """
 def choose_masked_sentences(
     tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int
 ) -> list[MaskedSentence]:
-    """Return at most `count` sentences of different documents, by a fixed seed; a one-token content word is masked."""
+    """Return at most `count` sentences with one masked content word, by a fixed seed.
+
+    The sentences are of different documents. The masked word is one token.
+    """
     sentences = []
     function_words = _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
@@ -241,9 +252,12 @@ def choose_masked_sentences(
 def predict_masked_words(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", sentences: list[MaskedSentence]
 ) -> list[list[tuple[str, float]]]:
-    """Return for each sentence the three most likely (token text, probability) pairs of its masked word, best first.
+    """Return the three most likely guesses of each sentence's masked word, best first.
 
     Unlike transformers' fill-mask pipeline, it accepts decoders.
+
+    Returns:
+        (token text, probability) pairs for each sentence.
     """
     import torch
 
@@ -269,7 +283,10 @@ def predict_masked_words(
 
 
 def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
-    """Return rich's Table with a row per sentence: sentence with a gap, masked word, and guesses, correct ones marked."""
+    """Return rich's Table of sentences with a gap, masked words and guesses.
+
+    Each sentence has a row. Correct guesses are marked.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -294,7 +311,13 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
 def print_surest(
     sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]], count: int
 ) -> None:
-    """Print the `count` sentences with the most probable first guesses, these first, and the accuracy over all sentences."""
+    """Print the sentences with the most probable first guesses, and the accuracy.
+
+    The accuracy is over all sentences.
+
+    Args:
+        count: Number of sentences to print.
+    """
     if not sentences:
         return
     surest = sorted(range(len(sentences)), key=lambda at: -guesses[at][0][1])[:count]
@@ -310,14 +333,13 @@ def print_surest(
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc fill-mask`: print masked sentences with the model's guesses, then its accuracy on masked tokens."""
+    """Run `megaenc fill-mask`: print guesses of masked words and the accuracy."""
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     source = InputConfig(settings.input, encoding=settings.encoding, delimiter=settings.delimiter)
     inputs = resolve_inputs(source, [settings.json_key])
-    next(
-        read_texts(inputs, settings.json_key), None
-    )  # reports wrong input before the model is loaded
+    # Reports wrong input before the model is loaded.
+    next(read_texts(inputs, settings.json_key), None)
     model, tokenizer = load_masked_lm(settings.model)
     length = choose_window_length(settings.seq_length, model, tokenizer)
     if settings.sentences:

@@ -1,4 +1,4 @@
-"""A fine-tuning job, what it was made of, and the progress of its run."""
+"""A fine-tuning job, its fingerprints, and the progress of its run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,10 @@ TOKENIZED_CACHE = ".tokenised"
 
 @dataclass(frozen=True)
 class NamedSource:
-    """Model or data set of a job: its name in results, and its location (a folder, or an argument of `find_dataset`)."""
+    """Name of a job's model or data set in results, and its location.
+
+    The location is a folder, or an argument of `find_dataset`.
+    """
 
     name: str
     location: str
@@ -22,7 +25,7 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Hexadecimal SHA-256 of a job's model, tokenizer, training set and evaluation sets, and a stamp of its model files."""
+    """SHA-256 fingerprints (hexadecimal) of a job's model, tokenizer and data sets."""
 
     model: str
     tokenizer: str
@@ -33,14 +36,17 @@ class Fingerprints:
     """Digest of the model files' sizes and times, to detect changes during a grid; not recorded."""
 
     def for_dataset(self, dataset: str) -> dict[str, str]:
-        """Return the SHA-256s recorded in results on `dataset`, by role: model, tokenizer, train_on (training set), dataset."""
+        """Return the fingerprints that results on `dataset` record, by role.
+
+        The roles are model, tokenizer, train_on (training set) and dataset.
+        """
         of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
         return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """Planned training: model, training set, learning rate, seed, protocol, and the data sets to evaluate the model on."""
+    """Planned training of a model, and the data sets to evaluate it on."""
 
     model: NamedSource
     family: TaskFamily
@@ -55,24 +61,31 @@ class FinetuneJob:
     data: DatasetConfig
     fingerprints: Fingerprints
     keep: Literal["none", "best", "all"] = "none"
-    """Rule for writing the model to its results: never, if its validation score is the best of its data set, or always."""
+    """Rule for writing the model to its results: never, if its validation score is the best of its
+    data set, or always."""
     save_model: str = ""
     """Folder to write the model to, or ""."""
 
     @property
     def keeps_model(self) -> bool:
-        """Return whether the trained model is written to a folder, if its score is good enough."""
+        """Return whether the trained model is written to a folder if its score suffices."""
         return bool(self.save_model) or self.keep != "none"
 
     @property
     def name(self) -> str:
-        """Return the job's model, training set, learning rate and seed for display, such as `toy sst2 2e-05 sd0`."""
+        """Return the job's display name, such as `toy sst2 2e-05 sd0`.
+
+        Its parts are model, training set, learning rate and seed.
+        """
         return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run: its stage, the work `done` of `total` (0 if unknown) in that stage, and fields to display."""
+    """Progress of a run in its stage, and fields to display.
+
+    `done` of `total` work is finished in the stage; `total` is 0 if unknown.
+    """
 
     stage: Literal["loading", "training", "validation", "test"]
     """Stages in order; retrieval repeats the last two for each evaluation set."""

@@ -1,4 +1,7 @@
-"""Fine-tuned models as Hugging Face folders: weights, tokenizer, model card, verified before they get their name."""
+"""Fine-tuned models as Hugging Face folders: weights, tokenizer and model card.
+
+A folder is verified before it gets its name.
+"""
 
 import contextlib
 import copy
@@ -49,7 +52,7 @@ _MAX_CHECKED_TOKENS = 2048
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """Return the id with which a tokenizer's texts are padded: that of its padding or end token."""
+    """Return the id of a tokenizer's padding token, or without one of its end token."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
@@ -80,9 +83,13 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[Backbone, NativeHead | None]:
-    """Return a job's backbone, and its head if it is transformers' own; InputError if the model cannot be kept as the job says.
+    """Return a job's backbone, and its head if it is transformers' own.
 
-    A class of transformers must compute the same outputs as the untrained model, with a native head always, else if it is kept.
+    A class of transformers must compute the same outputs as the untrained model, with a native head
+    always, else if the model is kept.
+
+    Raises:
+        InputError: The model cannot be exported to Hugging Face as the job requires.
     """
     padding = padding_id(tokenizer)
     folder = job.model.location
@@ -124,7 +131,11 @@ def load_model(
 def check_same_model(
     hf_model: Any, task: FinetuneTask, model: TaskModel, texts: PackedTexts
 ) -> None:
-    """Raise InputError unless a transformers model has the outputs of `model` on `texts`."""
+    """Check that a transformers model has the outputs of `model` on `texts`.
+
+    Raises:
+        InputError: Outputs differ.
+    """
 
     def compute() -> torch.Tensor:
         return (
@@ -144,14 +155,21 @@ def check_same_model(
 
 @dataclass(frozen=True)
 class ModelKeeper:
-    """Writer of the fine-tuned model of a task, with tests before and after training that transformers computes the same."""
+    """Writer of a task's fine-tuned model that verifies the model in transformers.
+
+    Tests before and after training compare the outputs of transformers with the run's.
+    """
 
     job: FinetuneJob
     task: FinetuneTask
     encoder: TextEncoder
 
     def check_tokenizer(self, config: Any) -> None:
-        """Raise InputError unless the tokenizer, as transformers loads it next to `config`, encodes texts as the run does."""
+        """Check that the tokenizer encodes texts as the run does next to `config`.
+
+        Raises:
+            InputError: The tokenizer, as transformers loads it, gives other tokens.
+        """
         with tempfile.TemporaryDirectory() as name:
             save_hf_config(config, Path(name))
             self._write_tokenizer(Path(name), config.model_type)
@@ -165,7 +183,10 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        `data`: the test split; `evaluate`: returns the scores of the float32 model; `results`: that of this data set first.
+        Args:
+            data: The test split.
+            evaluate: Function that returns the scores of the float32 model.
+            results: The results on all data sets, that on this one first.
         """
         job = self.job
         result = results[0]
@@ -199,9 +220,12 @@ class ModelKeeper:
                 remove_path(rival / result_files.KEPT_MODEL)
 
     def _compare_with_others(self, place: Path, validation: float) -> tuple[bool, list[Path]]:
-        """Return whether the run at `place` has the best validation score of its data set, and the folders of the others.
+        """Return whether the run at `place` has its data set's best validation score.
 
         Of equal runs the one with the smaller rate, then the smaller seed is best.
+
+        Returns:
+            Whether the run is best, and if so the folders of the other runs.
         """
         own = (-validation, self.job.learning_rate, self.job.seed)
         others = [
@@ -227,9 +251,15 @@ class ModelKeeper:
         scores: Mapping[str, SplitScores],
         result: DatasetResult,
     ) -> None:
-        """Write float32 `model` to the new folder `target`; InputError, and no folder, if transformers computes other outputs.
+        """Write the float32 `model` to the new folder `target`, and verify it.
 
-        `data`: texts to compare outputs on; `scores`: of this model, by split; `result`: of the run.
+        Args:
+            data: Texts to compare outputs on.
+            scores: Scores of this model, by split.
+            result: Result of the run.
+
+        Raises:
+            InputError: transformers computes other outputs; no folder is left.
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
             padding = padding_id(self.encoder.tokenizer)
@@ -277,7 +307,11 @@ class ModelKeeper:
             check_same_model(loaded.eval(), self.task, model, texts)
 
     def _write_tokenizer(self, folder: Path, model_type: str) -> None:
-        """Write the tokenizer so that transformers adds and cuts tokens like the run; InputError if it does not."""
+        """Write the tokenizer so that transformers adds and cuts tokens as the run does.
+
+        Raises:
+            InputError: transformers gives other tokens.
+        """
         special = self.encoder.special_tokens
         if self.task.family == TaskFamily.QA:  # a question and its context are one text
             tokenizer = set_template(self.encoder.tokenizer, special, between=())
@@ -291,7 +325,13 @@ class ModelKeeper:
         self._check_written_tokenizer(load_tokenizer(folder))
 
     def _check_written_tokenizer(self, loaded: Any) -> None:
-        """Raise InputError unless the `loaded` tokenizer encodes fixed texts, one longer than the maximum, as the run does."""
+        """Check that the `loaded` tokenizer encodes fixed texts as the run does.
+
+        One of the texts is longer than the maximum.
+
+        Raises:
+            InputError: The tokens of a text differ.
+        """
         texts = [
             text
             for text in (*PROBES, " ".join(PROBES), "word " * self.encoder.max_length)
@@ -353,10 +393,9 @@ class ModelKeeper:
 def needs_spaced_words(tokenizer: Any) -> bool:
     """Return whether split words need a space before each but the first.
 
-    They do if they get other tokens than the words joined by spaces.
-
-    transformers tokenizes each of split words by itself. SentencePiece adds a space to each, WordPiece knows none, but to
-    byte-level BPE a word without one is another word.
+    transformers tokenizes each of split words by itself. SentencePiece adds a space to each,
+    WordPiece knows none, but to byte-level BPE a word without one is another word. Spaces are
+    needed if only with them the tokens are those of the words joined by spaces.
     """
     words = PROBES[0].split()
     spaced = [words[0], *(f" {word}" for word in words[1:])]

@@ -13,9 +13,13 @@ _MAX_RATIO = 5
 def describe_label_counts(
     name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Return a line if labels are imbalanced or absent, and one if evaluation has labels that train lacks; else [].
+    """Return lines about imbalanced, absent and unseen labels; none if there are none.
 
-    `counts`: int64[labels] of train, validation and test. The tag O is no class to compare with.
+    One line is about labels that are imbalanced or absent, another about labels of the evaluation
+    splits that train lacks. The tag O is not compared with other classes.
+
+    Args:
+        counts: int64[labels] of train, validation and test.
     """
     train = counts["train"]
     test = counts["test"]

@@ -58,10 +58,11 @@ def build_finetuned_card(
     """Return the text of README.md for a fine-tuned model called `name`.
 
     Args:
-        details: content of finetuning.json.
-        architecture: transformers' class that loads the model.
-        version: the lowest version of transformers that gives the same numbers; empty if unknown.
-        needs_spaces: whether the tokenizer gives the tokens of a sentence only for words with a space before each but the first.
+        details: Content of finetuning.json.
+        architecture: Class of transformers that loads the model.
+        version: Lowest version of transformers that gives the same numbers; empty if unknown.
+        needs_spaces: Whether the tokenizer gives the tokens of a sentence only for words with a
+            space before each but the first.
     """
     family = TaskFamily(details["family"])
     is_retrieval = family == TaskFamily.IR

@@ -1,4 +1,7 @@
-"""AdamW with float32 master weights, and the learning-rate schedule and clipping of Hugging Face's Trainer."""
+"""AdamW with float32 master weights, and the schedule of Hugging Face's Trainer.
+
+Clipping and weight decay are the Trainer's too.
+"""
 
 import math
 from typing import Any, Protocol
@@ -16,7 +19,7 @@ _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)"
 
 
 class AdamWHyperparameters(Protocol):
-    """Hyperparameters that MasterWeightOptimizer reads from the configuration of a training."""
+    """Hyperparameters that MasterWeightOptimizer reads from a training's options."""
 
     warmup: float
     weight_decay: float
@@ -34,7 +37,11 @@ def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) ->
 
 
 def check_warmup(steps: int, warmup: float) -> None:
-    """Raise InputError if there is only 1 step and a warmup above 0, as that step would have learning rate 0."""
+    """Check that a training of one step has no warmup.
+
+    Raises:
+        InputError: The only step would have learning rate 0.
+    """
     if steps == 1 and warmup:
         raise InputError(
             f"--warmup: found {warmup} and 1 step, whose rate is 0, "
@@ -43,10 +50,11 @@ def check_warmup(steps: int, warmup: float) -> None:
 
 
 class MasterWeightOptimizer:
-    """AdamW with warmup, linear decay and clipping; 16-bit parameters get float32 master weights, except in paper-bf16.
+    """AdamW with warmup, linear decay, clipping and float32 master weights.
 
-    Precision paper-bf16 has none: its optimizer state is 16-bit too. A master weight starts from the parameter's attribute
-    `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
+    16-bit parameters have master weights. Precision paper-bf16 has none: its optimizer state is
+    16-bit too. A master weight starts from the parameter's attribute `unrounded`, if it exists (see
+    `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
     def __init__(
@@ -85,7 +93,7 @@ class MasterWeightOptimizer:
         )
 
     def _add_to_master(self, parameter: nn.Parameter) -> None:
-        """Move the 16-bit gradient of `parameter` into the float32 gradient of its master weight."""
+        """Move the 16-bit gradient of `parameter` into that of its float32 master weight."""
         master = self._masters[parameter]
         new = parameter.grad.float()
         master.grad = new if master.grad is None else master.grad.add_(new)
@@ -100,7 +108,10 @@ class MasterWeightOptimizer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights (the master weights of 16-bit parameters), AdamW's moments and the schedule, for `load_state_dict`."""
+        """Return weights, AdamW's moments and the schedule, for `load_state_dict`.
+
+        The weights of 16-bit parameters are their master weights.
+        """
         weights = [master.detach() for master in self._masters.values()]
         return {
             "weights": weights,
@@ -110,7 +121,11 @@ class MasterWeightOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set weights, moments and schedule to a `state_dict` of the same model and hyperparameters, bit by bit."""
+        """Set weights, moments and schedule to those of a `state_dict`, bit by bit.
+
+        Args:
+            state: State of the same model and hyperparameters.
+        """
         for (parameter, master), saved in zip(self._masters.items(), state["weights"], strict=True):
             master.copy_(saved)
             if parameter is not master:
@@ -124,7 +139,10 @@ class MasterWeightOptimizer:
         return self._schedule.get_last_lr()[0]
 
     def all_reduce_gradients(self) -> None:
-        """Replace each gradient by its sum over all ranks; a gradient that only other ranks have counts as 0 here."""
+        """Replace each gradient by its sum over all ranks.
+
+        A gradient that only other ranks have counts as 0 on this rank.
+        """
         masters = list(self._masters.values())
         has_gradient = torch.tensor(
             [master.grad is not None for master in masters],
@@ -141,22 +159,28 @@ class MasterWeightOptimizer:
             work.wait()
 
     def copy_weights(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies on the CPU of the trained parameters' weights, those of their float32 masters if they have one."""
+        """Return copies of the trained parameters' weights on the CPU.
+
+        A parameter with a float32 master weight has a copy of the master weight.
+        """
         return {
             parameter: master.detach().to("cpu", copy=True)
             for parameter, master in self._masters.items()
         }
 
     def close(self) -> None:
-        """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""
+        """Remove the gradient hooks, which keep the optimizer's state in memory."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip gradients, update weights and rate unless the norm is NaN or inf, zero gradients; return unclipped norm.
+        """Clip gradients, update weights and learning rate, and zero the gradients.
 
-        If the norm is NaN or inf, neither weights nor learning rate change.
+        If the gradient norm is NaN or inf, neither weights nor learning rate change.
+
+        Returns:
+            The gradient norm before clipping.
         """
         learned = [
             (parameter, master)

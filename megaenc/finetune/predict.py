@@ -1,4 +1,4 @@
-"""Predict labels, tags or answers with a fine-tuned model that was kept (`megaenc finetune predict`)."""
+"""Predict labels, tags or answers with a kept model (`megaenc finetune predict`)."""
 
 import contextlib
 import json
@@ -32,8 +32,8 @@ class PredictConfig:
     model: str = ""
     """folder that `megaenc finetune run --save-model` or `grid --keep` wrote"""
     input: str = ""
-    """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`, or `question` and `context`; labels
-    are ignored"""
+    """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`, or
+    `question` and `context`; labels are ignored"""
     output: str = ""
     """JSONL file of predictions, one for each row, in order; by default standard output"""
     overwrite: bool = False
@@ -44,7 +44,7 @@ class PredictConfig:
 
 @handle_command_errors
 def predict_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune predict`: write the prediction for each row of a file as a line of JSON."""
+    """Run `megaenc finetune predict`: write a line of JSON for each row of a file."""
     silence_libraries()
     settings = flags.parse(
         PredictConfig, argv, prog="megaenc finetune predict", description=__doc__
@@ -93,12 +93,10 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
-    """Return task family, protocol and pair template of a kept model.
-
-    `file` is its finetuning.json.
+    """Return task family, protocol and pair template from a model's finetuning.json.
 
     Raises:
-        InputError: a field is missing, unknown or of another type, or the template is invalid.
+        InputError: A field is missing, unknown or of another type, or the template is invalid.
     """
     details = read_json_object(file, "what a run wrote there")
     family = details.get("family")
@@ -129,7 +127,8 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
 def _read_labels(file: Path) -> tuple[str, ...]:
     """Return the labels of a model from its config.json, in order.
 
-    Raises InputError unless they are names that differ.
+    Raises:
+        InputError: They are missing, or no names that differ.
     """
     names = read_json_object(file, "the configuration of a model").get("id2label")
     labels = (
@@ -161,9 +160,14 @@ def _format_line(prediction: dict[str, Any]) -> str:
 def _build_examples(
     family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str
 ) -> Examples:
-    """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field.
+    """Return the examples of a family without labels.
 
-    `pair_template` joins pairs as in training; it is empty for models of older versions that were trained without pairs.
+    Args:
+        pair_template: Template that joins pairs as in training; empty for models of older versions
+            that were trained without pairs.
+
+    Raises:
+        InputError: A field is missing or wrong; the message names file and line.
     """
 
     def build() -> Iterator[Any]:
@@ -217,9 +221,13 @@ def predict(
     *,
     all_scores: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the prediction for each of `examples` by the kept model in `folder`: label and probability, tags, or answer.
+    """Return the predictions of the kept model in `folder` for `examples`.
 
-    `all_scores`: add the probability of every label to that of a text or pair.
+    Args:
+        all_scores: Add the probability of every label to that of a text or pair.
+
+    Returns:
+        For each example its label and probability, tags, or answer.
     """
     import numpy as np
     import torch

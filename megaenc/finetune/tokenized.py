@@ -1,4 +1,4 @@
-"""Tokenized texts as concatenated token arrays, their encoder and their cache on disk."""
+"""Tokenized texts as concatenated arrays, their encoder and their cache on disk."""
 
 import dataclasses
 import hashlib
@@ -35,7 +35,7 @@ _TEXTS_PER_BATCH = 1024  # bounds the memory of offsets, which are Python object
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Tokenized texts: concatenated token ids, start offsets, number of cut texts, and a task's columns by row or token."""
+    """Tokenized texts in concatenated arrays, with further columns of a task."""
 
     tokens: np.ndarray
     """int32[N]: the token ids of all texts, concatenated."""
@@ -50,7 +50,11 @@ class TokenizedTexts:
     def from_rows(
         cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray
     ) -> "TokenizedTexts":
-        """Return the TokenizedTexts of `rows`, the token ids of a text each; `truncated` is the number of cut texts."""
+        """Return the TokenizedTexts of `rows`, the token ids of one text each.
+
+        Args:
+            truncated: Number of texts that were cut.
+        """
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
 
@@ -63,11 +67,11 @@ class TokenizedTexts:
         return np.diff(self.starts)
 
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the token ids, int32[tokens], of each of the texts with indices `rows`, in that order."""
+        """Return the token ids, int32[tokens], of each of the texts `rows`, in that order."""
         return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
 
     def gather_token_column(self, column: str, rows: np.ndarray) -> np.ndarray:
-        """Return the entries of the by-token column `column` for the texts with indices `rows`, concatenated in order."""
+        """Return the entries of a by-token column for the texts `rows`, concatenated."""
         values = self.columns[column]
         return np.concatenate(
             [values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)]
@@ -75,7 +79,11 @@ class TokenizedTexts:
 
 
 def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
-    """Return the arrays `rows` concatenated as `dtype`; without rows, an empty array whose entries have shape `shape`."""
+    """Return the arrays `rows` concatenated as `dtype`.
+
+    Args:
+        shape: Shape of the entries of the result if there are no rows.
+    """
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
 
@@ -84,7 +92,8 @@ def choose_special_tokens(
 ) -> SpecialTokens:
     """Return the special tokens around each text.
 
-    Raises InputError if the tokenizer lacks one that a flag asks for.
+    Raises:
+        InputError: The tokenizer lacks one that a flag requires.
     """
     if not protocol.adds_named_tokens:
         return resolve_special_tokens(tokenizer, protocol.special_tokens)
@@ -98,9 +107,10 @@ def choose_special_tokens(
 
 
 def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -> int:
-    """Return the id of the token with `role`, else with the role `instead`.
+    """Return the id of the token with `role`, or without one of that with `instead`.
 
-    Raises InputError if the tokenizer has neither.
+    Raises:
+        InputError: The tokenizer has neither.
     """
     for name in (role, instead):
         token = getattr(tokenizer, f"{name}_token_id")
@@ -130,8 +140,11 @@ def resolve_protocol(
 class TextEncoder:
     """Encoder of texts by a tokenizer, with special tokens and a maximum length.
 
-    A cut text keeps its last special tokens. Special tokens spelled in a text are tokenized as text. Raises InputError for a
-    `max_length` too small for any text.
+    A cut text keeps its last special tokens. Special tokens spelled in a text are tokenized as
+    text.
+
+    Raises:
+        InputError: `max_length` is too small for any text.
     """
 
     tokenizer: "PreTrainedTokenizerFast"
@@ -154,10 +167,7 @@ class TextEncoder:
 
     @cached_property
     def cache_key(self) -> dict[str, Any]:
-        """Return all that determines a text's tokens, as a dict.
-
-        Cache format, tokenizer, max_length and special tokens.
-        """
+        """Return the values that determine a text's tokens, by name."""
         rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
         return {
             "format": _CACHE_FORMAT,
@@ -166,16 +176,20 @@ class TextEncoder:
         }
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Return a text's cut `tokens` with special tokens, int32[<= max_length].
+        """Return `tokens`, cut to `max_text_tokens`, with special tokens.
 
-        They are cut to `max_text_tokens`.
+        The result is int32[<= max_length].
         """
         return self.special_tokens.surround(tokens[: self.max_text_tokens]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
-        """Return `values`, one per token of a text, as its row, int32[row's tokens].
+        """Return `values`, one per token of a text, aligned with the text's row of tokens.
 
-        They are cut as the row, with `fill` at special tokens.
+        Args:
+            fill: Value at special tokens.
+
+        Returns:
+            int32[row's tokens], cut as the row.
         """
         before, after = (
             [fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after)
@@ -185,9 +199,11 @@ class TextEncoder:
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
         """Return `texts`, tokenized, cut and with special tokens.
 
-        Raises InputError for an empty row.
+        A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut
+        first.
 
-        A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut first.
+        Raises:
+            InputError: A text has no token, or a pair has no room.
         """
         rows = []
         truncated = 0
@@ -211,7 +227,8 @@ class TextEncoder:
     def _encode_pairs(self, texts: Sequence[str | tuple[str, str]]) -> list["Encoding"]:
         """Return the encodings of texts and pairs, cut and with special tokens.
 
-        Raises InputError for a pair without room.
+        Raises:
+            InputError: A pair has no room or no special token.
         """
         if not self.special_tokens.count:
             raise InputError(
@@ -237,18 +254,21 @@ class TextEncoder:
 
     @cached_property
     def _pair_tokenizer(self) -> "Tokenizer":
-        """Return the tokenizer that cuts and surrounds a text or a pair.
+        """Return the tokenizer that cuts as transformers' `truncation=True`.
 
-        It does so as transformers' `truncation=True`.
+        A text or a pair gets its special tokens too.
         """
         backend = _copy_plain(set_special_tokens(self.tokenizer, self.special_tokens))
         backend.enable_truncation(self.max_length, strategy="longest_first")
         return backend
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each text's token ids, int32[tokens], and character (start, end), int32[tokens, 2]; uncut, no BOS or EOS.
+        """Yield each text's token ids and character ranges, uncut, without BOS or EOS.
 
         Characters are those of the text as `replace_surrogates` gives it.
+
+        Yields:
+            Token ids, int32[tokens], and (start, end), int32[tokens, 2].
         """
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
@@ -267,7 +287,7 @@ class TextEncoder:
 def _copy_plain(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
     """Return a copy of a tokenizer's backend that neither pads nor cuts.
 
-    It reads special tokens spelled in a text as text.
+    Special tokens spelled in a text are read as text.
     """
     backend = load_backend(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
@@ -285,18 +305,20 @@ def load_or_compute(
     compute: Callable[[], TokenizedSplit],
     on_wait: Callable[[], None] = lambda: None,
 ) -> TokenizedSplit:
-    """Return the split cached under `key`, or call `compute` and cache it; `on_wait` runs while another process does.
+    """Return the split cached under `key`, or compute and cache it.
 
-    Files are written atomically; an unreadable one is recomputed. Of several processes one computes; the others wait and call
-    `on_wait` five times a second. Raises InputError if the cache cannot be written.
+    Files are written atomically; an unreadable one is recomputed. Of several processes one
+    computes; the others wait and call `on_wait` five times a second.
+
+    Raises:
+        InputError: The cache cannot be written.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
     while (split := _read_cache_file(path)) is None:
         with try_lock(folder / f".{name}.lock") as is_locked:
-            if (
-                is_locked and (split := _read_cache_file(path)) is None
-            ):  # another process may have written it meanwhile
+            # Another process may have written it meanwhile.
+            if is_locked and (split := _read_cache_file(path)) is None:
                 for stale_file in find_stale_temp_files(path):
                     remove_path(stale_file)
                 split = compute()

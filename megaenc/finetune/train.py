@@ -51,9 +51,15 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 
 
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
-    """Train a model, evaluate it, write its result files and return True; at a NaN or inf write failed.json, return False.
+    """Train a model, evaluate it, and write its result files.
 
-    Result files are a deterministic function of `job`. Raises InputError for an unusable model or data set.
+    Result files are a deterministic function of `job`. A run with a NaN or inf writes failed.json.
+
+    Returns:
+        True, or False at a NaN or inf.
+
+    Raises:
+        InputError: The model or a data set is unusable.
     """
     run = FinetuneRun(job, report)
     results: list[DatasetResult] = []
@@ -89,7 +95,8 @@ class HeldOutData:
     """Validation and test data of one data set, and its scores during training."""
 
     task: FinetuneTask
-    """Task for all evaluations of the data set: it caches the baseline, and embeddings that validation and test share."""
+    """Task for all evaluations of the data set: it caches the baseline, and embeddings that
+    validation and test share."""
     splits: Mapping[SplitName, tuple[TokenizedSplit, Examples]]
     history: ValidationHistory
 
@@ -98,7 +105,11 @@ class FinetuneRun:
     """Run of a job: training, evaluation, and the model that it keeps."""
 
     def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:
-        """Load data and model of `job`; InputError if one is unusable."""
+        """Load data and model of `job`.
+
+        Raises:
+            InputError: The model or a data set is unusable.
+        """
         self.job = job
         self.report = _ProgressReporter(report)
         self.began = time.monotonic()
@@ -172,7 +183,11 @@ class FinetuneRun:
         self.seconds = {"loading": time.monotonic() - self.began}
 
     def train(self) -> None:
-        """Train to the last step or an early stop; RunFailure at a NaN or inf."""
+        """Train to the last step or an early stop.
+
+        Raises:
+            RunFailure: A loss, a gradient norm or a prediction is NaN or inf.
+        """
         job = self.job
         protocol = self.protocol
         optimizer = MasterWeightOptimizer(
@@ -214,7 +229,10 @@ class FinetuneRun:
     def _validate(self, held_out: HeldOutData, step: int, optimizer: MasterWeightOptimizer) -> None:
         """Add the validation score after `step` to the history of a data set.
 
-        A data set that has stopped is left as it is. Raises RunFailure at a NaN or inf.
+        The history of a data set that has stopped does not change.
+
+        Raises:
+            RunFailure: A prediction is NaN or inf.
         """
         history = held_out.history
         if history.is_stopped:
@@ -230,7 +248,8 @@ class FinetuneRun:
     def evaluate(self, held_out: HeldOutData) -> DatasetResult:
         """Return the result on a data set, with its best weights if they are used.
 
-        Raises RunFailure at a NaN or inf.
+        Raises:
+            RunFailure: A prediction is NaN or inf.
         """
         began = time.monotonic()
         history = held_out.history
@@ -258,7 +277,8 @@ class FinetuneRun:
     ) -> dict[SplitName, Scores]:
         """Return the model's Scores by split, with those of `validation` if known.
 
-        Raises NonFinitePredictionError at a NaN or inf.
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
         """
         task = held_out.task
         task.progress = self.report.report_texts
@@ -288,7 +308,11 @@ class FinetuneRun:
 
 
 def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
-    """Raise InputError if the data sets or the tokenizer have changed since the job was planned."""
+    """Check that data sets and tokenizer are unchanged since the job was planned.
+
+    Raises:
+        InputError: A data set or the tokenizer has changed.
+    """
     fingerprints = job.fingerprints
     for source, current, planned in (
         *(
@@ -309,7 +333,10 @@ def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
 
 
 def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_epoch: int) -> None:
-    """Print which of --epochs and --max-steps limits a training, unless both are as in the study and --max-steps does."""
+    """Print which of --epochs and --max-steps limits a training.
+
+    Nothing is printed if both are as in the study and --max-steps limits it.
+    """
     if steps < protocol.max_steps:
         print_rank_0(
             f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}"
@@ -325,7 +352,10 @@ def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_
 
 
 def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
-    """Yield the example indices, int64[<= batch_size], of each of `steps` batches, reshuffled by `seed` every epoch."""
+    """Yield the example indices of each batch, reshuffled by `seed` every epoch.
+
+    There are `steps` batches, int64[<= batch_size].
+    """
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
         epoch, at = divmod(step, steps_per_epoch)
@@ -335,7 +365,10 @@ def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> It
 
 
 class _ProgressReporter:
-    """Reports of a run's stage and of the texts done in it; a grid kills a run that reports nothing for long."""
+    """Reporter of a run's stage and of the texts done in it.
+
+    A grid kills a run that reports nothing for long.
+    """
 
     def __init__(self, report: ProgressCallback) -> None:
         self._report = report
@@ -350,7 +383,7 @@ class _ProgressReporter:
         self._report(self._stage)
 
     def report_texts(self, done: int, total: int) -> None:
-        """Report to the run's callback that `done` of `total` texts of the current stage are processed."""
+        """Report that `done` of `total` texts of the current stage are processed."""
         self._report(dataclasses.replace(self._stage, done=done, total=total))
 
 
@@ -363,7 +396,10 @@ class SplitLoader:
     report: ProgressCallback
 
     def load_training(self, task: FinetuneTask) -> TokenizedSplit:
-        """Return the tokenized training split from the cache on disk; without one, read, tokenize and cache the examples."""
+        """Return the tokenized training split, from the cache on disk if it is there.
+
+        Else the examples are read, tokenized and cached.
+        """
         dataset = task.dataset
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._load_tokens(
@@ -387,7 +423,8 @@ class SplitLoader:
     def _load_examples(self, task: FinetuneTask, examples: Examples, part: str) -> TokenizedSplit:
         """Return the tokens of examples of the data set.
 
-        The cache key includes a digest of the examples, as the fingerprint of a Hub data set does not change with its data.
+        The cache key includes a digest of the examples, as the fingerprint of a Hub data set does
+        not change with its data.
         """
         key = {"data": task.dataset.fingerprint, "examples": hash_examples(examples)}
         return self._load_tokens(task, key, f"{task.dataset.name}, {part}", lambda: examples)
@@ -418,22 +455,27 @@ class SplitLoader:
 
 
 def make_deterministic(threads: int, *, kernels: bool = True) -> None:
-    """Set torch's threads and, if `kernels`, deterministic kernels on GPUs, so that equal runs on a machine give equal bits."""
+    """Set torch's threads and deterministic GPU kernels.
+
+    Equal runs on a machine then give equal bits.
+
+    Args:
+        kernels: Whether to use deterministic kernels.
+    """
     torch.set_num_threads(threads)
     if torch.cuda.is_available() and kernels:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # required by cuBLAS; read at its first use
-        # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
+        # Required by cuBLAS; read at its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient
+        # attention has no such mode.
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # a debugging aid that would write every new tensor
-        )
+        # A debugging aid that would write every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """Return the hexadecimal SHA-256 of the bytes of all weights of `model`; it is equal only if they agree bit by bit."""
+    """Return the hexadecimal SHA-256 of the bytes of all weights of `model`."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""Validation during training: scores by step, the best weights so far, and the end by early stopping."""
+"""Validation scores during training, the best weights so far, and early stopping."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ Weights = Mapping[nn.Parameter, Tensor]
 
 @dataclass
 class ValidationHistory:
-    """Validation scores of a training on one data set, and the weights and Scores to use: the best, or the last ones.
+    """Validation scores of a training on one data set, and the weights to use.
 
-    Histories of several data sets that share a training do not depend on each other.
+    The weights are the best or the last ones. Histories of several data sets that share a training
+    do not depend on each other.
     """
 
     protocol: FinetuneConfig
@@ -46,7 +47,11 @@ class ValidationHistory:
         )[0]
 
     def add(self, step: int, scores: Scores, copy_weights: Callable[[], Weights]) -> None:
-        """Add the Scores of an evaluation; `copy_weights` is called if its weights are the best so far and may be used."""
+        """Add the Scores of an evaluation.
+
+        Args:
+            copy_weights: Is called if the weights are the best so far and may be used.
+        """
         self.evaluations.append((step, scores.score))
         if not self.protocol.uses_best_weights:
             self.step = step

@@ -1,1 +1,1 @@
-"""Labelled data sets: the study's twelve on the Hugging Face Hub, local files and demo sets."""
+"""Labelled data sets: the study's twelve on the Hub, local files and demo sets."""

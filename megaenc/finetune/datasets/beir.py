@@ -1,4 +1,7 @@
-"""Retrieval data in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
+"""Retrieval data in BEIR's layout.
+
+A folder has corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv.
+"""
 
 import dataclasses
 import functools
@@ -48,7 +51,10 @@ class QrelLine(NamedTuple):
 
 
 def is_beir_folder(folder: Path) -> bool:
-    """Return whether `folder` has the files corpus.jsonl and queries.jsonl, plain or compressed as .gz or .zst."""
+    """Return whether `folder` has the files corpus.jsonl and queries.jsonl.
+
+    Both may be compressed as .gz or .zst.
+    """
     return (
         _find_data_file(folder, "corpus") is not None
         and _find_data_file(folder, "queries") is not None
@@ -56,9 +62,15 @@ def is_beir_folder(folder: Path) -> bool:
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the Dataset of BEIR `folder`; searches judged documents, or all if `whole_corpus`; InputError if no qrels.
+    """Return the Dataset of the BEIR folder `folder`.
 
-    Judged are those of validation and test. Files are hashed now and parsed by `load_split`. Raises InputError without qrels.
+    Files are hashed now and parsed by `load_split`.
+
+    Args:
+        whole_corpus: Search all documents instead of those judged in validation and test.
+
+    Raises:
+        InputError: The folder has no qrels.
     """
     qrels = {}
     for split, words in _QRELS_FILES.items():
@@ -142,10 +154,12 @@ class _SplitReader:
 def load_beir_test(folder: Path) -> RetrievalExamples:
     """Return the test queries and grades of BEIR `folder` and its whole corpus.
 
-    They are those that BEIR evaluates without training: texts have no prefix, and a title is followed by a space.
+    BEIR evaluates them without training, so texts have no prefix, and a title is followed by a
+    space.
 
     Raises:
-        InputError: A file or a judged query is missing, a query is empty, or no document in the corpus is relevant.
+        InputError: A file or a judged query is missing, a query is empty, or no document in the
+            corpus is relevant.
     """
     paths, lines = _read_beir_split(folder, "test")
     relevant = _group_grades(line for line in lines if line.grade > 0)
@@ -161,9 +175,15 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
 
 
 def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
-    """Return (location, query, document) of each line of qrels/train.tsv in BEIR `folder` with a grade above 0, in order.
+    """Return the relevant pairs of qrels/train.tsv in BEIR `folder`, in order.
 
-    Texts are those of `load_beir_test`, and may be empty. Raises InputError if a file or text is missing, or no grade is above 0.
+    Texts are those of `load_beir_test`, and may be empty.
+
+    Returns:
+        (location, query, document) of each line with a grade above 0.
+
+    Raises:
+        InputError: A file or text is missing, or no grade is above 0.
     """
     paths, lines = _read_beir_split(folder, "train")
     lines = [line for line in lines if line.grade > 0]
@@ -173,21 +193,33 @@ def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def load_beir_corpus(folder: Path) -> list[str]:
-    """Return the documents of BEIR `folder`, as those of `load_beir_test`; InputError without a corpus.jsonl."""
+    """Return the documents of BEIR `folder`, as those of `load_beir_test`.
+
+    Raises:
+        InputError: There is no corpus.jsonl.
+    """
     if (path := _find_data_file(folder, "corpus")) is None:
         raise InputError(f"{folder}: no corpus.jsonl, expected BEIR's layout")
     return list(_read_texts("document", path, (), titles=" ", everything=True).values())
 
 
 def compute_test_fingerprint(folder: Path) -> str:
-    """Return a SHA-256 (hex) of the files that `load_beir_test` reads; InputError if one is missing."""
+    """Return a SHA-256 (hex) of the files that `load_beir_test` reads.
+
+    Raises:
+        InputError: A file is missing.
+    """
     return hash_json(
         {name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()}
     )
 
 
 def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
-    """Return the paths of the corpus, the queries and qrels/SPLIT.tsv of BEIR `folder`; InputError if one is missing."""
+    """Return the paths of a BEIR folder's corpus, queries and qrels of a split.
+
+    Raises:
+        InputError: A file is missing.
+    """
     expected = f"expected BEIR's corpus.jsonl, queries.jsonl and qrels/{split}.tsv"
     if not os.path.isdir(folder):  # False for a name that is too long
         raise InputError(f"{folder}: no such folder, {expected}")
@@ -202,7 +234,14 @@ def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
 
 
 def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
-    """Read qrels/SPLIT.tsv; return the paths of corpus, queries and qrels, and its lines; InputError if no grade is above 0."""
+    """Read qrels/SPLIT.tsv, and find the files of corpus, queries and qrels.
+
+    Returns:
+        The paths by name, and the lines of the qrels.
+
+    Raises:
+        InputError: A file is missing, or no grade is above 0.
+    """
     paths = _find_beir_files(folder, split)
     lines = _read_qrels(paths["qrels"])
     if not any(line.grade > 0 for line in lines):
@@ -262,7 +301,11 @@ def _read_texts(
 
 
 def _report_misses(place: str, relevant: Qrels, documents: Collection[str], corpus: Path) -> None:
-    """Print how many relevant documents are not in the corpus; InputError if none is."""
+    """Print how many relevant documents are not in the corpus.
+
+    Raises:
+        InputError: None is in the corpus.
+    """
     judged = {document for grades in relevant.values() for document in grades}
     missing = sum(document not in documents for document in judged)
     if not missing:
@@ -280,7 +323,11 @@ def _report_misses(place: str, relevant: Qrels, documents: Collection[str], corp
 def _add_validation_split(
     name: str, qrels: Mapping[SplitName, Path], qrels_by_split: dict[SplitName, Qrels]
 ) -> dict[SplitName, Qrels]:
-    """Return the qrels of each split; without validation qrels, draw them from train or test by the study's rules."""
+    """Return the qrels of each split, with those of validation.
+
+    A folder without validation qrels gets those of queries of train or test, drawn by the study's
+    rules.
+    """
     if "test" not in qrels_by_split and "validation" in qrels_by_split:
         print_once(
             f"{name}: no test judgements: those of {qrels['validation'].name} are the test split"
@@ -312,7 +359,10 @@ def _add_validation_split(
 def move_to_validation(
     qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]
 ) -> None:
-    """Move the relevance grades of `queries` in place from the split `source` to the split "validation", replacing it."""
+    """Move the grades of `queries` in place from a split to the split "validation".
+
+    Earlier grades of the split "validation" are dropped.
+    """
     qrels_by_split["validation"] = {
         query: grades for query, grades in qrels_by_split[source].items() if query in queries
     }
@@ -322,7 +372,11 @@ def move_to_validation(
 
 
 def _read_qrels(path: Path) -> list[QrelLine]:
-    """Read a qrels file. Raises InputError for a malformed or repeated line."""
+    """Read a qrels file.
+
+    Raises:
+        InputError: A line is malformed or repeated.
+    """
     lines: dict[tuple[str, str], QrelLine] = {}
     for number, line in formats.read_lines(path):
         cells = line.split("\t")
@@ -345,7 +399,10 @@ def _read_qrels(path: Path) -> list[QrelLine]:
 def build_retrieval_examples(
     qrels: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]
 ) -> RetrievalExamples:
-    """Return RetrievalExamples of the queries with a grade above 0 and of all `documents`, with prefixes added to texts."""
+    """Return RetrievalExamples of the queries with a grade above 0, and all documents.
+
+    Prefixes are added to texts.
+    """
     positive = {
         query: {key: grade for key, grade in grades.items() if grade > 0}
         for query, grades in qrels.items()
@@ -359,7 +416,7 @@ def build_retrieval_examples(
 
 
 def _find_data_file(folder: Path, name: str) -> Path | None:
-    """Return the path of NAME.jsonl, possibly compressed, in `folder`; None without one."""
+    """Return the path of NAME.jsonl, possibly compressed, in `folder`, or None."""
     return _find_first_file(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
 
 

@@ -1,4 +1,7 @@
-"""Write four small labelled data sets, built from installed packages without any download (`megaenc finetune demo`)."""
+"""Write four small labelled data sets (`megaenc finetune demo`).
+
+Installed packages are their source, so nothing is downloaded.
+"""
 
 import hashlib
 import json
@@ -32,23 +35,24 @@ _SECTION = re.compile(
 )
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n\s*[-*] |::\s")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_MARKED_CODE = re.compile(
-    r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}"
-)  # code in reStructuredText or Markdown
+# Code in reStructuredText or Markdown.
+_MARKED_CODE = re.compile(r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}")
 _WORD = re.compile(r"[A-Za-z_]\w*(?:[.'-]\w+)*|\d+(?:\.\d+)?|\S")
 _UNCLEAN = re.compile(r"[\\{}|`~$^<>#@]|\.\.|::|__|https?|[^ -~]")
 
 DocumentedFunction = tuple[str, str, dict[str, str]]
-"""Id (`package/path:line`), description and parameter descriptions, with markup, of a documented function or class."""
+"""Id (`package/path:line`), description and parameter descriptions, with markup, of a documented
+function or class."""
 
 
 @dataclass(frozen=True)
 class DemoDatasetsConfig:
-    """Options of `megaenc finetune demo`: the folder in which the four demo data sets are written."""
+    """Options of `megaenc finetune demo`: the folder of the four demo data sets."""
 
     output: str = "demo/finetune"
-    """folder for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent folder holds the quickstart's
-    corpus, demo_sc is built from that, else from the installed packages"""
+    """folder for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent
+    folder holds the quickstart's corpus, demo_sc is built from that, else from the installed
+    packages"""
 
 
 def ensure_demo_datasets(
@@ -56,10 +60,17 @@ def ensure_demo_datasets(
     names: Sequence[str] = DEMO_DATASETS,
     flag: str = "demo folder",
 ) -> Path:
-    """Write demo data sets of `names` missing in `folder` (all but demo_sc together); return `folder`; errors say `flag`.
+    """Write demo data sets that are missing in `folder`; return `folder`.
 
-    The three sets built from documentation are written together. Equal packages give equal bytes. A lock makes concurrent
-    processes wait. Raises InputError for an unwritable folder, or a file at the path of a set.
+    The three sets built from documentation are written together. Equal packages give equal bytes. A
+    lock makes concurrent processes wait.
+
+    Args:
+        names: Data sets to write.
+        flag: Start of errors about the folder.
+
+    Raises:
+        InputError: The folder is not writable, or a file is at the path of a set.
     """
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
@@ -76,9 +87,8 @@ def ensure_demo_datasets(
             )
     create_parent_dir(folder / "demo_sc", flag)
     with wait_for_lock(folder / corpus_demo.LOCK):
-        missing = [
-            name for name in names if not (folder / name).is_dir()
-        ]  # another process may have written them meanwhile
+        # Another process may have written them meanwhile.
+        missing = [name for name in names if not (folder / name).is_dir()]
         if missing:
             print_rank_0(
                 f"{folder}: building {', '.join(missing)} from installed packages, once; takes some minutes"
@@ -103,7 +113,7 @@ def ensure_demo_datasets(
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return (id, description, texts by parameter) of docstrings with parameters in the demo corpus's packages."""
+    """Return the docstrings with parameters in the demo corpus's packages."""
     files = corpus_demo.map_source_files(
         _parse_documented_functions,
         sorted(corpus_demo._find_source_files()),
@@ -137,7 +147,10 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
 
 
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
-    """Yield a row per paragraph of 10 to 100 words of (source, text) documents; label: package, the source's start."""
+    """Yield a row per paragraph of 10 to 100 words of (source, text) documents.
+
+    The label of a row is the package, with which the source begins.
+    """
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
@@ -150,7 +163,10 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "tokens", "tags"} per new sentence (6 to 50 words) naming a parameter; IOB2 PARAM, CODE."""
+    """Yield a row per new sentence of 6 to 50 words that names a parameter.
+
+    A row has "source", "id", "tokens" and "tags", which are IOB2 of PARAM and CODE.
+    """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = (
@@ -181,7 +197,11 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "question", "context", "answers"} per parameter (first 5); answer: its first sentence."""
+    """Yield a row per parameter, the first 5 of each function.
+
+    A row has "source", "id", "question", "context" and "answers". The answer is the first sentence
+    of the parameter's description.
+    """
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:
         described = {
@@ -207,7 +227,10 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "query", "document"} per function: first sentence, the next 6 (if at least 12 words)."""
+    """Yield a row per function: the first sentence as query, the next 6 as document.
+
+    A row has "source", "id", "query" and "document"; documents have at least 12 words.
+    """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = [
@@ -233,7 +256,10 @@ _BUILDERS = {
 
 
 def _split_clean_sentences(text: str) -> list[str]:
-    """Split the first paragraph of `text` into sentences without markup, and drop unclean, short and long ones."""
+    """Split the first paragraph of `text` into sentences without markup.
+
+    Unclean, short and long ones are dropped.
+    """
     joined = corpus_demo.strip_markup(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
     joined += "." * joined[-1:].isalnum()
     sentences = [
@@ -245,7 +271,10 @@ def _split_clean_sentences(text: str) -> list[str]:
 
 
 def _register_new_text(text: str, seen_texts: set[str]) -> bool:
-    """Add the normalized `text` to `seen_texts`; return whether it is clean and differs in more than names and numbers."""
+    """Add the normalized `text` to `seen_texts`; return whether it is new and clean.
+
+    A new text differs from others in more than names and numbers.
+    """
     key = corpus_demo.similarity_key(text)
     is_new = key not in seen_texts and text[:1].isalpha() and not _UNCLEAN.search(text)
     seen_texts.add(key)
@@ -253,7 +282,10 @@ def _register_new_text(text: str, seen_texts: set[str]) -> bool:
 
 
 def _sample_splits(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
-    """Sample balanced rows of the most frequent labels for each split; all rows of a source are in one split."""
+    """Sample balanced rows of the most frequent labels for each split.
+
+    All rows of a source are in one split.
+    """
     splits: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
     for example in sorted(examples, key=lambda row: _hash_to_int(row["id"])):
         tenth = _hash_to_int(f"split {example.pop('source')}") % 10  # a fixed choice
@@ -281,7 +313,7 @@ def _hash_to_int(text: str) -> int:
 
 
 def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
-    """Write the rows of each split to a JSONL file, rows of retrieval in BEIR's layout."""
+    """Write the rows of each split to a JSONL file; retrieval has BEIR's layout."""
     files = splits
     rows = [row for rows in splits.values() for row in rows]
     if "query" in rows[0]:
@@ -303,7 +335,7 @@ def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune demo`: write those of demo_sc, demo_tc, demo_qa and demo_ir that are missing in --output."""
+    """Run `megaenc finetune demo`: write the demo data sets that are missing."""
     silence_libraries()
     settings = flags.parse(
         DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__

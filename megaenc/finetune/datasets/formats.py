@@ -1,6 +1,7 @@
-"""Readers of labelled files (JSONL, TSV and CSV with a header, Parquet, CoNLL, SQuAD's JSON), conversion of rows to examples.
+"""Readers of labelled files, and conversion of their rows to examples.
 
-Every error begins with a location, such as file and line.
+Files are JSONL, TSV and CSV with a header, Parquet, CoNLL and SQuAD's JSON. Every error begins with
+a location, such as file and line.
 """
 
 import json
@@ -63,7 +64,11 @@ Row = tuple[str, dict[str, Any]]
 
 
 def strip_format_suffix(path: Path) -> str | None:
-    """Return the name of the file `path` without suffixes of format and compression; None if the format is unknown."""
+    """Return the name of the file `path` without suffixes of format and compression.
+
+    Returns:
+        The name, or None if the format is unknown.
+    """
     name = strip_compression_suffix(path.name)
     return next(
         (name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), None
@@ -71,7 +76,11 @@ def strip_format_suffix(path: Path) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Iterate over (location, fields) of the rows of a JSONL, TSV, CSV, Parquet, CoNLL or SQuAD file; InputError if malformed."""
+    """Return an iterator over (location, fields) of the rows of a labelled file.
+
+    Raises:
+        InputError: The file is malformed.
+    """
     name = strip_compression_suffix(path.name).lower()
     if name.endswith(_COLUMNS):
         return _read_conll(path)
@@ -101,7 +110,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
-    """Return TC for a row with tokens and tags, QA with question and context, SC with text or label; else InputError."""
+    """Return the task family of a row by its keys.
+
+    Returns:
+        TC with tokens and tags, QA with question and context, SC with text or label.
+
+    Raises:
+        InputError: No family fits.
+    """
     if "tokens" in row and "tags" in row:
         return TaskFamily.TC
     if "question" in row and "context" in row:
@@ -116,7 +132,13 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
     """Yield the number, from 1, and the text of each line of a file.
 
-    `keep_ends`: with the line's end. gzip and Zstandard are told by content. Raises InputError for invalid text.
+    gzip and Zstandard are recognized by content.
+
+    Args:
+        keep_ends: Keep the line's end.
+
+    Raises:
+        InputError: The text is no UTF-8, or a line is too long.
     """
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
@@ -142,7 +164,11 @@ def _format_conversion(encoding: str) -> str:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield (`path:line`, object) of each line of a JSONL file that is not blank; InputError if a line is no JSON object."""
+    """Yield (`path:line`, object) of each line of a JSONL file that is not blank.
+
+    Raises:
+        InputError: A line is no JSON object.
+    """
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -210,10 +236,11 @@ def _split_words(line: str, separator: str | None = None) -> list[str]:
 
 
 def _read_conll(path: Path) -> Iterator[Row]:
-    """Yield the sentences of a file with one word per line and blank lines between sentences.
+    """Yield the sentences of a file with one word per line and blank lines between.
 
-    Tags are in the column with the most IOB2 tags, the last of equals; words are in the first, or in the second if the first
-    numbers them. Lines that begin with # and have fewer columns are comments; `# sent_id = ...` gives an id.
+    Tags are in the column with the most IOB2 tags, the last of equals; words are in the first, or
+    in the second if the first numbers them. Lines that begin with # and have fewer columns are
+    comments; `# sent_id = ...` gives an id.
     """
     numbered_lines = list(read_lines(path))
     separator = (
@@ -261,7 +288,10 @@ def _read_conll(path: Path) -> Iterator[Row]:
 
 
 def _read_squad(path: Path) -> Iterator[Row]:
-    """Yield the questions of SQuAD's JSON, version 1 or 2, as rows; impossible ones have no answers."""
+    """Yield the questions of SQuAD's JSON, version 1 or 2, as rows.
+
+    Impossible ones have no answers.
+    """
     with open_decompressed(str(path)) as (_, stream):
         content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
@@ -301,7 +331,11 @@ def _read_squad(path: Path) -> Iterator[Row]:
 
 
 def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[str, Any]]:
-    """Return the list of objects under `key` of an object in SQuAD's layout. Raises InputError for anything else."""
+    """Return the list of objects under `key` of an object in SQuAD's layout.
+
+    Raises:
+        InputError: The value is anything else.
+    """
     objects = get_value(holder, key, location, list)
     for entry in objects:
         if not isinstance(entry, dict):
@@ -313,7 +347,7 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
 
 @dataclass(frozen=True)
 class LabelSet:
-    """Labels of a data set in the order of their indices, and whether an integer in a row is an index (`is_indexed`)."""
+    """Labels of a data set in the order of their indices."""
 
     labels: tuple[str, ...]
     is_indexed: bool
@@ -326,11 +360,14 @@ class LabelSet:
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        """Return the index of each label."""
         return {label: index for index, label in enumerate(self.labels)}
 
     def index(self, value: Any, location: str) -> int:
-        """Return the index of the label `value`: a name or, if `is_indexed`, an index; InputError if it is unknown."""
+        """Return the index of the label `value`, a name or, if `is_indexed`, an index.
+
+        Raises:
+            InputError: The label is unknown.
+        """
         name = parse_label(value, location)
         is_position = isinstance(value, int) or (_POSITION.fullmatch(name) and not self.has_numbers)
         if self.is_indexed and is_position:
@@ -352,7 +389,7 @@ _NO_REGRESSION = "found a number with a point, expected a class; regression is n
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
     """Return whether all rows have the label -1, which is none of `labels`.
 
-    False without rows.
+    Without rows the result is False.
     """
     if _HIDDEN in labels.labels:
         return False
@@ -365,7 +402,11 @@ def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelS
 
 
 def parse_label(value: Any, location: str) -> str:
-    """Return the label `value`, an integer or text that is not empty, as text; else raise InputError at `location`."""
+    """Return the label `value`, an integer or text that is not empty, as text.
+
+    Raises:
+        InputError: The value is anything else; the message begins with `location`.
+    """
     if isinstance(value, float):
         raise InputError(f"{location}: label {value}: {_NO_REGRESSION}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
@@ -374,7 +415,9 @@ def parse_label(value: Any, location: str) -> str:
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the LabelSet of (location, row) pairs: sorted classes (SC), or "O" and the other tags sorted (otherwise).
+    """Return the LabelSet of (location, row) pairs.
+
+    Classes of SC are sorted. Tags are "O" and the others, sorted.
 
     Raises:
         InputError: A label is invalid, or all are numbers and one has a point or an exponent.
@@ -405,10 +448,14 @@ def check_label_names(
 ) -> LabelSet:
     """Return the LabelSet of listed `names`.
 
-    Raises InputError, beginning with `place`, if they are invalid.
+    An integer in a row is a position, but a name if some names are numbers.
 
-    An integer in a row is a position, except that it is a name if some names are numbers.
-    `is_encoded`: the rows hold the names as positions, whatever the names are.
+    Args:
+        place: Start of the error.
+        is_encoded: Whether the rows hold the names as positions, whatever the names are.
+
+    Raises:
+        InputError: The names are invalid.
     """
     is_name_list = (
         isinstance(names, list) and names and all(isinstance(name, str) for name in names)
@@ -425,7 +472,14 @@ def check_label_names(
 
 
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
-    """Return `tag` if it is IOB2 text (O, B-TYPE, I-TYPE) or, if `is_indexed`, a decimal number; else raise InputError."""
+    """Return `tag` if it is IOB2 text: O, B-TYPE or I-TYPE.
+
+    Args:
+        is_indexed: Accept a decimal number too.
+
+    Raises:
+        InputError: The tag is anything else.
+    """
     if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (
         is_indexed and f"{tag}".isdecimal()
     ):
@@ -444,10 +498,16 @@ def build_example(
     labels: LabelSet,
     pair_template: str,
 ) -> LabelledText | TaggedWords | Question:
-    """Return `row` as LabelledText (SC), TaggedWords (TC), Question (QA); InputError if invalid. `name`: its default id.
+    """Return a row as LabelledText (SC), TaggedWords (TC) or Question (QA).
 
-    SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
-    `answers`, a mapping of two lists: `text` and `answer_start`. Raises InputError for an invalid row.
+    SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA:
+    `question`, `context` and `answers`, a mapping of two lists: `text` and `answer_start`.
+
+    Args:
+        name: Id of a row without one.
+
+    Raises:
+        InputError: The row is invalid.
     """
     row_id = check_id(row, location)
     name = name if row_id is None else str(row_id)
@@ -460,9 +520,10 @@ def build_example(
 
 
 def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
-    """Return the id of a row, None without one or for an empty one.
+    """Return the id of a row, or None if it is missing or empty.
 
-    Raises InputError at `location` unless it is text or an integer.
+    Raises:
+        InputError: The id is neither text nor an integer.
     """
     row_id = row.get("id")
     if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
@@ -493,7 +554,11 @@ def build_labelled_text(
 def _build_tagged_words(
     row: Mapping[str, Any], location: str, name: str, labels: LabelSet
 ) -> TaggedWords:
-    """Convert a row of TC. Raises InputError for an invalid row."""
+    """Convert a row of TC.
+
+    Raises:
+        InputError: The row is invalid.
+    """
     words, tags = (get_value(row, key, location, list) for key in ("tokens", "tags"))
     if len(words) != len(tags):
         raise InputError(
@@ -509,7 +574,11 @@ def _build_tagged_words(
 
 
 def _build_question(row: Mapping[str, Any], location: str, name: str) -> Question:
-    """Convert a row of QA, whose answers must stand in the context. Raises InputError for an invalid row."""
+    """Convert a row of QA, whose answers must stand in the context.
+
+    Raises:
+        InputError: The row is invalid.
+    """
     answers = (
         {"text": [], "answer_start": []}
         if _is_impossible(row, location)
@@ -548,7 +617,8 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
 def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
     """Return whether a question is marked as unanswerable.
 
-    Raises InputError at `location` for any other mark than true, false or null.
+    Raises:
+        InputError: The mark is not true, false or null.
     """
     mark = row.get("is_impossible")
     if mark not in (None, False, True):
@@ -559,7 +629,11 @@ def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:
-    """Record in `places` that the id `key` stands at `location`; raise InputError, naming both places, for a repeated id."""
+    """Record in `places` that the id `key` stands at `location`.
+
+    Raises:
+        InputError: The id is repeated; the message names both places.
+    """
     if key in places:
         raise InputError(
             f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids"
@@ -568,7 +642,11 @@ def register_id(places: dict[str, str], key: str, location: str, kind: str = "id
 
 
 def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = object) -> Any:
-    """Return `row[key]`; raise InputError at `location` if it is missing, null or not of type `kind` (str or list)."""
+    """Return the value `row[key]` after a check of its type.
+
+    Raises:
+        InputError: The value is missing, null or not of type `kind` (str or list).
+    """
     if key not in row:
         raise InputError(f"{location}: no key `{key}`; found {format_names(list(row))}")
     if row[key] is None or not isinstance(row[key], kind):
@@ -580,7 +658,10 @@ def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = obje
 
 
 def format_name_list(names: Sequence[str]) -> str:
-    """Return the first 12 names joined by commas, followed by `and N more` if there are more, for an error message."""
+    """Return the first 12 names joined by commas, for an error message.
+
+    `and N more` follows if there are more.
+    """
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 

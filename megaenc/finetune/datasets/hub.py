@@ -1,6 +1,7 @@
 """The study's twelve data sets on the Hugging Face Hub.
 
-Names, splits and rules follow the study's evaluation: github.com/hgissbkh/EncodEval, encodeval/datasets.py.
+Names, splits and rules follow the study's evaluation: github.com/hgissbkh/EncodEval,
+encodeval/datasets.py.
 """
 
 import functools
@@ -38,7 +39,7 @@ _ROWS_AT_ONCE = 100_000
 
 @dataclass(frozen=True)
 class HubSpec:
-    """Description of a Hub data set: family, repository, columns by field, text template, labels, and rule of the splits."""
+    """Description of a Hub data set: repository, columns, labels and rule of splits."""
 
     family: TaskFamily
     repository: str
@@ -91,7 +92,14 @@ HUB_DATASETS: dict[str, HubSpec] = {
 
 
 def load_hub(name: str, revision: str = "") -> Dataset:
-    """Return HUB_DATASETS[name] as Dataset at `revision` (empty: default; InputError if retrieval); downloads later."""
+    """Return HUB_DATASETS[name] as Dataset, which is downloaded later.
+
+    Args:
+        revision: Revision of the repository; empty: its default.
+
+    Raises:
+        InputError: A revision of a retrieval set, which has several repositories, is given.
+    """
     spec = HUB_DATASETS[name]
     is_retrieval = spec.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and is_retrieval:
@@ -129,7 +137,10 @@ def load_hub(name: str, revision: str = "") -> Dataset:
 
 
 def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples:
-    """Load a split of a classification, tagging or question answering set; skip invalid questions with a message."""
+    """Load a split of a classification, tagging or question answering set.
+
+    Invalid questions are skipped with a message.
+    """
     spec = HUB_DATASETS[name]
     shared = spec.test != "test"
     on_hub = spec.test if split == "test" else "train" if shared else split
@@ -154,9 +165,15 @@ def build_hub_examples(
     spec: HubSpec,
     labels: formats.LabelSet,
 ) -> Examples:
-    """Return the examples of the rows of `data`, with row `numbers` in the Hub's split `on_hub`; InputError for a wrong row.
+    """Return the examples of the rows of `data`.
 
     Empty sentences are left out, and invalid questions with a message.
+
+    Args:
+        numbers: Row numbers in the Hub's split `on_hub`.
+
+    Raises:
+        InputError: A row is wrong.
     """
     # Names of integer tags on the Hub, if it has them.
     tags = (
@@ -198,7 +215,11 @@ def build_hub_examples(
 
 
 def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples:
-    """Load the training pairs `name`. Raises InputError for any other split than train."""
+    """Load the training pairs `name`.
+
+    Raises:
+        InputError: The split is not train.
+    """
     if split != "train":
         raise InputError(
             f"{name}: has training data only, expected msmarco, nq or mldr_en to evaluate on"
@@ -215,7 +236,10 @@ def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples
 
 
 def _build_retrieval_loader(name: str) -> Callable[[SplitName], Examples]:
-    """Return a function that loads a split of a retrieval set; documents are those judged for validation or test."""
+    """Return a function that loads a split of a retrieval set.
+
+    Documents are those judged for validation or test.
+    """
 
     @functools.cache
     def read() -> tuple[dict[SplitName, Qrels], dict[str, str], dict[str, str]]:
@@ -279,10 +303,16 @@ def _load_mldr_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
 
 
 def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) -> dict[str, str]:
-    """Load the texts of `part` ("queries" or "corpus") with ids in `judged`, by id; MS MARCO has 8.8 million others.
+    """Load the texts of `part` with ids in `judged`, by id.
 
-    NQ's documents begin with their title and a full stop, even if the title is empty, as in the study. Raises InputError if a
-    row is missing.
+    MS MARCO has 8.8 million others. NQ's documents begin with their title and a full stop, even if
+    the title is empty, as in the study.
+
+    Args:
+        part: "queries" or "corpus".
+
+    Raises:
+        InputError: A row is missing.
     """
     import pyarrow
     import pyarrow.compute
@@ -322,9 +352,15 @@ def _load_hub_split(
     config: str | None = None,
     revision: str = "",
 ) -> Any:
-    """Return a split, with at least `columns`, of a Hub repository (default: that of `name`) or the cache of `datasets`.
+    """Return a split of a Hub repository, from the Hub or the cache of `datasets`.
 
-    Raises DataUnavailable for a temporary failure, else InputError.
+    Args:
+        columns: Columns that the split must have.
+        repository: By default that of `name`.
+
+    Raises:
+        DataUnavailable: A failure is temporary.
+        InputError: The split cannot be read, or lacks a column.
     """
     advice = f"expected a network once, or local files: {name}=FOLDER"
     repository = repository or HUB_DATASETS[name].repository
@@ -350,9 +386,17 @@ def load_from_hub(
     is_retried: bool = False,
     **options: Any,
 ) -> Any:
-    """Return `datasets.load_dataset` of a repository, with its `options`, at a revision or, without one, at its default.
+    """Return `datasets.load_dataset` of a repository, with its `options`.
 
-    Raises InputError, with `start` and `advice` around the reason; if `is_retried`, DataUnavailable for a temporary failure.
+    Args:
+        revision: Revision of the repository; empty: its default.
+        start: Start of the error.
+        advice: End of the error.
+        is_retried: Raise DataUnavailable for a temporary failure.
+
+    Raises:
+        DataUnavailable: `is_retried`, and the failure is temporary.
+        InputError: The repository cannot be read.
     """
     import datasets
 
@@ -366,9 +410,8 @@ def load_from_hub(
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error) or revision:
                 raise
-            return load_dataset(
-                revision=_PARQUET_REVISION
-            )  # the Hub's conversion of a data set with a loading script
+            # The Hub's conversion of a data set with a loading script.
+            return load_dataset(revision=_PARQUET_REVISION)
     except Exception as error:  # no network, no such revision, a damaged cache: of many types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
             type(error).__name__
@@ -396,7 +439,7 @@ _NETWORK_ERRORS = {
 
 
 def _is_temporary(error: BaseException | None) -> bool:
-    """Return whether `error` or one of its causes is a failure of the network or the Hub's servers."""
+    """Return whether `error` or one of its causes is a failure of network or servers."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if (

@@ -1,4 +1,7 @@
-"""Data sets of the Hugging Face Hub by their repository, ORG/NAME, with columns, labels and splits found in the data."""
+"""Data sets of the Hugging Face Hub by their repository, ORG/NAME.
+
+Columns, labels and splits are found in the data.
+"""
 
 import os
 import re
@@ -49,7 +52,7 @@ _EXPECTED = (
 
 
 class HubReference(NamedTuple):
-    """Repository of a data set on the Hub, with a configuration and a revision or empty."""
+    """Repository of a data set on the Hub, with a configuration and a revision or ""."""
 
     repository: str
     config: str
@@ -57,15 +60,16 @@ class HubReference(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name in results: that of the repository without its owner, and the configuration's, if there is one."""
+        """Return the name in results: the repository without its owner, and CONFIG if any."""
         name = self.repository.rpartition("/")[2]
         return f"{name}-{self.config}" if self.config else name
 
 
 def parse_hub_reference(text: str) -> HubReference | None:
-    """Return the HubReference of `ORG/NAME`, `ORG/NAME:CONFIG`, each with @REVISION, or with `hf:` before it; else None.
+    """Return the HubReference of `ORG/NAME`, or None for other text.
 
-    An existing path is none, and neither is a path in an existing folder, unless `hf:` is before it.
+    `ORG/NAME:CONFIG` is one too, each may have @REVISION, and `hf:` may be before it. An existing
+    path is none, and neither is a path in an existing folder, unless `hf:` is before it.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):
@@ -79,9 +83,15 @@ def parse_hub_reference(text: str) -> HubReference | None:
 def load_hub_repository(
     name: str, reference: HubReference, flags: DatasetConfig, start: str
 ) -> Dataset:
-    """Return the Dataset `name` of a repository on the Hub, which is read to find its columns and labels.
+    """Return the Dataset `name` of a repository on the Hub.
 
-    `start` is the start of the error if the repository cannot be read. Raises InputError for data of no known task too.
+    The repository is read to find its columns and labels.
+
+    Args:
+        start: Start of the error if the repository cannot be read.
+
+    Raises:
+        InputError: The repository cannot be read, or its data is of no known task.
     """
     repository, config, revision = reference
     advice = "expected a data set of the Hub and a network once, or a path of local data"
@@ -125,7 +135,11 @@ def load_hub_repository(
 
 
 def _find_columns(place: str, columns: list[str], task: str) -> tuple[TaskFamily, dict[str, str]]:
-    """Return the task family of a table with `columns` and its column by our field name; InputError if there is none."""
+    """Return the task family of a table with `columns`, and its columns by field.
+
+    Raises:
+        InputError: No family fits.
+    """
     for family, candidates in _COLUMNS.items():
         fields = next(
             (fields for fields in candidates if set(fields.values()) <= set(columns)), None
@@ -145,7 +159,10 @@ def _find_labels(
     fields: Mapping[str, str],
     splits: Mapping[SplitName, str],
 ) -> formats.LabelSet:
-    """Return the labels of the Hub's class names, if it has them, else those of the rows of the first split, sorted."""
+    """Return the labels of the Hub's class names, else of the first split's rows.
+
+    Labels of rows are sorted.
+    """
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
     ours = "label" if family is TaskFamily.SC else "tags"

@@ -1,4 +1,7 @@
-"""Labelled data in local files: a folder with a file per split, a folder in BEIR's layout, or a single file."""
+"""Labelled data in local files.
+
+A data set is a folder with a file per split, a folder in BEIR's layout, or a single file.
+"""
 
 import functools
 import re
@@ -40,25 +43,30 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of data sets: task, template of text pairs, documents to search, training set of retrieval, demo folder."""
+    """Options of data sets: task, text pairs, documents, training set and demo folder."""
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
-    """task of local data, by default inferred from the files: SC sequence classification, TC token classification, QA question
-    answering, IR retrieval"""
+    """task of local data, by default inferred from the files: SC sequence classification, TC token
+    classification, QA question answering, IR retrieval"""
     pair_template: str = TOKENIZER_PAIRS
-    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study: by the study's template; or a
-    template with {text} and {text_pair}; local data named like a data set of the study uses the study's template"""
+    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
+    by the study's template; or a template with {text} and {text_pair}; local data named like a data
+    set of the study uses the study's template"""
     whole_corpus: bool = False
-    """search all documents of local retrieval data; by default only those judged for validation or test, as in the study"""
+    """search all documents of local retrieval data; by default only those judged for validation or
+    test, as in the study"""
     train_on: str = ""
-    """retrieval data set to train on; by default each set's own training pairs; other tasks ignore it"""
+    """retrieval data set to train on; by default each set's own training pairs; other tasks ignore
+    it"""
     demo_folder: str = "demo/finetune"
     """folder of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
-        """Raise InputError for a `pair_template` that cannot join two texts.
+        """Check that `pair_template` can join two texts.
 
-        It is a known name, or a format string of exactly `text` and `text_pair`.
+        Raises:
+            InputError: The template is neither a known name nor a format string of exactly `text`
+                and `text_pair`.
         """
         if self.pair_template in (TOKENIZER_PAIRS, STUDY_PAIRS):
             return
@@ -82,7 +90,11 @@ class DatasetConfig:
 
 
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
-    """Return the Dataset `name` of the folder or file `path`; InputError if its format is unknown or not of `flags.task`."""
+    """Return the Dataset `name` of the folder or file `path`.
+
+    Raises:
+        InputError: The format is unknown, or the data is not of `flags.task`.
+    """
     if path.is_dir() and beir.is_beir_folder(path):
         if flags.task not in ("", "IR"):
             raise InputError(
@@ -128,7 +140,8 @@ def print_hidden_test(name: str, test: str) -> None:
 def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
     """Return the pair template that a data set's fingerprint holds.
 
-    Without pairs TOKENIZER_PAIRS has no effect, and is the study's template, as in fingerprints of earlier versions.
+    Without pairs TOKENIZER_PAIRS has no effect, and is the study's template, as in fingerprints of
+    earlier versions.
     """
     return PAIR_TEMPLATE if template == TOKENIZER_PAIRS and not has_pairs() else template
 
@@ -147,9 +160,12 @@ def build_split_reader(
     read_part: Callable[[Part], Examples],
     noun: str = "file",
 ) -> Callable[[SplitName], Examples]:
-    """Return a function that reads a split of `parts`: files, or splits on the Hub, by role; a missing one is part of train.
+    """Return a function that reads a split; a missing one is part of train.
 
-    `place` is the source and `noun` the kind of `parts` in messages.
+    Args:
+        place: Source of `parts` in messages.
+        parts: Files, or splits on the Hub, by role.
+        noun: Kind of `parts` in messages.
     """
     ending = ".*" if noun == "file" else ""
 
@@ -182,7 +198,7 @@ def build_split_reader(
 
 
 def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
-    """Return the name of each of train, validation and test among `names`, without those that are not there."""
+    """Return the names of train, validation and test that are among `names`, by split."""
     known = set(names)
     matches = {
         split: [word for word in words if word in known] for split, words in _SPLIT_WORDS.items()
@@ -223,7 +239,8 @@ def _read_examples(
 def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) -> formats.LabelSet:
     """Return the labels of meta.json, else of the first Parquet schema, else of rows.
 
-    Raises InputError for Parquet files whose class names differ, because the rows hold positions in them.
+    Raises:
+        InputError: Class names of Parquet files differ, although rows hold positions in them.
     """
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
@@ -258,7 +275,11 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
 
 
 def find_split_files(path: Path) -> dict[SplitName, Path]:
-    """Return the file of each split in a folder, found by a word of its name (`train`, `en_ewt-ud-train`)."""
+    """Return the file of each split in a folder.
+
+    A word of a file's name gives the split (`train`, `en_ewt-ud-train`). A single file is the test
+    split.
+    """
     if path.is_file():
         if formats.strip_format_suffix(path) is None:
             raise InputError(

@@ -1,4 +1,7 @@
-"""Labelled data in Parquet files: their rows, and the class names that `datasets` writes into their schema."""
+"""Labelled data in Parquet files: their rows, and class names of their schema.
+
+`datasets` writes class names into the schema.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,11 @@ _ROWS_PER_BATCH = 1000
 
 
 def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`path:row N`, fields) of each row of a Parquet file; InputError if it cannot be read or has a column twice."""
+    """Yield (`path:row N`, fields) of each row of a Parquet file.
+
+    Raises:
+        InputError: The file cannot be read, or has a column twice.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -27,19 +34,18 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for fields in batch.to_pylist():
                     yield f"{path}:row {row}", fields
                     row += 1
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-    ) as error:  # also text or dates that Python does not know
+    # Text and dates that Python does not know are errors of the last two types.
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InputError(
             f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})"
         ) from None
 
 
 def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
-    """Return the class names that `datasets` wrote into a Parquet file's schema for a column of labels or tags, or None."""
+    """Return the class names of a column of labels or tags in a Parquet file's schema.
+
+    `datasets` writes them there. None if there are none.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,7 @@
-"""Registry of data sets: lookup by name, for the study's twelve and the demo sets, or by path."""
+"""Registry of data sets: lookup by name or by path.
+
+Names are the study's twelve and the demo sets.
+"""
 
 import os
 import re
@@ -17,12 +20,18 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
-    """Return the Dataset of a known name, a local path or a repository of the Hub; `options`: fields of DatasetConfig.
+    """Return the Dataset of a known name, a local path or a repository of the Hub.
 
-    Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, named
-    after its folder or file, a repository ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION, and `NAME=` before a path
-    or repository. With a study's name before it, pairs use the study's template. Raises InputError for anything else, with the
-    closest name.
+    Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub),
+    a path to local data, named after its folder or file, a repository ORG/NAME, ORG/NAME:CONFIG or
+    hf:NAME, each with @REVISION, and `NAME=` before a path or repository. With a study's name
+    before it, pairs use the study's template.
+
+    Args:
+        options: Fields of DatasetConfig.
+
+    Raises:
+        InputError: The name is unknown; the message has the closest one.
     """
     flags = DatasetConfig(**options)
     flags.check()
@@ -68,9 +77,11 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 
 
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
-    """Return (name in results, path) of a known `NAME` or `NAME@REVISION`, whose path is None, or of `PATH` or `NAME=PATH`.
+    """Return the name in results and the path of a data set.
 
-    The path need not exist; a missing one is named like a folder, or like the repository of the Hub that it stands for.
+    The path of a known `NAME` or `NAME@REVISION` is None. The path of `PATH` or `NAME=PATH` need
+    not exist. A missing one is named like a folder, or like the repository of the Hub that it
+    stands for.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:
@@ -91,7 +102,11 @@ def _split_name(name_or_path: str) -> tuple[str, str]:
 
 
 def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
-    """Raise InputError if the path does not exist, or the name is not valid as a folder's name in results."""
+    """Check that the path exists, and that the name is valid in results.
+
+    Raises:
+        InputError: The path is missing, or the name is invalid.
+    """
     if not os.path.exists(path):
         if name_or_path.partition("=")[1] or "/" in name_or_path:
             raise InputError(
@@ -106,7 +121,11 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
 
 
 def _check_name(name_or_path: str, name: str) -> None:
-    """Raise InputError if `name` is not valid as a folder's name in results."""
+    """Check that `name` is valid as a folder's name in results.
+
+    Raises:
+        InputError: The name is invalid.
+    """
     if not _NAME.fullmatch(name):
         raise InputError(
             f"data set {name_or_path}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)"

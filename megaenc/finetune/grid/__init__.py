@@ -1,1 +1,4 @@
-"""Grids of fine-tuning runs over models, data sets, learning rates and seeds, in local processes or on Slurm."""
+"""Grids of fine-tuning runs over models, data sets, learning rates and seeds.
+
+The runs of a grid are local processes or tasks of Slurm.
+"""

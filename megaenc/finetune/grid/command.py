@@ -1,4 +1,7 @@
-"""Fine-tune every model on every data set with every learning rate and seed (`megaenc finetune grid`)."""
+"""Fine-tune every model on every data set (`megaenc finetune grid`).
+
+A grid has a run for each learning rate and seed.
+"""
 
 import sys
 import time
@@ -38,12 +41,13 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Options of `megaenc finetune grid`: models, data sets, learning rates, seeds, results folder, execution, protocol."""
+    """Options of `megaenc finetune grid`: models, data sets, rates, seeds, execution."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
-    """Hugging Face folders of encoders or decoders; the last part names the results, NAME=FOLDER gives another name"""
+    """Hugging Face folders of encoders or decoders; the last part names the results, NAME=FOLDER
+    gives another name"""
     datasets: tuple[str, ...] = ()
     """data sets by name or path, like --dataset of `megaenc finetune run`"""
     learning_rates: tuple[PositiveFloat, ...] = LEARNING_RATES
@@ -53,8 +57,9 @@ class GridConfig:
     output: str = "results"
     """folder of results; runs that are finished there are not repeated"""
     keep: Literal["none", "best", "all"] = "none"
-    """models to write, in Hugging Face's format, to `model` in the results of their run: none, all, or best, the one of the best
-    validation score for each model and training set; runs that were finished before have none"""
+    """models to write, in Hugging Face's format, to `model` in the results of their run: none, all,
+    or best, the one of the best validation score for each model and training set; runs that were
+    finished before have none"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
     local: LocalExecution = field(default_factory=LocalExecution)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -62,7 +67,7 @@ class GridConfig:
 
 
 class GridPlan(NamedTuple):
-    """All jobs of a grid, the unfinished ones to run, and those that failed before and are not to be repeated."""
+    """All jobs of a grid, the unfinished ones, and those that failed before."""
 
     jobs: list[FinetuneJob]
     """All jobs, in order of execution."""
@@ -73,7 +78,11 @@ class GridPlan(NamedTuple):
 
 
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
-    """Return the jobs of a grid as GridPlan, by their results so far; InputError for wrong flags, models or data sets."""
+    """Return the jobs of a grid, and which of them remain by their results so far.
+
+    Raises:
+        InputError: A flag, model or data set is wrong.
+    """
     settings.protocol.check()
     for name in ("model", "datasets", "learning_rates"):
         if not getattr(settings, name):
@@ -104,7 +113,10 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
-    """Print the numbers of results and trainings of a grid, and how many trainings are finished, failed before and to do."""
+    """Print how many trainings a grid has, and how many are finished or remain.
+
+    Trainings that failed before are counted too.
+    """
     trainings = len(plan.jobs)
     evaluations = sum(len(job.evaluate_on) for job in plan.jobs)
     sizes = {
@@ -130,7 +142,7 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
 
 
 def _count_unkept(plan: GridPlan) -> int:
-    """Return the number of finished runs that lack a model although --keep asks for one of them, or for all."""
+    """Return the number of finished runs that lack a model that --keep asks for."""
     unfinished = {job.name for job in (*plan.pending, *(job for job, _ in plan.failed))}
     kept: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for job in plan.jobs:
@@ -147,7 +159,10 @@ def print_grid_result(
     failed_before: Sequence[tuple[FinetuneJob, Path]],
     seconds: float,
 ) -> None:
-    """Print the jobs without result by reason, and the time; if there are any, exit with 2 (all had wrong input) or 1."""
+    """Print the jobs without result by reason, and the time; exit if there are any.
+
+    The exit code is 2 if all had wrong input, else 1.
+    """
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
     for failure in failed:
         by_reason[failure.reason].append(failure.job)
@@ -172,7 +187,7 @@ def print_grid_result(
 
 @handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune grid`: do the missing trainings of all models, data sets, rates and seeds, here or on Slurm."""
+    """Run `megaenc finetune grid`: do the missing trainings, locally or on Slurm."""
     silence_libraries()
     settings = flags.parse_with_config(
         GridConfig, argv, prog="megaenc finetune grid", description=__doc__
@@ -185,7 +200,10 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
 def run_grid(
     settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION
 ) -> None:
-    """Run a grid's unfinished jobs here, exiting with 1 (wrong input: 2) if one has no result, or submit them to Slurm."""
+    """Run a grid's unfinished jobs on this machine, or submit them to Slurm.
+
+    On this machine, the exit code is 1 if a job has no result, 2 if all those had wrong input.
+    """
     settings = (
         replace(settings, output=str(Path(settings.output).resolve()))
         if settings.slurm.slurm

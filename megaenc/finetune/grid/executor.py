@@ -1,4 +1,4 @@
-"""Local execution of a grid: a pool of child processes, with one retry after a crash."""
+"""Local execution of a grid: a pool of child processes, and retries after crashes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -25,20 +25,22 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 
 @dataclass(frozen=True)
 class LocalExecution:
-    """Options of running a grid on this machine: concurrent runs, runs per GPU, hang timeout, repetition of failed runs."""
+    """Options of a grid on this machine: concurrent runs, hang timeout and retries."""
 
     jobs: NonNegativeInt = 0
-    """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run for every --threads cores"""
+    """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run
+    for every --threads cores"""
     jobs_per_gpu: PositiveInt = 1
     """number of runs that share a GPU"""
     hang_minutes: NonNegativeFloat = 60.0
-    """minutes without progress after which a run is killed and counts as crashed; 0 disables this"""
+    """minutes without progress after which a run is killed and counts as crashed; 0 disables
+    this"""
     retry_failed: bool = False
     """repeat runs that failed with a NaN loss and left failed.json"""
 
 
 class FailedJob(NamedTuple):
-    """Job that ended without results, the reason as text, and whether the reason is wrong input."""
+    """Job that ended without results, and the reason as text."""
 
     job: FinetuneJob
     reason: str
@@ -52,10 +54,13 @@ def execute_jobs(
     local: LocalExecution,
     printed_messages: Iterable[str] = (),
 ) -> list[FailedJob]:
-    """Run `jobs` in child processes, a crashed one twice; return a FailedJob per job without results, in `jobs` order.
+    """Run `jobs` in child processes; retry a crashed one once, after the others.
 
-    A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at
-    the end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
+    A job locked by another process is waited for. All processes are killed at the end; finished
+    results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
+
+    Returns:
+        A FailedJob for each job without results, in the order of `jobs`.
     """
     if not jobs:
         return []
@@ -123,7 +128,7 @@ def execute_jobs(
 
 
 def _describe_failure(job: FinetuneJob, outcome: JobOutcome) -> str:
-    """Return the reason of a failed or refused job; of a crashed one, also its log file and last lines."""
+    """Return the reason of a failure; of a crash, also its log file and last lines."""
     if outcome.kind in ("failed", "refused"):
         return outcome.reason
     last = (

@@ -34,10 +34,13 @@ def build_jobs(
     data: DatasetConfig,
     find_dataset: DatasetFinder,
 ) -> list[FinetuneJob]:
-    """Return one FinetuneJob per model, training set, seed and learning rate; sets with the same training pairs share jobs.
+    """Return one FinetuneJob per model, training set, seed and learning rate.
 
-    Jobs are ordered by training set, model, seed and learning rate, so that the cells of a summary fill one by one. Raises
-    InputError for an unusable model or data set.
+    Data sets with the same training pairs share jobs. Jobs are ordered by training set, model, seed
+    and learning rate, so that the cells of a summary fill one by one.
+
+    Raises:
+        InputError: A model or data set is unusable.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [
@@ -103,10 +106,7 @@ def build_jobs(
 
 
 def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> FinetuneConfig:
-    """Return `protocol` with the default special tokens of a tokenizer.
-
-    Unchanged if it asks for some.
-    """
+    """Return `protocol` with the tokenizer's default special tokens if it names none."""
     if protocol.special_tokens or protocol.adds_named_tokens:
         return protocol.normalize_special_tokens()
     from megaenc.data.tokenizer.tokenizer import load_tokenizer  # imports transformers
@@ -116,7 +116,11 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
 
 
 def parse_model(name_or_path: str) -> NamedSource:
-    """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`; InputError if it holds no model."""
+    """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`.
+
+    Raises:
+        InputError: The folder holds no model, or the name is invalid.
+    """
     name, equals, folder = name_or_path.partition("=")
     if not equals or "/" in name:
         name = ""
@@ -134,10 +138,15 @@ def parse_model(name_or_path: str) -> NamedSource:
 def select_remaining_work(
     job: FinetuneJob, *, retry_failed: bool
 ) -> tuple[FinetuneJob | None, Path | None]:
-    """Return (`job` on its unfinished data sets, None), (None, failed.json) if failed unless `retry_failed`, or Nones.
+    """Return `job` with the data sets that lack results, or its failed.json.
 
-    A failed training has failed for all its data sets; it is selected only if `retry_failed`. Raises InputError for results of
-    another protocol.
+    A failed training has failed for all its data sets and is selected only if `retry_failed`.
+
+    Returns:
+        (job, None), (None, failed.json) of a failed job, or (None, None) of a finished one.
+
+    Raises:
+        InputError: Results are of another protocol.
     """
     states = [
         (dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on
@@ -150,15 +159,16 @@ def select_remaining_work(
 
 
 def is_run_locked(job: FinetuneJob) -> bool:
-    """Return whether another process holds the lock of the job's training, which it is then running."""
+    """Return whether another process runs the job's training and so holds its lock."""
     with try_lock_run(job) as is_own:
         return not is_own
 
 
 def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
-    """Return a context manager that tries to lock the job's training without waiting and yields whether it has the lock.
+    """Return a context manager that tries to lock the job's training without waiting.
 
-    On a file system without locks the work may be done twice, with equal results, written atomically.
+    The context yields whether the lock was acquired. On a file system without locks the work may be
+    done twice, with equal results, written atomically.
     """
     name = f"{job.family}_{job.train_on}_lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     return try_lock(Path(job.output, job.model.name, ".locks", name))

@@ -1,4 +1,7 @@
-"""Progress display of a grid: a row per running job and one for the grid, or plain lines without a terminal."""
+"""Progress display of a grid: a row per running job and one for the grid.
+
+Plain lines are printed if stdout is not a terminal.
+"""
 
 import time
 from collections.abc import Mapping
@@ -16,20 +19,26 @@ _STAGES = {
 
 
 def estimate_completion(progress: RunProgress) -> float:
-    """Return the estimated fraction of a run that is done, 0 to 1, from its stage and the progress within the stage."""
+    """Return the estimated fraction of a run that is done, 0 to 1.
+
+    The estimate uses the run's stage and the progress in the stage.
+    """
     begin, length = _STAGES[progress.stage]
     return begin + length * (min(progress.done / progress.total, 1) if progress.total else 0)
 
 
 class GridProgress(ProgressLine):
-    """Progress display of a grid of `runs` runs: rows for the grid and each running job; plain lines without terminal."""
+    """Progress display of a grid of `runs` runs, with rows for it and running jobs.
+
+    Plain lines are printed if stdout is not a terminal.
+    """
 
     def __init__(self, runs: int) -> None:
         super().__init__("grid", total=runs, row_widths=(10, 16))
         self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}
 
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
-        """Display the numbers of finished and failed jobs, the time left, and stage and progress of the `running` jobs."""
+        """Display the counts of jobs, the time left, and the progress of running jobs."""
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}
         self._stage_starts = {stage: self._stage_starts.get(stage, now) for stage in stages}
@@ -58,7 +67,7 @@ class GridProgress(ProgressLine):
 
 
 def _format_row(job: FinetuneJob, progress: RunProgress, seconds: float) -> ProgressRow:
-    """Build the display row of a run that has spent `seconds` in its stage."""
+    """Return the display row of a run that has spent `seconds` in its stage."""
     parts = []
     if progress.total and 0 < progress.done < progress.total and seconds:
         parts.append(

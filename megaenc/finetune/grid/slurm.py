@@ -1,4 +1,7 @@
-"""Submission of a grid to Slurm through submitit, as a job array whose tasks run a part of the jobs each."""
+"""Submission of a grid to Slurm through submitit, as a job array.
+
+Each task of the array runs a part of the jobs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from megaenc.slurm import ClusterConfig, submit_tasks
 
 @dataclass(frozen=True)
 class SlurmConfig(ClusterConfig):
-    """Options of submission of a grid to Slurm as one job array: those of any submission, and the runs of a task."""
+    """Options of the submission of a grid to Slurm as one job array."""
 
     jobs_per_task: PositiveInt = 30
     """runs of a task; --jobs and --jobs-per-gpu limit how many are concurrent"""
@@ -22,21 +25,24 @@ class SlurmConfig(ClusterConfig):
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Picklable task of a job array: a call runs its unfinished jobs and returns the number of jobs without results."""
+    """Picklable task of a job array, which runs its unfinished jobs."""
 
     jobs: tuple[FinetuneJob, ...]
     run_function: str
     local: LocalExecution
 
     def __call__(self) -> int:
-        """Run the unfinished jobs on this machine; return the number of jobs without results."""
+        """Run the unfinished jobs on this machine; return the number without results."""
         from megaenc.console import silence_libraries
 
         silence_libraries()
         return len(execute_jobs(self.jobs, self.run_function, self.local))
 
     def checkpoint(self) -> Any:
-        """Return submitit's DelayedSubmission of the same task, to requeue at the time limit; finished jobs stay."""
+        """Return submitit's DelayedSubmission of the same task.
+
+        submitit requeues the task with it at the time limit. Results of finished jobs stay.
+        """
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -49,7 +55,14 @@ def submit_jobs(
     local: LocalExecution,
     output: str,
 ) -> list[Any]:
-    """Submit `jobs` to Slurm as one array and print its ids; return submitit's job of each task. InputError if it fails."""
+    """Submit `jobs` to Slurm as one array, and print its ids.
+
+    Returns:
+        submitit's job of each task.
+
+    Raises:
+        InputError: The submission fails.
+    """
     if not jobs:
         print_rank_0("nothing to submit")
         return []

@@ -1,4 +1,7 @@
-"""Child processes of a grid: one forked process per job, locked against other grids, killed with the grid."""
+"""Child processes of a grid: one forked process per job.
+
+A process locks its job against other grids and is killed with its own grid.
+"""
 
 import contextlib
 import importlib
@@ -48,10 +51,11 @@ _SERVER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Outcome of one attempt at a job: finished, failed, refused, busy or crashed, with the reason and the end of the log.
+    """Outcome of one attempt at a job, with the reason and the end of the log.
 
-    `finished`: results are written. `failed`: the job failed for good. `refused`: wrong input. `busy`: another process holds its
-    lock. `crashed`: an exception, a signal, or a timeout without progress.
+    `finished`: results are written. `failed`: the job failed for good. `refused`: wrong input.
+    `busy`: another process holds its lock. `crashed`: an exception, a signal, or a timeout without
+    progress.
     """
 
     kind: Literal["finished", "failed", "refused", "busy", "crashed"]
@@ -61,7 +65,10 @@ class JobOutcome:
 
 
 def start_fork_server(run_function: str) -> ForkServerContext:
-    """Start the fork server, which imports the module of `run_function`, unless it runs; return the fork context."""
+    """Start the fork server unless it runs; return the context that forks from it.
+
+    The server imports the module of `run_function`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["megaenc.finetune.grid.fork_preload", __name__, run_function.partition(":")[0], "__main__"]
@@ -72,10 +79,15 @@ def start_fork_server(run_function: str) -> ForkServerContext:
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """Return a dict per concurrent run of variables that select its GPU ({} without); `jobs`: maximum, 0: as many as fit.
+    """Return a slot per concurrent run: the variables that select its GPU.
 
-    With GPUs: `jobs_per_gpu` slots on each, at most `jobs`, the first ones on different GPUs. Without: `jobs` slots, or one for
-    every `threads` cores. `jobs` 0 is no limit.
+    Args:
+        jobs: Maximum number of slots. 0: `jobs_per_gpu` on each GPU, without GPUs one for every
+            `threads` cores.
+        jobs_per_gpu: Slots on each GPU; the first ones are on different GPUs.
+
+    Returns:
+        Environment variables by name, none without GPUs.
     """
     if device_count := len(accelerator_names()):
         variable, names = select_visible_devices(device_count)
@@ -84,7 +96,7 @@ def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, st
 
 
 class ForkedRun(ChildProcess):
-    """Child process, forked from the fork server, that attempts a job; holds the job, environment and latest progress."""
+    """Child process, forked from the fork server, that attempts a job."""
 
     def __init__(
         self,
@@ -95,7 +107,11 @@ class ForkedRun(ChildProcess):
         *,
         retry_failed: bool,
     ) -> None:
-        """Start the process with `environment` added to its own; `retry_failed`: repeat a job with a failed.json."""
+        """Start the process with `environment` added to its own.
+
+        Args:
+            retry_failed: Repeat a job with a failed.json.
+        """
         self.job = job
         self.environment = environment
         self.progress = RunProgress("loading")
@@ -104,9 +120,8 @@ class ForkedRun(ChildProcess):
             target=_run_child, args=(run_function, job, environment, retry_failed, child_connection)
         )
         try:
-            with set_child_environment(
-                python_environment() | _SERVER_ENVIRONMENT
-            ):  # a killed fork server is started again
+            # A killed fork server is started again.
+            with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
                 self.process.start()
         except ConnectionError:  # it was killed at this moment
             raise InputError(
@@ -117,14 +132,21 @@ class ForkedRun(ChildProcess):
         self._outcome: JobOutcome | None = None
         self._messages: list[str] = []
         self.wait_handles = [self.process.sentinel, self.connection]
-        """Objects for `multiprocessing.connection.wait` that become ready at a message or the process's end."""
+        """Objects for `multiprocessing.connection.wait` that become ready at a message or the
+        process's end."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code of the process, a negative signal number if a signal ended it, or None while it runs."""
+        """Return the exit code of the process, or None while it runs.
+
+        A negative number is the signal that ended the process.
+        """
         return self.process.exitcode
 
     def kill(self) -> None:
-        """Kill the process and its children unless it has ended, and close the connection; completely written files stay."""
+        """Kill the process and its children unless it has ended.
+
+        The connection is closed. Completely written files stay.
+        """
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):  # it may have no session of its own yet
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -133,7 +155,11 @@ class ForkedRun(ChildProcess):
         self.connection.close()
 
     def poll(self, patience: float) -> JobOutcome | None:
-        """Return the JobOutcome, None while the process runs; kill it after `patience` seconds of silence (0: never)."""
+        """Return the outcome of the process, or None while it runs.
+
+        Args:
+            patience: Seconds without a message after which the process is killed; 0: never.
+        """
         exit_code = self.exit_code()  # read before the messages, so that none is missed
         self._receive_messages()
         if exit_code is not None:
@@ -157,7 +183,7 @@ class ForkedRun(ChildProcess):
         return JobOutcome("crashed", reason, "\n".join(log_lines[-_LOG_TAIL_LINES:]))
 
     def take_messages(self) -> list[str]:
-        """Return, and forget, the lines that the run printed by `print_rank_0` since the last call."""
+        """Return, and forget, the lines of `print_rank_0` in the run since the last call."""
         messages = self._messages
         self._messages = []
         return messages
@@ -179,7 +205,10 @@ class ForkedRun(ChildProcess):
 
 
 def log_path(job: FinetuneJob) -> Path:
-    """Return the path of the job's log.txt (stdout and stderr), in the results folder of its first data set."""
+    """Return the path of log.txt (stdout and stderr) in the job's results folder.
+
+    A job of several data sets has its log in the folder of the first one.
+    """
     return result_files.job_folder(job, job.evaluate_on[0].name) / LOG_FILE
 
 
@@ -206,13 +235,15 @@ def _run_child(
 def _attempt_job(
     run_function: str, job: FinetuneJob, retry_failed: bool, connection: Connection
 ) -> JobOutcome:
-    """Run the job under its lock, unless it is done already, with output redirected to its log; return the outcome."""
+    """Run the job under its lock, unless it is done already; return the outcome.
+
+    Output is redirected to the job's log.
+    """
     with try_lock_run(job) as is_locked:
         if not is_locked:
             return JobOutcome("busy")
-        pending, failed = select_remaining_work(
-            job, retry_failed=retry_failed
-        )  # another grid may have run it meanwhile
+        # Another grid may have run it meanwhile.
+        pending, failed = select_remaining_work(job, retry_failed=retry_failed)
         if pending is None:
             return _build_outcome(failed)
         if compute_model_stamp(job.model.location) != job.fingerprints.model_stamp:
@@ -248,7 +279,7 @@ def _attempt_job(
 
 
 def _build_outcome(failed: Path | None) -> JobOutcome:
-    """Return the outcome of a completed job: finished, or failed as explained in the file `failed`."""
+    """Return the outcome of a completed job: finished, or failed as `failed` explains."""
     return (
         JobOutcome("finished")
         if failed is None
@@ -257,7 +288,10 @@ def _build_outcome(failed: Path | None) -> JobOutcome:
 
 
 def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
-    """Return a callback that sends progress at most every 0.25 seconds, and at each new stage."""
+    """Return a callback that sends progress at most every 0.25 seconds.
+
+    The first progress of each stage is sent too.
+    """
     last: tuple[str, float] = ("", 0.0)
 
     def report(progress: RunProgress) -> None:
@@ -271,7 +305,10 @@ def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
 
 
 def wait_for_messages(workers: Sequence[ForkedRun], seconds: float) -> None:
-    """Wait up to `seconds` until one of `workers` has sent a message or ended; without workers, sleep for `seconds`."""
+    """Wait up to `seconds` until one of `workers` has sent a message or ended.
+
+    Without workers, sleep for `seconds`.
+    """
     if workers:
         multiprocessing.connection.wait(
             [source for worker in workers for source in worker.wait_handles], timeout=seconds

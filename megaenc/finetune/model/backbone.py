@@ -1,4 +1,7 @@
-"""A Hugging Face model without its head on packed texts, with bidirectional or causal attention."""
+"""A Hugging Face model without its head on packed texts.
+
+Attention is bidirectional or causal.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -24,14 +27,16 @@ _GQA_OPTIONS = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 _ATTENTION_NAME = "megaenc_packed"
-"""Name of packed attention in transformers. As no mask function has this name, models build no mask."""
+"""Name of packed attention in transformers. As no mask function has this name, models build no
+mask."""
 _ACTIVE_PACK: ContextVar[tuple["Backbone", "PackedTexts"]] = ContextVar("reading")
-"""The backbone and pack of the current forward pass: not every model passes unknown arguments on to its attention."""
+"""The backbone and pack of the current forward pass: not every model passes unknown arguments on to
+its attention."""
 
 
 @dataclass(frozen=True)
 class PackedTexts:
-    """Tokenized texts concatenated without padding, shortest first: token ids, text lengths, and positions within texts."""
+    """Tokenized texts concatenated without padding, shortest first."""
 
     tokens: Tensor
     """int64[T]: token ids"""
@@ -42,19 +47,23 @@ class PackedTexts:
 
     @cached_property
     def length_groups(self) -> list[tuple[int, int]]:
-        """Return (number of texts, length in tokens) of each distinct length, in ascending order of length."""
+        """Return (number of texts, length in tokens) of each distinct length, ascending."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Return int32[texts + 1]: the start offset of each text in `tokens`, followed by T, the number of all tokens."""
+        """Return the start offset of each text in `tokens`, then T: int32[texts + 1]."""
         return torch.tensor(
             np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device
         )
 
 
 def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
-    """Return `texts` (int[tokens] each) as PackedTexts on `device`; ValueError if one is empty or not shortest first."""
+    """Return `texts`, int[tokens] each, as PackedTexts on `device`.
+
+    Raises:
+        ValueError: A text is empty, or the shortest is not first.
+    """
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
         raise ValueError(
@@ -66,9 +75,10 @@ def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> Packe
 
 
 def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
-    """Return batches of text indices, int64, shortest first, of at most `tokens_per_forward` tokens or one longer text.
+    """Return batches of text indices, int64, of at most `tokens_per_forward` tokens.
 
-    A text longer than that is a batch of its own. Equal lengths keep their order.
+    Shorter texts come first; equal lengths keep their order. A text longer than that is a batch of
+    its own.
     """
     rows = np.argsort(lengths, kind="stable")
     groups = []
@@ -84,9 +94,10 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 
 
 class Backbone(nn.Module):
-    """A transformers model without head, and its attention direction; computes token states of texts, packed or padded.
+    """A transformers model without head that computes token states of texts.
 
-    A model that does not support packing (`is_packed` False) gets padded batches of texts of similar length.
+    A model that does not support packing (`is_packed` False) gets padded batches of texts of
+    similar length.
     """
 
     def __init__(self, model: Any, attention: AttentionDirection | None):
@@ -107,8 +118,9 @@ class Backbone(nn.Module):
         self.has_wide_window = not self._is_gemma3 and any(
             getattr(module, "is_causal", False) for module in model.modules()
         )
-        """True if a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
-        `is_causal: false`. Encoders pass a window that is one too large."""
+        """True if a bidirectional window of w spans w tokens to each side instead of w - 1, as in
+        transformers' decoders with `is_causal: false`. Encoders pass a window that is one too
+        large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._own_attention = model.config._attn_implementation
         self._padding = model.config.pad_token_id or 0
@@ -119,7 +131,10 @@ class Backbone(nn.Module):
         return self.model.device
 
     def compute_states(self, packed: PackedTexts) -> Tensor:
-        """Return all tokens' states after the final norm, [T, hidden_size]; by padded batches if `is_packed` is False."""
+        """Return all tokens' states after the final norm, [T, hidden_size].
+
+        A model that is not packed computes them in padded batches.
+        """
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
@@ -140,11 +155,18 @@ class Backbone(nn.Module):
         return out.last_hidden_state[0]
 
     def compute_padded_states(self, packed: PackedTexts) -> Tensor:
-        """Return reference states, [T, hidden_size], of all texts in one padded batch, with the model's own positions."""
+        """Return reference states, [T, hidden_size], of all texts in one padded batch.
+
+        Positions are the model's own.
+        """
         return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
     def _forward_padded(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
-        """Compute the states of one right-padded batch, [T, hidden_size]; `positions`: pass position ids to the model."""
+        """Compute the states of one right-padded batch, [T, hidden_size].
+
+        Args:
+            positions: Pass position ids to the model.
+        """
         columns = torch.arange(lengths[-1], device=tokens.device)
         attention_mask = columns < torch.tensor(lengths, device=tokens.device)[:, None]
         ids = torch.full(attention_mask.shape, self._padding, device=tokens.device).masked_scatter(
@@ -160,12 +182,18 @@ class Backbone(nn.Module):
         ).last_hidden_state[attention_mask]
 
     def set_packed(self, packed: bool) -> None:
-        """Switch to this project's packed attention (True), or to the model's own attention on padded batches (False)."""
+        """Switch to this project's packed attention, or back to the model's own.
+
+        The model's own attention gets padded batches.
+        """
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
         self.is_packed = packed
 
     def set_direction(self, attention: AttentionDirection) -> None:
-        """Set the fields of the model's config and modules to `attention`, for its own attention, not the packed one."""
+        """Set the direction of the model's own attention in its config and modules.
+
+        Packed attention follows the attribute `attention` instead.
+        """
         for module in self.model.modules():
             if hasattr(module, "is_causal"):  # read by attention without a mask
                 module.is_causal = attention == "causal"
@@ -176,12 +204,21 @@ class Backbone(nn.Module):
 
     @property
     def _is_gemma3(self) -> bool:
-        """Return whether the config has the direction in `use_bidirectional_attention`, with windows of equal size in both."""
+        """Return whether the config has the direction in `use_bidirectional_attention`.
+
+        Windows of such a model have equal size in both directions.
+        """
         return self.model.config.model_type == "gemma3_text"
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the text lengths of each padded batch, at most max(8, 10 %) above its least; `groups`: (texts, length)."""
+    """Return the text lengths of each padded batch.
+
+    Lengths in a batch are at most max(8, 10 %) above its least.
+
+    Args:
+        groups: (number of texts, length), ascending.
+    """
     batches: list[list[int]] = []
     for texts, length in groups:
         if not batches or length > batches[-1][0] + max(8, batches[-1][0] // 10):
@@ -201,10 +238,19 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Return (attention within each text of the current pack, [1, T, heads, dim], None); else NotImplementedError.
+    """Return attention within each text of the current pack, called by transformers.
 
-    query [1, heads, T, dim], key and value [1, groups, T, dim]; called by transformers. Raises NotImplementedError for a score
-    bias, softcap, sinks, a cache, an attention mask, a batch of more than one row, or cross-attention.
+    Args:
+        query: [1, heads, T, dim].
+        key: [1, groups, T, dim].
+        value: [1, groups, T, dim].
+
+    Returns:
+        Attention, [1, T, heads, dim], and None.
+
+    Raises:
+        NotImplementedError: A score bias, softcap, sinks, a cache, an attention mask, a batch of
+            more than one row, or cross-attention is passed.
     """
     backbone, packed = _ACTIVE_PACK.get()
     unsupported = [
@@ -257,10 +303,11 @@ def _sdpa_by_length(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention with torch's SDPA, one batch per text length, on views without padding; [T, heads, dim].
+    """Compute attention, [T, heads, dim], with torch's SDPA, a batch per text length.
 
-    Fastest on short texts (forward and backward, one thread, float32, 4 heads of 64, 256 texts of 40 tokens on average: 90 ms;
-    text by text 109 ms, batches padded by at most 25 % 142 ms, one padded batch 148 ms).
+    Batches are views without padding. Fastest on short texts (forward and backward, one thread,
+    float32, 4 heads of 64, 256 texts of 40 tokens on average: 90 ms; text by text 109 ms, batches
+    padded by at most 25 % 142 ms, one padded batch 148 ms).
     """
     before, after = reach
     sizes = [texts * length for texts, length in packed.length_groups]
@@ -268,9 +315,8 @@ def _sdpa_by_length(
     for (texts, length), *states in zip(
         packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True
     ):
-        q_, k_, v_ = (
-            x.unflatten(0, (texts, length)).transpose(1, 2) for x in states
-        )  # [texts, heads, length, dim]
+        # [texts, heads, length, dim] each.
+        q_, k_, v_ = (x.unflatten(0, (texts, length)).transpose(1, 2) for x in states)
         mask = None  # or bool[length, length]: the visible keys (columns) of each query
         if 0 <= before < length - 1:
             mask = (

@@ -1,4 +1,4 @@
-"""Fingerprints (SHA-256) of Hugging Face model folders, and the check of their files."""
+"""Fingerprints (SHA-256) of Hugging Face model folders, and checks of their files."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,12 @@ _COMPUTED_DIGESTS: dict[str, str] = {}
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise InputError unless `folder` has a readable config.json, weights in *.safetensors and tokenizer.json."""
+    """Check that a folder has the files of a Hugging Face model.
+
+    Raises:
+        InputError: config.json, weights in *.safetensors or tokenizer.json are missing, or
+            config.json is unreadable.
+    """
     path = Path(folder)
     if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
@@ -44,8 +49,8 @@ def check_model_folder(folder: str) -> None:
 def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
     """Return the SHA-256 (hex) of each model folder's config.json and weights.
 
-    Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
-    time: see `save_fingerprints`.
+    Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for
+    files of this path, size and time: see `save_fingerprints`.
     """
     known = _read_fingerprint_file(results) | _COMPUTED_DIGESTS
     marks = [_compute_file_key(folder) for folder in folders]
@@ -72,7 +77,10 @@ def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str
 
 
 def save_fingerprints(results: str) -> None:
-    """Add model fingerprints computed by this process to .fingerprints.json in `results`; nothing if no such folder."""
+    """Add fingerprints computed by this process to .fingerprints.json in `results`.
+
+    Nothing is written if there is no such folder.
+    """
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
         with contextlib.suppress(InputError):  # the file only saves time
@@ -89,7 +97,10 @@ def _read_fingerprint_file(results: str) -> dict[str, str]:
 
 
 def _compute_file_key(folder: str) -> str:
-    """Return a SHA-256 of paths, inodes, sizes and times of a model's files; unlike mtime, ctime cannot be set."""
+    """Return a SHA-256 of paths, inodes, sizes and times of a model's files.
+
+    Unlike mtime, ctime cannot be set.
+    """
     files = [(path, path.stat()) for path in _list_files(Path(folder), _MODEL_FILES)]
     about = [
         (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -99,7 +110,10 @@ def _compute_file_key(folder: str) -> str:
 
 
 def compute_model_stamp(folder: str) -> str:
-    """Return a SHA-256 of names, sizes and mtimes of a model's and its tokenizer's files, without reading their contents."""
+    """Return a SHA-256 of names, sizes and mtimes of the files of model and tokenizer.
+
+    Their contents are not read.
+    """
     files = [
         (path.name, path.stat())
         for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))
@@ -110,19 +124,22 @@ def compute_model_stamp(folder: str) -> str:
 
 
 def compute_tokenizer_fingerprint(folder: str) -> str:
-    """Return the hexadecimal SHA-256 of the names and contents of the tokenizer's files in `folder`."""
+    """Return the SHA-256 (hex) of names and contents of a folder's tokenizer files."""
     return _hash_files(Path(folder), _TOKENIZER_FILES)
 
 
 def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """List the files in `folder` that match one of `patterns`, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def _hash_files(
     folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None
 ) -> str:
-    """Return the SHA-256 of names and contents of the files that match `patterns`; `progress` receives the bytes read."""
+    """Return the SHA-256 of names and contents of the files that match `patterns`.
+
+    Args:
+        progress: Callback that receives the number of bytes read.
+    """
     digest = hashlib.sha256()
     done = 0
     for path in _list_files(folder, patterns):

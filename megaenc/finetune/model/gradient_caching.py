@@ -1,4 +1,4 @@
-"""Gradient caching: a loss over all texts of a batch, backpropagated one pack at a time."""
+"""Gradient caching: a batch's loss, backpropagated one pack at a time."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,11 +13,17 @@ def backward_by_packs(
     embed: Callable[[PackedTexts], Tensor],
     compute_loss: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Backpropagate a loss of the embeddings of all `packs`, with the graph of one pack in memory; return the detached loss.
+    """Backpropagate a loss of the embeddings of all `packs`, one pack at a time.
 
-    `compute_loss` receives the embeddings [texts, size] in the order of the packs. All packs but the first are embedded twice
-    (Gao et al. 2021, 2101.06983): without a graph for the loss and the gradients with respect to the embeddings, then with a
-    graph and the same dropout.
+    Only the graph of one pack is in memory. All packs but the first are embedded twice (Gao et al.
+    2021, 2101.06983): without a graph for the loss and the gradients with respect to the
+    embeddings, then with a graph and the same dropout.
+
+    Args:
+        compute_loss: Function of the embeddings [texts, size], in the order of the packs.
+
+    Returns:
+        The detached loss.
     """
     device = packs[0].tokens.device
     on_gpu = device.type == "cuda"

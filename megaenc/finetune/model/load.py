@@ -1,4 +1,7 @@
-"""Loading of a Hugging Face folder as a backbone, with a numerical test of its attention's direction."""
+"""Loading of a Hugging Face folder as a backbone, with a test of its attention.
+
+The test is numerical and finds the attention's direction.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,7 +26,8 @@ _TOLERANCE = 1e-4
 _MIN_INFLUENCE = 1e-5
 """Minimum change of a state that depends on a changed token, relative to the largest state."""
 _TOLERANCE_16_BIT = 0.1
-"""Maximum difference between a 16-bit and a float32 state, relative to the largest state: rounding adds up over layers."""
+"""Maximum difference between a 16-bit and a float32 state, relative to the largest state: rounding
+adds up over layers."""
 
 
 def load_backbone(
@@ -34,12 +38,20 @@ def load_backbone(
     dtype: torch.dtype,
     check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
 ) -> Backbone:
-    """Return a folder's model, without head, as Backbone in `dtype`; InputError if tests show other attention than asked.
+    """Return a folder's model, without head, as a tested Backbone in `dtype`.
 
-    `attention` None: the model's own. The test changes tokens: each state must depend on exactly the visible tokens of its text,
-    and packed states must equal padded ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the
-    folder is never executed. Parameters that are rounded keep their float32 value as the attribute `unrounded`, for the
-    optimizer's master weights. `check` is called with the float32 backbone and short random texts, and may raise InputError.
+    The test changes tokens: each state must depend on exactly the visible tokens of its text, and
+    packed states must equal padded ones. Code in the folder is never executed. Parameters that are
+    rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master
+    weights.
+
+    Args:
+        attention: Direction of attention; None: the model's own.
+        check: Function that is called with the float32 backbone and short random texts, and may
+            raise InputError.
+
+    Raises:
+        InputError: The folder cannot be loaded, or the model fails the test.
     """
     model, _ = _load_hf_model(folder, TaskFamily.IR)
     return _build_backbone(model, folder, attention, device, dtype, check)
@@ -56,9 +68,15 @@ def load_with_native_head(
     dtype: torch.dtype,
     check: Callable[[Backbone, NativeHead, PackedTexts], None] = lambda backbone, head, texts: None,
 ) -> tuple[Backbone, NativeHead]:
-    """Return (Backbone, NativeHead) of a folder in transformers' class for the task; InputError if there is no such class.
+    """Return the backbone and the head of a folder in transformers' class for a task.
 
-    `padding`: the tokenizer's padding id, for a config without one. Other arguments and errors are those of `load_backbone`.
+    Other arguments and errors are those of `load_backbone`.
+
+    Args:
+        padding: The tokenizer's padding id, for a config without one.
+
+    Raises:
+        InputError: transformers has no such class.
     """
     model, has_pooler_weights = _load_hf_model(folder, family, labels)
     if model.config.pad_token_id is None:
@@ -109,7 +127,11 @@ def _build_backbone(
 
 
 def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
-    """Return a folder's checkpoint and config; InputError if it holds no model."""
+    """Return a folder's checkpoint and config.
+
+    Raises:
+        InputError: The folder holds no model.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -165,13 +187,16 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
 
 
 def _select_attention(backbone: Backbone, folder: str) -> None:
-    """Configure packed attention in the direction of `backbone.attention`, else padded; raise InputError if neither works."""
+    """Configure packed attention in the backbone's direction, or padded attention.
+
+    Raises:
+        InputError: Neither works.
+    """
     try:
         probe = AttentionProbe(backbone)
         own_direction = probe.detect_direction(backbone.compute_padded_states)
-    except (
-        Exception
-    ) as error:  # a config.json that a model can be built from may still fail in any way
+    # A config.json that a model can be built from may still fail in any way.
+    except Exception as error:
         raise InputError(
             f"--model {folder}: the model computes no states: {first_error_line(error)}; check its config.json"
         ) from None
@@ -201,7 +226,10 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
 
 
 class AttentionProbe:
-    """Numerical tests of a backbone on short random texts: attention direction, packing, and 16-bit accuracy."""
+    """Numerical tests of a backbone's attention and accuracy on short random texts.
+
+    Attention is tested for its direction and for packing, accuracy in 16 bits.
+    """
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
@@ -219,7 +247,11 @@ class AttentionProbe:
         )
 
     def detect_direction(self, read: Callable[[PackedTexts], Tensor]) -> AttentionDirection | None:
-        """Return "bidirectional" or "causal", the attention of `read` (packed texts to states), or None if it is neither."""
+        """Return the attention direction of a function from packed texts to states.
+
+        Returns:
+            "bidirectional", "causal", or None if the attention is neither.
+        """
         moved = self._compute_influence(read)
         every = torch.ones_like(moved)
         return (
@@ -231,11 +263,17 @@ class AttentionProbe:
         )
 
     def compute_states(self) -> Tensor:
-        """Return the backbone's states of fixed random texts of several lengths, float32[T, hidden_size]."""
+        """Return the backbone's states of fixed random texts, float32[T, hidden_size].
+
+        The texts have several lengths.
+        """
         return self.backbone.compute_states(self.pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
-        """Return text on how 16-bit states fail, differ from `reference` (float32) or see hidden tokens; None if fine."""
+        """Return text on how 16-bit states fail, or None if they do not.
+
+        States fail if they differ from the float32 states `reference` or depend on hidden tokens.
+        """
         backbone = self.backbone
         try:
             if _is_different(self.compute_states(), reference, _TOLERANCE_16_BIT):
@@ -253,7 +291,14 @@ class AttentionProbe:
             return f"fails: {first_error_line(error)}"
 
     def _compute_influence(self, read: Callable[[PackedTexts], Tensor]) -> Tensor:
-        """Compute bool[token, state] of one text: whether a change of the token changes the state under `read`."""
+        """Return whether a change of each token of a text changes each state under `read`.
+
+        Args:
+            read: Function from packed texts to states.
+
+        Returns:
+            bool[token, state].
+        """
         size = self._length
         text = self._draw_texts(size)[0]
         changed = np.tile(text, (size, 1))
@@ -268,14 +313,22 @@ class AttentionProbe:
         return (states[1:] - states[0]).abs().amax(-1) > _MIN_INFLUENCE * states.abs().max()
 
     def is_different(self, *ways: Callable[[PackedTexts], Tensor]) -> bool:
-        """Return whether two functions from packed texts to states differ, beyond rounding, on the random texts."""
+        """Return whether two functions differ beyond rounding on the random texts.
+
+        Args:
+            ways: The two functions, from packed texts to states.
+        """
         texts = self.pack_probe_texts()
         return _is_different(*(read(texts) for read in ways))
 
     def enable_packing(self, own_direction: AttentionDirection) -> str | None:
-        """Switch to packed attention if all tests pass, and return None; else return the failed test's text, unpacked.
+        """Switch to packed attention if all tests pass, else stay unpacked.
 
-        `own_direction`: the direction of the model's own attention.
+        Args:
+            own_direction: Direction of the model's own attention.
+
+        Returns:
+            None, or text on the failed test.
         """
         backbone = self.backbone
         target = backbone.attention
@@ -287,9 +340,8 @@ class AttentionProbe:
             backbone.set_packed(True)
             for direction in (own_direction, target):
                 backbone.attention = direction
-                backbone.compute_states(
-                    pack_texts(self._draw_texts(1, 2), backbone.device)
-                )  # collects the sliding windows
+                # Collects the sliding windows.
+                backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))
                 states[direction] = backbone.compute_states(self.pack_probe_texts())
             wrong = (
                 self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
@@ -305,7 +357,8 @@ class AttentionProbe:
             if direction != own_direction:
                 backbone.set_direction(direction)
                 if self.detect_direction(backbone.compute_padded_states) != direction:
-                    continue  # transformers does not support this direction, so there is no reference
+                    # transformers does not support this direction, so there is no reference.
+                    continue
             if _is_different(
                 states[direction], backbone.compute_padded_states(self.pack_probe_texts())
             ):
@@ -323,7 +376,10 @@ class AttentionProbe:
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
     def pack_probe_texts(self) -> PackedTexts:
-        """Return packed random texts of several lengths, some longer than each sliding window."""
+        """Return packed random texts of several lengths.
+
+        Some are longer than each sliding window.
+        """
         context = self.backbone.context_length
         beyond = sorted(
             min(window + 8, context) for window in self.backbone.sliding_windows if window < context
@@ -340,5 +396,8 @@ class AttentionProbe:
 
 
 def _is_different(one: Tensor, other: Tensor, close: float = _TOLERANCE) -> bool:
-    """Return whether the largest difference of two state tensors exceeds a relative tolerance, or one has NaN."""
+    """Return whether two state tensors differ by more than a relative tolerance.
+
+    A tensor with NaN differs from all.
+    """
     return not bool((one - other).abs().max() <= close * other.abs().max())  # nan is apart from all

@@ -1,4 +1,7 @@
-"""Task classes of transformers: their own heads in training, and models of them that compute the same as a run."""
+"""Task classes of transformers: their own heads in training, and export to them.
+
+An exported model computes the same as the run.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,7 +16,8 @@ from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 
 _TOLERANCE = 1e-4
-"""Maximum difference of float32 outputs of the run and of transformers, relative to the largest output."""
+"""Maximum difference of float32 outputs of the run and of transformers, relative to the largest
+output."""
 QA_LABELS = ("OUTSIDE", "INSIDE")
 """Labels of question answering, which labels each token as inside or outside the answer."""
 _EUROBERT_POOLING = {"mean": "mean", "cls": "bos"}
@@ -21,7 +25,13 @@ USE_NATIVE = "expected --head native, which trains the class's own head"
 
 
 def find_task_class(config: Any, family: TaskFamily) -> type | None:
-    """Return transformers' class of a model's `config` for a task family (without head for IR), or None if it has none."""
+    """Return transformers' class of a model's `config` for a task family.
+
+    The class for IR has no head.
+
+    Returns:
+        The class, or None if transformers has none.
+    """
     from transformers.models.auto import modeling_auto
 
     mapping = {
@@ -41,7 +51,10 @@ def set_labels(config: Any, labels: Sequence[str]) -> None:
 
 
 class _GivenStates(nn.Module):
-    """Stand-in for the base model of a task class that returns given states, with the base model's pooler if it has one."""
+    """Stand-in for the base model of a task class that returns given states.
+
+    The base model's pooler, if there is one, is applied to them.
+    """
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -57,9 +70,10 @@ class _GivenStates(nn.Module):
 
 
 class NativeHead(nn.Module):
-    """Head of a transformers task class, applied by the class's own code to the states of packed texts.
+    """Head of a transformers task class, applied to the states of packed texts.
 
-    The task class loses its base model (the backbone) to a stand-in; a pooler belongs to the head.
+    The class's own code computes it. The task class loses its base model (the backbone) to a
+    stand-in; a pooler belongs to the head.
     """
 
     def __init__(self, task_model: Any, *, has_pooler_weights: bool) -> None:
@@ -84,14 +98,21 @@ class NativeHead(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights by the class's own rule from torch's generator; a pooler of the folder keeps its weights."""
+        """Draw new weights by the class's own rule from torch's generator.
+
+        A pooler of the folder keeps its weights.
+        """
         for module in self._new_modules:
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = False
             self.model._init_weights(module)
 
     def forward(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the class's logits for packed `states` [T, hidden_size]: float32[texts or T, labels]."""
+        """Return the class's logits for packed `states` [T, hidden_size].
+
+        Returns:
+            float32[texts or T, labels].
+        """
         mask = build_padding_mask(packed)
         dtype = next(self.model.parameters()).dtype
         padded = states.new_zeros((*mask.shape, states.shape[-1]), dtype=dtype)
@@ -108,13 +129,24 @@ class NativeHead(nn.Module):
 
 
 def build_padding_mask(packed: PackedTexts) -> Tensor:
-    """Return bool[texts, longest]: True for the tokens of a right-padded batch of the packed texts."""
+    """Return the mask of a right-padded batch of packed texts, True for tokens.
+
+    Returns:
+        bool[texts, longest].
+    """
     lengths = torch.tensor(packed.lengths, device=packed.tokens.device)
     return torch.arange(packed.lengths[-1], device=packed.tokens.device) < lengths[:, None]
 
 
 def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
-    """Return the token ids of packed texts right-padded with the id `padding` (None: 0), int64[texts, longest]."""
+    """Return the token ids of packed texts, right-padded.
+
+    Args:
+        padding: Id of padding; None: 0.
+
+    Returns:
+        int64[texts, longest].
+    """
     mask = build_padding_mask(packed)
     return torch.full(mask.shape, padding or 0, device=mask.device).masked_scatter(
         mask, packed.tokens
@@ -130,10 +162,17 @@ def build_hf_model(
     padding: int | None,
     pooling: str = "mean",
 ) -> Any:
-    """Return a float32 model of transformers' task class with the weights of `backbone` and `head`, on the CPU.
+    """Return a float32 model of transformers' task class with given weights.
 
-    `padding`: the tokenizer's padding id, for a config without one; `pooling`: of a linear head. Raises InputError if
-    transformers has no class for the family, or none that can represent a linear head.
+    The weights are those of `backbone` and `head`. The model is on the CPU.
+
+    Args:
+        padding: The tokenizer's padding id, for a config without one.
+        pooling: Pooling of a linear head.
+
+    Raises:
+        InputError: transformers has no class for the family, or none that can represent a linear
+            head.
     """
     config = copy.deepcopy(
         head.model.config if isinstance(head, NativeHead) else backbone.model.config
@@ -185,9 +224,12 @@ def build_hf_model(
 def _express_linear_head(
     head: nn.Linear, config: Any, kind: type, family: TaskFamily, pooling: str
 ) -> dict[str, Tensor]:
-    """Return the head's weights of class `kind`, by name, that compute the linear `head`; sets `config` if needed.
+    """Return weights of class `kind`, by name, that compute the linear `head`.
 
-    Raises InputError if the class cannot compute it.
+    Fields of `config` are set if needed.
+
+    Raises:
+        InputError: The class cannot compute it.
     """
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
@@ -225,7 +267,11 @@ def _express_linear_head(
 
 @torch.no_grad()
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
-    """Return the logits (without a head: states) of a transformers model on packed texts, float32[texts or T, size]."""
+    """Return the outputs of a transformers model on packed texts.
+
+    Returns:
+        Logits, or states if the model has no head, float32[texts or T, size].
+    """
     mask = build_padding_mask(packed)
     output = model(
         input_ids=pad_tokens(packed, model.config.pad_token_id), attention_mask=mask.long()
@@ -237,9 +283,15 @@ def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
 def check_same_outputs(
     model: Any, packed: PackedTexts, compute: Callable[[], Tensor], flag: str, advice: str
 ) -> None:
-    """Raise InputError unless the transformers model has the run's outputs on `packed`, of `compute`, up to float32 rounding.
+    """Check that a transformers model has the run's outputs, up to float32 rounding.
 
-    The error begins with `flag` and ends with `advice`.
+    Args:
+        compute: Function that returns the run's outputs on `packed`.
+        flag: Start of the error.
+        advice: End of the error.
+
+    Raises:
+        InputError: Outputs differ, or the model fails.
     """
     kind = type(model).__name__
     try:

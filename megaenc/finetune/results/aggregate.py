@@ -1,4 +1,7 @@
-"""Statistics of a grid by the study's rules: intervals over seeds, learning-rate selection on validation, averages."""
+"""Statistics of a grid by the study's rules.
+
+Intervals are over seeds, the learning rate is selected on validation, and data sets are averaged.
+"""
 
 import math
 import statistics
@@ -37,9 +40,10 @@ class Interval:
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
-    """Return the Interval of `scores`: mean, half width of its 95 % interval (NaN for one score) by normal or t quantile.
+    """Return the mean of `scores` and half the width of its 95 % interval.
 
-    q is 1.96 ("normal", as in the study) or the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
+    Half the width is q standard errors, NaN for one score; q is 1.96 ("normal", as in the study) or
+    the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
     """
     mean = math.fsum(scores) / len(scores)
     count = len(scores)
@@ -55,7 +59,7 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 
 @dataclass(frozen=True)
 class GridSpec:
-    """Learning rates and seeds of a planned grid, which has a run for every combination."""
+    """Learning rates and seeds of a planned grid, which has a run for each pair."""
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -63,17 +67,21 @@ class GridSpec:
 
 @dataclass(frozen=True)
 class IncompleteRate:
-    """Learning rate that cannot be chosen because results of some seeds are missing."""
+    """Learning rate that cannot be chosen, as results of some seeds are missing."""
 
     rate: float
     missing_seeds: tuple[int, ...]
     validation_lead: float | None
-    """Mean validation score less that of the chosen rate, over the seeds of both; None without a common seed."""
+    """Mean validation score less that of the chosen rate, over the seeds of both; None without a
+    common seed."""
 
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """Runs of one model on one data set after one training set, with all learning rates and seeds of the grid."""
+    """Runs of one model on one data set after one training set.
+
+    The runs are of all learning rates and seeds of the grid.
+    """
 
     model: str
     family: str
@@ -86,7 +94,7 @@ class ScoreCell:
     """Seeds that a learning rate needs to be chosen."""
 
     def runs_at_rate(self, rate: float) -> list[Result]:
-        """Return the finished runs (those with test scores) of learning rate `rate`, sorted by seed."""
+        """Return the finished runs, with test scores, of a learning rate, sorted by seed."""
         return sorted(
             (run for run in self.runs if run.learning_rate == rate and run.test is not None),
             key=lambda run: run.seed,
@@ -94,17 +102,23 @@ class ScoreCell:
 
     @property
     def complete_rates(self) -> tuple[float, ...]:
-        """Return the learning rates of the grid that have a finished run for every seed, in the grid's order."""
+        """Return the learning rates that have a finished run for every seed.
+
+        The order is that of the grid.
+        """
         return tuple(rate for rate in self.rates if len(self.runs_at_rate(rate)) == len(self.seeds))
 
     @property
     def planned_run_count(self) -> int:
-        """Return the number of runs that the grid plans for the cell: learning rates times seeds."""
+        """Return the number of runs that the grid plans for the cell."""
         return len(self.rates) * len(self.seeds)
 
     @property
     def chosen_rate(self) -> float | None:
-        """Return the complete rate with the best mean validation score, the lower of equals; None if no rate is complete."""
+        """Return the complete rate with the best mean validation score.
+
+        The lower of equal rates is chosen. Without a complete rate the result is None.
+        """
         means = {
             rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean
             for rate in self.complete_rates
@@ -124,7 +138,10 @@ class ScoreCell:
         return scores
 
     def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
-        """Return the learning rates of the grid that lack a result, finished or failed, of some seed, in the grid's order."""
+        """Return the learning rates of the grid that lack a result of some seed.
+
+        Results may be finished or failed. The rates are in the order of the grid.
+        """
         chosen_rate = self.chosen_rate
         incomplete = []
         for rate in self.rates:
@@ -142,9 +159,10 @@ class ScoreCell:
 
 
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
-    """Return a ScoreCell per model, family, data and training set, by first appearance; drop results outside `grid`.
+    """Return a ScoreCell per model, family, data set and training set.
 
-    Results outside `grid` are dropped. By default the grid of a data set is all rates and seeds of any model on it.
+    The order is that of first appearance. Results outside `grid` are dropped. By default the grid
+    of a data set is all rates and seeds of any model on it.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(
@@ -167,9 +185,10 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Return groups of 2 or more cells to average, per training set if data sets repeat: the study's three, else all.
+    """Return the groups of two or more cells to average.
 
-    There is one group, or one for each training set if `has_repeated_datasets`. Groups of one cell are dropped.
+    A group is the study's three data sets, or all if one of these is missing. There is one group,
+    or one for each training set if `has_repeated_datasets`.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
     is_repeated = has_repeated_datasets(members)
@@ -188,7 +207,7 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
-    """Return whether two cells have the same `dataset`, as if it was evaluated after training on different sets."""
+    """Return whether two cells have the same data set, after different training sets."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
@@ -197,7 +216,8 @@ def average_by_seed(
 ) -> dict[int, float] | None:
     """Return by seed the cells' mean of a metric, each at its chosen rate.
 
-    None if the seeds of the cells differ, or if a number is missing.
+    Returns:
+        The means, or None if the seeds of the cells differ, or if a number is missing.
     """
     by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
@@ -210,7 +230,7 @@ def average_by_seed(
 
 @dataclass(frozen=True)
 class RateSensitivity:
-    """Mean score over the seeds at each learning rate that has a score for every seed, by rate."""
+    """Mean score over the seeds at each learning rate that has all of them, by rate."""
 
     means: dict[float, float]
 
@@ -220,7 +240,10 @@ class RateSensitivity:
         return max(self.means.values()) - min(self.means.values())
 
     def count_near_best(self, within: float = 0.01) -> int:
-        """Return the number of learning rates whose mean score is at most `within` (0.01: one point) below the best."""
+        """Return the number of rates whose mean score is at most `within` below the best.
+
+        The default 0.01 is one point.
+        """
         return sum(
             max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values()
         )
@@ -229,7 +252,10 @@ class RateSensitivity:
 def compute_sensitivity(
     scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]
 ) -> RateSensitivity | None:
-    """Return the RateSensitivity of `scores` (by rate and seed), with the rates that have all `seeds`; None without one."""
+    """Return the RateSensitivity of `scores`, by rate and seed.
+
+    Only rates that have all `seeds` count. Without one the result is None.
+    """
     complete = {
         rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)
     }

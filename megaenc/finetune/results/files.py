@@ -1,6 +1,7 @@
-"""Reading and writing of the results tree: MODEL/FAMILY/DATASET/lr2e-05_sd0/results.json, the study's published layout.
+"""Reading and writing of the results tree, in the study's published layout.
 
-Retrieval adds the training set: MODEL/IR/EVALSET/TRAINSET_lr2e-05_sd0. A run with a NaN loss leaves failed.json instead. Neither
+A run is in MODEL/FAMILY/DATASET/lr2e-05_sd0/results.json. Retrieval adds the training set:
+MODEL/IR/EVALSET/TRAINSET_lr2e-05_sd0. A run with a NaN loss leaves failed.json instead. Neither
 file holds a time: equal runs give equal bytes.
 """
 
@@ -37,7 +38,8 @@ RESULTS = "results.json"
 FAILED = "failed.json"
 TIMING = "timing.json"
 KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
-"""Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with protocol and scores."""
+"""Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with
+protocol and scores."""
 
 _RUN_FOLDER = re.compile(
     r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)"
@@ -66,9 +68,8 @@ _CONSTANT_PREDICTION_SCORES = {
     "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
     "squad_v2": ("never answers", 5945 / 11873),
 }
-_UNSEEDED_TEST_SETS = (
-    "nq",
-)  # the study drew the validation and test halves anew in each evaluation
+# The study drew the validation and test halves anew in each evaluation.
+_UNSEEDED_TEST_SETS = ("nq",)
 
 
 _ADVICE = "remove the file"
@@ -119,21 +120,22 @@ _FAILURE_FILE = TypeAdapter(_FailureFile)
 
 @dataclass(frozen=True)
 class SplitScores:
-    """Scores of a run on one split, as fractions: study's score, metrics, trivial baseline, and reason of a collapse."""
+    """Scores of a run on one split, as fractions."""
 
     score: float
     """The study's score."""
     metrics: dict[str, float]
     """Standard metrics by name."""
     collapsed: str | None
-    """The reason if the predictions are worthless, such as "constant prediction positive", else None."""
+    """The reason if the predictions are worthless, such as "constant prediction positive", else
+    None."""
     baseline: dict[str, float]
     """Score ("score") and metrics of the family's trivial baseline on the same examples."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run of a results tree: model, data sets, learning rate, seed, folder, and scores or the reason of its failure."""
+    """One run of a results tree, with its scores or the reason of its failure."""
 
     model: str
     family: str
@@ -149,16 +151,24 @@ class Result:
     best_step: int = 0
     """Step of the best of `evaluations`, 0 without any."""
     scores_only: bool = False
-    """True if its file has only scores, without protocol, fingerprints and standard metrics, like those of the study itself."""
+    """True if its file has only scores, without protocol, fingerprints and standard metrics, like
+    those of the study itself."""
 
     @property
     def has_common_examples(self) -> bool:
-        """Return whether its test examples are those of every other run on the data set; not for published results on NQ."""
+        """Return whether the test examples are those of every other run on the data set.
+
+        Published results on NQ have other examples.
+        """
         return not (self.scores_only and self.dataset in _UNSEEDED_TEST_SETS)
 
 
 def job_folder(job: FinetuneJob, dataset: str) -> Path:
-    """Return the folder of the results of `job` on `dataset`: OUTPUT/MODEL/FAMILY/DATASET/RUN, RUN like lr2e-05_sd0."""
+    """Return the folder of the results of `job` on `dataset`.
+
+    Returns:
+        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN like lr2e-05_sd0.
+    """
     return run_folder(
         Path(job.output, job.model.name),
         job.family,
@@ -172,7 +182,13 @@ def job_folder(job: FinetuneJob, dataset: str) -> Path:
 def run_folder(
     tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int
 ) -> Path:
-    """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0, for IR TRAINSET_lr2e-05_sd0; `tree`: its model's folder."""
+    """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0.
+
+    The last part is TRAINSET_lr2e-05_sd0 for IR.
+
+    Args:
+        tree: Folder of its model.
+    """
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
@@ -215,7 +231,7 @@ def write_result(job: FinetuneJob, result: DatasetResult) -> None:
 
 
 def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: FinetuneConfig) -> None:
-    """Write failed.json, with `reason` and `step`, into the folder of `job` for each of its evaluation data sets."""
+    """Write failed.json for each evaluation data set of `job`."""
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write_json(job_folder(job, dataset.name) / FAILED, values)
@@ -261,7 +277,10 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 
 
 def remove_partial_files(job: FinetuneJob) -> None:
-    """Delete temporary files of killed runs from the job's result folders; call only with the run's lock."""
+    """Delete temporary files of killed runs from the job's result folders.
+
+    The caller must hold the run's lock.
+    """
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
         for file in find_stale_temp_files(
             path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL
@@ -270,7 +289,13 @@ def remove_partial_files(job: FinetuneJob) -> None:
 
 
 def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "failed", "missing"]:
-    """Return "finished" (results.json), "failed" (failed.json) or "missing"; InputError if protocol or inputs differ."""
+    """Return whether results of `job` on a data set are finished, failed or missing.
+
+    The first two have a results.json or a failed.json.
+
+    Raises:
+        InputError: Protocol or inputs differ from those of the file.
+    """
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
@@ -306,15 +331,18 @@ def _format_special_tokens(protocol: Mapping[str, Any]) -> str:
 def find_protocol_difference(
     file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]
 ) -> str | None:
-    """Return the first protocol or fingerprint value that differs in a result file, as text; None if none, or unreadable.
+    """Return the first protocol or fingerprint value that differs in a result file.
 
-    None also if the file is unreadable or lacks them. Only its start is read.
+    Only the start of the file is read.
+
+    Returns:
+        Text on the difference; None if there is none, or if the file is unreadable or lacks the
+        values.
     """
     try:
         with open(file, "rb") as stream:
-            head, scores, _ = stream.read(8192).partition(
-                b',\n  "validation"'
-            )  # starts after some 1,200 bytes
+            # The scores start after some 1,200 bytes.
+            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
@@ -331,7 +359,11 @@ def find_protocol_difference(
 def _compare_with_file(
     values: dict[str, Any], protocol: FinetuneConfig, fingerprints: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (field, recorded value or _MISSING, expected value) of each difference; field is like `protocol.batch_size`."""
+    """Yield the differences between a result file and a protocol and fingerprints.
+
+    Yields:
+        (field, recorded value or _MISSING, expected value); field is like `protocol.batch_size`.
+    """
     for section, expected in (
         ("protocol", dataclasses.asdict(protocol)),
         ("fingerprints", fingerprints),
@@ -347,9 +379,12 @@ def _compare_with_file(
 
 
 def read_result_tree(root: str | Path) -> list[Result]:
-    """Return the Result of every run folder below `root`, sorted by path; InputError if there is none, or a run twice.
+    """Return the Result of every run folder below `root`, sorted by path.
 
-    Raises InputError for a file that no run wrote. Scores of single examples, gigabytes in the study's tree, are not parsed.
+    Scores of single examples, gigabytes in the study's tree, are not parsed.
+
+    Raises:
+        InputError: There is no run, a run twice, or a file that no run wrote.
     """
     results: dict[tuple, Result] = {}
     for path in _iterate_run_folders(Path(root)):
@@ -369,7 +404,10 @@ def read_result_tree(root: str | Path) -> list[Result]:
 
 
 def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
-    """Yield the folders `levels` below `path` (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
+    """Yield the folders `levels` below `path`, in the order of their names.
+
+    The default is the level of runs: MODEL/FAMILY/DATASET/RUN.
+    """
     try:
         with os.scandir(path) as entries:
             names = sorted(
@@ -391,7 +429,14 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
 
 
 def read_result(path: Path) -> Result | None:
-    """Return the Result in the run folder `path`; None if it is no run's or has no result file; InputError if malformed."""
+    """Return the Result in the run folder `path`.
+
+    Returns:
+        The Result, or None if the folder is no run's or has no result file.
+
+    Raises:
+        InputError: A result file is malformed.
+    """
     name = _RUN_FOLDER.fullmatch(path.name)
     try:
         rate = float(name["rate"]) if name else 0
@@ -430,7 +475,14 @@ def read_result(path: Path) -> Result | None:
 
 
 def read_fields(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object of a result file without per-example scores; None without a file; InputError if malformed."""
+    """Return the JSON object of a result file, without scores of single examples.
+
+    Returns:
+        The object, or None without a file.
+
+    Raises:
+        InputError: The file is malformed.
+    """
     try:
         values = parse_json(drop_score_lists(_read_bytes(path)), unique_keys=True)
     except FileNotFoundError:
@@ -445,7 +497,12 @@ def read_fields(path: Path) -> dict[str, Any] | None:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Read a result file. Raises InputError if it cannot be read, FileNotFoundError if it does not exist."""
+    """Read a result file.
+
+    Raises:
+        InputError: The file cannot be read.
+        FileNotFoundError: The file does not exist.
+    """
     try:
         return read_regular_file(path, _MAX_RESULT_BYTES)
     except FileNotFoundError:
@@ -455,7 +512,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Return JSON text with all values of scores_i and metrics_i replaced: "equal" for a list of equals, else null."""
+    """Return JSON text with all values of scores_i and metrics_i replaced.
+
+    A list of equals becomes "equal", others null.
+    """
 
     def short(match: re.Match[bytes]) -> bytes:
         return match[1] + (b'"equal"' if match[2] is not None and _all_equal(match[2]) else b"null")
@@ -472,9 +532,16 @@ def _all_equal(numbers: bytes) -> bool:
 
 
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
-    """Return each example's test score by `metric` (None: the study's); [] if none, or their mean is not the split's.
+    """Return the test score of each example by `metric`.
 
-    It is also empty if their mean is not the split's, as for span F1. Raises InputError.
+    Args:
+        metric: Name of a metric; None: the study's.
+
+    Returns:
+        The scores, or [] if the file has none, or if their mean is not the split's, as for span F1.
+
+    Raises:
+        InputError: The file is unreadable or malformed.
     """
     try:
         test = parse_json(_read_bytes(path))["test"]
@@ -495,7 +562,14 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
 
 
 def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
-    """Raise InputError for a metric out of its bounds; `place` is the text before its name."""
+    """Check that metrics are in their bounds.
+
+    Args:
+        place: Text before the name of a metric.
+
+    Raises:
+        InputError: A metric is out of its bounds.
+    """
     for name, value in metrics.items():
         low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
         if not low - _ROUNDING <= value <= high + _ROUNDING:
@@ -520,7 +594,10 @@ def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:
 
 
 def _detect_collapse(dataset: str, score: float, name: str, split: Mapping[str, Any]) -> str | None:
-    """Return the reason to consider a split collapsed, for published results without the field `collapsed`."""
+    """Return the reason to consider a split collapsed, or None.
+
+    Published results need this test, as they lack the field `collapsed`.
+    """
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
     why, *scores = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))

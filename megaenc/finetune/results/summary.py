@@ -1,4 +1,4 @@
-"""Print means with intervals of every model on every data set, averages and learning-rate sensitivity of a grid."""
+"""Print the scores of a grid: means with intervals, averages, learning rates."""
 
 import contextlib
 import json
@@ -29,21 +29,23 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class GridSummaryConfig:
-    """Options of `megaenc finetune summary`: folder of results, metrics to show, kind of intervals, and output file."""
+    """Options of `megaenc finetune summary`: results, metrics, intervals and output."""
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
     """folder of results (--output of a grid), or the study's published results"""
     metrics: Literal["paper", "standard", "both"] = "both"
-    """the paper's scores, standard metrics, or both; the paper's scores choose the learning rate in any case"""
+    """the paper's scores, standard metrics, or both; the paper's scores choose the learning rate in
+    any case"""
     interval: IntervalKind = "normal"
-    """half width of the 95 % intervals: 1.96 standard errors, as in the paper, or Student's t, which suits few seeds"""
+    """half width of the 95 % intervals: 1.96 standard errors, as in the paper, or Student's t,
+    which suits few seeds"""
     output: str = ""
     """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Row of the score table, in percent: mean, interval and baseline of a metric of a model on a data set or average."""
+    """Row of the score table, in percent: a model's metric on a data set or average."""
 
     model: str
     family: str
@@ -58,8 +60,8 @@ class SummaryRow:
     half: float | None
     """Half width of the interval; None also for a single seed."""
     baseline: float | None
-    """The metric of a trivial predictor: majority class, most frequent tag of a word, never answering, random ranking. None if
-    the results lack it."""
+    """The metric of a trivial predictor: majority class, most frequent tag of a word, never
+    answering, random ranking. None if the results lack it."""
     seeds: int
     runs: str
     """Finished of planned runs, `30/30`."""
@@ -69,7 +71,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class RateRow:
-    """Row of the learning-rate table, in percent: a model's mean scores on a data set by rate, chosen rate, and spread."""
+    """Row of the learning-rate table, in percent: a model's mean scores by rate."""
 
     model: str
     family: str
@@ -86,7 +88,7 @@ class RateRow:
 
 @dataclass(frozen=True)
 class GridSummary:
-    """Summary of a results tree: rows of scores, rows of learning rates, and the collapsed and failed runs."""
+    """Summary of a results tree: rows of its tables, and collapsed and failed runs."""
 
     rows: list[SummaryRow]
     rates: list[RateRow]
@@ -96,7 +98,10 @@ class GridSummary:
     """(model, family) pairs with a data set evaluated after several trainings."""
 
     def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
-        """Return the row's data set, as `DATASET after TRAINSET` if a set was evaluated after several trainings."""
+        """Return the row's data set, as `DATASET after TRAINSET` if it is ambiguous.
+
+        A name is ambiguous if a set was evaluated after several trainings.
+        """
         is_repeated = (row.model, row.family) in self.repeated_families
         return (
             f"{row.dataset} after {row.train_on}" if is_repeated and row.train_on else row.dataset
@@ -104,14 +109,18 @@ class GridSummary:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Return all learning rates of the rows, with or without results of every seed, in ascending order."""
+        """Return all learning rates of the rows, ascending, complete or not."""
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
 def build_summary(
     results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal"
 ) -> GridSummary:
-    """Return the GridSummary of `results`, by family, model and data set; `metrics`: "paper", "standard" or "both"."""
+    """Return the GridSummary of `results`, by family, model and data set.
+
+    Args:
+        metrics: "paper", "standard" or "both".
+    """
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
     for cell in aggregate.group_cells(results):
@@ -188,7 +197,11 @@ def _build_row(members: Sequence[ScoreCell], metric: str, kind: IntervalKind) ->
 
 
 def _build_rate_row(cell: ScoreCell) -> RateRow | None:
-    """Build the row of a cell's mean scores by learning rate; None without a finished run."""
+    """Build the row of a cell's mean scores by learning rate.
+
+    Returns:
+        The row, or None if the cell has neither a rate with every seed nor an incomplete one.
+    """
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete_rates)
     cell_key = (cell.model, cell.family, cell.dataset, cell.train_on)
     sensitivity = aggregate.compute_sensitivity(cell.scores_by_rate(), cell.seeds)
@@ -206,14 +219,21 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
-    """Return mean and half width as `91.65 (0.45)`; only the mean if `half` is None, `-` if `mean` is None."""
+    """Return mean and half width as `91.65 (0.45)`.
+
+    Returns:
+        Only the mean if `half` is None, and `-` if `mean` is None.
+    """
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
 def build_tables(summary: GridSummary) -> list[Any]:
-    """Return rich's tables for the terminal: scores, one per task family, and mean scores by learning rate, if several."""
+    """Return rich's tables for the terminal: scores, and mean scores by learning rate.
+
+    There is one table of scores per task family; the other is left out for a single rate.
+    """
     rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
@@ -270,17 +290,19 @@ def _format_rate(row: SummaryRow) -> str:
 
 
 def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, str]]:
-    """Yield ("collapsed" or "failed", result, reason) of each collapsed or failed run."""
+    """Yield ("collapsed" or "failed", result, reason) of each unusable run."""
     yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
     yield from (("failed", result, result.failure) for result in summary.failed)
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line per model and data set for its failed runs and each reason of collapse: reason, rates, seeds."""
+    """Return a line per model and data set for its failed runs and each collapse.
+
+    A line has the reason, and the rates and seeds of the runs.
+    """
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
-    for kind, result, why in _iterate_unusable_runs(
-        summary
-    ):  # failures differ in their step, so they are grouped without the reason
+    # Failures differ in their step, so they are grouped without the reason.
+    for kind, result, why in _iterate_unusable_runs(summary):
         groups[
             kind, result.model, summary.format_dataset(result), why if kind == "collapsed" else ""
         ].append((result, why))
@@ -296,7 +318,11 @@ def format_notes(summary: GridSummary) -> list[str]:
 
 
 def format_summary(summary: GridSummary, suffix: str) -> str:
-    """Return the text of a file of the summary, by `suffix`: JSON (.json), CSV of the scores (.csv), or Markdown tables."""
+    """Return the text of a file of the summary.
+
+    Args:
+        suffix: Format: JSON (.json), CSV of the scores (.csv), or Markdown tables.
+    """
     if suffix == ".json":
         values: dict[str, list] = {
             "rows": [vars(row) for row in summary.rows],
@@ -365,7 +391,10 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 
 @handle_command_errors
 def summary_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune summary`: print score and learning-rate tables of a results folder; write them to --output."""
+    """Run `megaenc finetune summary`: print the tables of a results folder.
+
+    A file of --output gets all numbers too.
+    """
     silence_libraries()
     settings = flags.parse(
         GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__

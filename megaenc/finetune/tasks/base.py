@@ -1,4 +1,4 @@
-"""Base class of the task families: model with head, loss in micro-batches, predictions and scores."""
+"""Base class of the task families: model with head, loss, predictions and scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of a split for results.json: those of SplitScores, and by example the score and values behind metrics."""
+    """Scores of a split for results.json, with the values of each example."""
 
     scores_i: list[float]
     """The study's metric of each example, in order."""
@@ -43,7 +43,10 @@ class Scores(SplitScores):
         baseline: dict[str, float],
         metrics: dict[str, float] | None = None,
     ) -> Self:
-        """Return Scores: `score` is the mean of `scores_i`, `metrics` defaults to the means of `metrics_i`."""
+        """Return Scores whose `score` is the mean of `scores_i`.
+
+        `metrics` defaults to the means of `metrics_i`.
+        """
         by_example = {
             name: [float(value) for value in values] for name, values in metrics_i.items()
         }
@@ -63,7 +66,10 @@ class NonFinitePredictionError(ArithmeticError):
 
 
 class TaskModel(nn.Module):
-    """Module of a backbone and the head of a task, which computes logits from the backbone's states."""
+    """Module of a backbone and the head of a task.
+
+    The head computes logits from the backbone's states.
+    """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()
@@ -76,12 +82,19 @@ class TaskModel(nn.Module):
         return next(self.parameters()).device
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Return a linear head's logits, float32[..., labels], of `states` [..., hidden_size], computed in the head's dtype."""
+        """Return a linear head's logits, float32[..., labels], of `states`.
+
+        States are [..., hidden_size]. The logits are computed in the head's dtype.
+        """
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
 class FinetuneTask(ABC):
-    """Base class of a task family on one data set: tokenization, loss (cross-entropy by default), predictions and scores."""
+    """Base class of a task family on one data set.
+
+    A task tokenizes examples and computes the loss (cross-entropy by default), predictions and
+    scores.
+    """
 
     family: ClassVar[TaskFamily]
 
@@ -93,22 +106,36 @@ class FinetuneTask(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
-        """Return the tokenized `examples` with targets as columns, a function of examples, encoder and labels only."""
+        """Return the tokenized `examples` with targets as columns.
+
+        Only examples, encoder and labels determine the result.
+        """
 
     @abstractmethod
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
-        """Return the Scores of the model on a split; `data` is the split's `examples` as tokenized by `encode`."""
+        """Return the Scores of the model on a split.
+
+        Args:
+            data: The split's `examples` as tokenized by `encode`.
+        """
 
     def clear_cache(self) -> None:
-        """Drop outputs of the model that an evaluation has cached, as the weights are about to change."""
+        """Drop cached outputs of the model, as its weights are about to change."""
         return
 
     def count_labels(self, data: TokenizedSplit) -> np.ndarray | None:
-        """Return, in SC and TC, the number of texts or words of each label in `data`, int64[labels], else None."""
+        """Return the number of texts or words of each label in `data`.
+
+        Returns:
+            int64[labels], or None except in SC and TC.
+        """
         return None
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Return a new linear layer, hidden_size to `output_count`, float32, random weights (sd 0.02), zero bias."""
+        """Return a new linear layer, hidden_size to `output_count`, in float32.
+
+        Weights are random (sd 0.02), the bias is zero.
+        """
         head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -125,26 +152,39 @@ class FinetuneTask(ABC):
         return len(self.dataset.labels)
 
     def count_examples(self, data: TokenizedSplit) -> int:
-        """Return the number of examples in the tokenized training split `data`, one for each text."""
+        """Return the number of examples in the tokenized training split, one per text."""
         return len(data)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Return the logits of each token of a pack, float32[tokens, labels]; some subclasses have one output per text."""
+        """Return the logits of each token of a pack, float32[tokens, labels].
+
+        Some subclasses have one output per text.
+        """
         states = model.backbone.compute_states(packed)
         if isinstance(model.head, NativeHead):
             return model.head(states, packed)
         return model.compute_logits(self.pool(states, packed))
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the states that a linear head reads: those of all tokens; subclasses pool those of a text."""
+        """Return the states that a linear head reads: those of all tokens.
+
+        Subclasses pool those of a text.
+        """
         return states
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return, in subclasses, the label of each output of the texts `rows`, int64[outputs], or IGNORE_INDEX for none."""
+        """Return, in subclasses, the label of each output of the texts `rows`.
+
+        Returns:
+            int64[outputs], IGNORE_INDEX for outputs without a label.
+        """
         raise NotImplementedError
 
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
-        """Backpropagate the mean loss over targets of the texts `rows`, in several passes if needed; return the loss."""
+        """Backpropagate the mean loss over targets of the texts `rows`; return the loss.
+
+        Texts that do not fit in one forward pass take several.
+        """
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
@@ -160,7 +200,10 @@ class FinetuneTask(ABC):
         return total.item()
 
     def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return text indices, int64, of each forward pass: at most `tokens_per_forward` tokens or one longer text."""
+        """Return the text indices, int64, of each forward pass.
+
+        A pass has at most `tokens_per_forward` tokens, or one longer text.
+        """
         return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
@@ -173,9 +216,14 @@ class FinetuneTask(ABC):
         before: int = 0,
         after: int = 0,
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Yield (indices into `rows`, outputs) per forward pass in eval mode; NonFinitePredictionError at NaN or inf.
+        """Yield (indices into `rows`, outputs) of each forward pass in eval mode.
 
-        `before` and `after` are numbers of other texts to count in `progress`. Raises NonFinitePredictionError for NaN or inf.
+        Args:
+            before: Number of other texts that count as done in `progress`.
+            after: Number of other texts that follow.
+
+        Raises:
+            NonFinitePredictionError: An output is NaN or inf.
         """
         model.eval()
         done = before
@@ -191,7 +239,10 @@ class FinetuneTask(ABC):
     def predict_texts(
         self, model: TaskModel, data: TokenizedTexts
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (index of the text, its token logits, float32[tokens, labels]) of every text in `data`, shortest first."""
+        """Yield the index and the token logits of each text in `data`, shortest first.
+
+        The logits are float32[tokens, labels].
+        """
         for rows, outputs in self.predict(model, data, np.arange(len(data))):
             yield from zip(
                 rows,
@@ -200,13 +251,20 @@ class FinetuneTask(ABC):
             )
 
     def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
-        """Return "constant prediction LABEL" if all predictions are one label although gold labels differ, else None."""
+        """Return "constant prediction LABEL" if all predictions are one label.
+
+        Returns:
+            The text, or None if predictions differ, or if all gold labels are equal.
+        """
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
 def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
-    """Return the mean of the token states of each text, float32[texts, hidden_size]; deterministic on GPUs too."""
+    """Return the mean of each text's token states, float32[texts, hidden_size].
+
+    The mean is deterministic on GPUs too.
+    """
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
 
@@ -216,4 +274,5 @@ POOLING_FUNCTIONS: dict[str, Callable[[Tensor, PackedTexts], Tensor]] = {
     "cls": lambda states, packed: states[packed.cu_seqlens[:-1].long()].float(),
     "lasttoken": lambda states, packed: states[packed.cu_seqlens[1:].long() - 1].float(),
 }
-"""Functions from the states of packed texts to one state per text, float32[texts, hidden_size], by the name of --pooling."""
+"""Functions from the states of packed texts to one state per text, float32[texts, hidden_size], by
+the name of --pooling."""

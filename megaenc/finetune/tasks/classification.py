@@ -20,7 +20,10 @@ class Classification(FinetuneTask):
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Return the texts of `examples` tokenized, with the column `labels`, int64[n], of their class indices."""
+        """Return the tokenized texts of `examples`, with their class indices.
+
+        The column `labels`, int64[n], has the indices.
+        """
         rows = encoder.encode([example.content for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
@@ -40,7 +43,10 @@ class Classification(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]
     ) -> Scores:
-        """Return the Scores of the model on a split: accuracy, Matthews; baseline: the split's most frequent class."""
+        """Return the Scores of the model on a split: accuracy and Matthews correlation.
+
+        The baseline is the split's most frequent class.
+        """
         gold = data.columns["labels"]
         predicted = np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predict(model, data, np.arange(len(data))):
@@ -62,8 +68,8 @@ class Classification(FinetuneTask):
 def matthews_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
     """Return the Matthews correlation of class indices; 0 if either is constant.
 
-    For any number of classes it is Gorodkin's R_K (Computational Biology and Chemistry 28, 2004): the correlation of the classes
-    as vectors of zeros and a one.
+    Its form for any number of classes is Gorodkin's R_K (Computational Biology and Chemistry 28,
+    2004): the correlation of the classes as vectors of zeros and a one.
     """
     classes = int(max(gold.max(), predicted.max())) + 1
     of_gold = np.bincount(gold, minlength=classes) / len(gold)

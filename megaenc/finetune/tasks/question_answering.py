@@ -1,4 +1,7 @@
-"""Extractive question answering by a binary label of each sub-token: inside or outside the answer."""
+"""Extractive question answering by a label of each sub-token.
+
+The label is binary: inside or outside the answer.
+"""
 
 import re
 import string
@@ -20,13 +23,17 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class QuestionAnswering(FinetuneTask):
-    """Question answering (QA): cross-entropy of inside/outside the answer for all sub-tokens; the score is position F1.
+    """Question answering (QA) by cross-entropy of inside or outside the answer.
 
-    The text is "Question: {question}\\nContext: {context}", its two halves tokenized separately. Too long a text loses the end of
-    its context, then of its question. Only the first answer is learned: sub-tokens that overlap it are inside.
+    All sub-tokens have a label. The score is position F1.
 
-    The predicted positions are all sub-tokens labelled inside. The predicted answer is the text of their run in the context with
-    the largest mean log-odds, so that a short certain run beats a long uncertain one; without a run it is empty.
+    The text is "Question: {question}\\nContext: {context}", its two halves tokenized separately.
+    Too long a text loses the end of its context, then of its question. Only the first answer is
+    learned: sub-tokens that overlap it are inside.
+
+    The predicted positions are all sub-tokens labelled inside. The predicted answer is the text of
+    their run in the context with the largest mean log-odds, so that a short certain run beats a
+    long uncertain one; without a run it is empty.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.QA
@@ -34,16 +41,16 @@ class QuestionAnswering(FinetuneTask):
     label_names = QA_LABELS
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
-        """Return texts with columns: token ranges `context`, `gold` (answer) by row; characters, `inside` by token.
+        """Return tokenized texts with columns of their contexts and answers.
 
-        By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n, 2], token range of the first
-        answer before the text is cut, (0, 0) without answer. By token: `offsets`, int32[N, 2], character range in the context,
-        (0, 0) outside it; `inside`, int64[N], 1 within the first answer, else 0.
+        By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n,
+        2], token range of the first answer before the text is cut, (0, 0) without answer. By token:
+        `offsets`, int32[N, 2], character range in the context, (0, 0) outside it; `inside`,
+        int64[N], 1 within the first answer, else 0.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
-        contexts = dict.fromkeys(
-            example.context for example in examples
-        )  # a paragraph has several questions
+        # A paragraph has several questions.
+        contexts = dict.fromkeys(example.context for example in examples)
         contexts = dict(zip(contexts, encoder.encode_with_offsets(list(contexts)), strict=True))
         first = len(encoder.special_tokens.before)
         rows = []
@@ -88,11 +95,17 @@ class QuestionAnswering(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the label of each token of the texts `rows`, int64[tokens]: 1 inside the first answer, 0 outside."""
+        """Return the label of each token of the texts `rows`, int64[tokens].
+
+        Tokens inside the first answer have label 1, others 0.
+        """
         return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
-        """Return Scores: position F1 as score; exact match, word F1 of extracted answers; baseline: never answering."""
+        """Return the Scores of the model on a split: position F1, exact match and word F1.
+
+        Exact match and word F1 are those of extracted answers. The baseline never answers.
+        """
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(
             data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True
@@ -119,7 +132,7 @@ class QuestionAnswering(FinetuneTask):
 
 
 def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray:
-    """Return the range (start, end) of context tokens that overlap the first answer, int64[2]."""
+    """Return the token range that overlaps the first answer in the context, int64[2]."""
     answer: Answer = example.answers[0]
     start = len(replace_surrogates(example.context[: answer.start]))
     end = start + len(replace_surrogates(answer.text))
@@ -128,7 +141,10 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 
 
 def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
-    """Return the text of the predicted answer of `row`, empty if no sub-token of its context is inside."""
+    """Return the text of the predicted answer of `row`.
+
+    The text is empty if no sub-token of its context is inside.
+    """
     start, end = data.columns["context"][row]
     span = find_best_span(log_odds[start:end])
     if span is None:
@@ -138,9 +154,10 @@ def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row
 
 
 def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
-    """Return the F1 of two sets of sub-token positions, an empty set counting as {0} (the study's score).
+    """Return the F1 of two sets of sub-token positions, the study's score.
 
-    An unanswerable question thus scores 1 without a predicted answer, else 0: position 0 is part of the question.
+    An empty set counts as {0}. An unanswerable question thus scores 1 without a predicted answer,
+    else 0: position 0 is part of the question.
     """
     gold_positions = set(gold) or {0}
     predicted_positions = set(predicted) or {0}
@@ -152,12 +169,18 @@ def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
 
 
 def normalize_answer(answer: str) -> str:
-    """Return an answer in lower case without ASCII punctuation, a, an and the, and with single spaces, as SQuAD's script."""
+    """Return an answer as SQuAD's script normalizes it.
+
+    The result is in lower case without ASCII punctuation, a, an and the, and with single spaces.
+    """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(golds: Sequence[str], predicted: str) -> float:
-    """Return 1.0 if the normalized prediction equals a gold answer, or is empty and there is none, else 0.0 (SQuAD v2)."""
+    """Return 1.0 if the normalized prediction equals a gold answer, else 0.0.
+
+    An empty prediction is right if there is no gold answer, as in SQuAD v2.
+    """
     return float(
         normalize_answer(predicted)
         in [normalize_answer(gold) for gold in _filter_gold_answers(golds)]
@@ -165,9 +188,10 @@ def exact_match(golds: Sequence[str], predicted: str) -> float:
 
 
 def token_f1(golds: Sequence[str], predicted: str) -> float:
-    """Return the highest F1 of the normalized prediction's words, counted with repetition, with a gold answer's (SQuAD v2).
+    """Return the highest F1 of the prediction's words with those of a gold answer.
 
-    If either has no words, it is 1 if both have none, else 0.
+    Answers are normalized, and words are counted with repetition, as in SQuAD v2. The F1 of an
+    answer without words is 1 if both have none, else 0.
     """
     return max(
         _compute_word_f1(normalize_answer(gold).split(), normalize_answer(predicted).split())
@@ -189,9 +213,13 @@ def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
 
 
 def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
-    """Return (start, end), end excluded, of the run of positive log-odds with the largest mean; None if none is positive.
+    """Return the run of positive log-odds with the largest mean, the first of equals.
 
-    `log_odds` is float[sub-tokens of the context]: the logit of inside minus that of outside. The first of equals wins.
+    Args:
+        log_odds: float[sub-tokens of the context], the logit of inside minus that of outside.
+
+    Returns:
+        (start, end), end excluded, or None if none is positive.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
     edges = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Dense retrieval with mean-pooled embeddings and cosine similarity, and its ranking metrics."""
+"""Dense retrieval with pooled embeddings and cosine similarity, and its metrics."""
 
 import hashlib
 import math
@@ -24,10 +24,11 @@ _MIN_COSINE_SPREAD = 1e-4
 
 
 class RetrievalTask(FinetuneTask):
-    """Retrieval (IR): embeddings trained by InfoNCE on scaled cosines with in-batch negatives; the score is NDCG.
+    """Retrieval (IR): embeddings trained by InfoNCE with in-batch negatives.
 
-    All other documents of the batch are negatives, even equal ones. A batch larger than one forward pass uses gradient caching
-    (`megaenc.finetune.model.gradient_caching`).
+    Cosines are scaled. All other documents of the batch are negatives, even equal ones. A batch
+    larger than one forward pass uses gradient caching (`megaenc.finetune.model.gradient_caching`).
+    The score is NDCG.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -37,7 +38,10 @@ class RetrievalTask(FinetuneTask):
     def encode(
         self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder
     ) -> dict[str, TokenizedTexts]:
-        """Return "queries" and "documents" tokenized, by name: of pairs row by row, of a split in the order of its dicts."""
+        """Return tokenized texts by name: "queries" and "documents".
+
+        Pairs are encoded row by row, a split in the order of its dicts.
+        """
         if isinstance(examples, RetrievalExamples):
             texts = {
                 "queries": list(examples.queries.values()),
@@ -55,7 +59,7 @@ class RetrievalTask(FinetuneTask):
         self._document_cache = None
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Return the identity module: embeddings are computed from the backbone's states without a head."""
+        """Return the identity module: embeddings are computed without a head."""
         return nn.Identity()
 
     def count_examples(self, data: dict[str, TokenizedTexts]) -> int:
@@ -65,7 +69,10 @@ class RetrievalTask(FinetuneTask):
     def backward(
         self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray
     ) -> float:
-        """Backpropagate the InfoNCE loss of the pairs `rows`, by gradient caching if in several passes; return the loss."""
+        """Backpropagate the InfoNCE loss of the pairs `rows`; return the loss.
+
+        Several forward passes use gradient caching.
+        """
         self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
@@ -84,10 +91,11 @@ class RetrievalTask(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples
     ) -> Scores:
-        """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.
+        """Return the Scores of ranking: NDCG, MRR @10 and recall @100.
 
-        Queries without a relevant document are ignored (trec_eval); relevant documents that are not in `examples.documents` count
-        as misses. The baseline is the expectation of a random ranking.
+        Queries without a relevant document are ignored (trec_eval); relevant documents that are not
+        in `examples.documents` count as misses. The baseline is the expectation of a random
+        ranking.
         """
         judged_rows = np.flatnonzero(
             [bool(examples.relevant.get(query)) for query in examples.queries]
@@ -134,7 +142,7 @@ class RetrievalTask(FinetuneTask):
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Return the embedding of each text of a pack, float32[texts, hidden_size].
 
-        It is the pooled state scaled to length 1.
+        An embedding is the pooled state scaled to length 1.
         """
         pool = POOLING_FUNCTIONS[self.protocol.pooling]
         return normalize(pool(model.backbone.compute_states(packed), packed), dim=1)
@@ -142,7 +150,7 @@ class RetrievalTask(FinetuneTask):
     def _embed_texts(
         self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int
     ) -> Tensor:
-        """Embed the texts `rows` of `data` on the model's device, float32[rows, hidden_size], in order."""
+        """Embed the texts `rows` of `data`, float32[rows, hidden_size], in order."""
         parts, embedded = zip(*self.predict(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[
             torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)
@@ -151,7 +159,10 @@ class RetrievalTask(FinetuneTask):
     def _embed_documents(
         self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int
     ) -> Tensor:
-        """Embed all documents in `order`; cached until the next `backward`, as both splits have the same documents."""
+        """Embed all documents in `order`.
+
+        Embeddings are cached until the next `backward`, as both splits have the same documents.
+        """
         digest = hashlib.sha256(
             data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()
         ).digest()
@@ -169,14 +180,19 @@ class RetrievalTask(FinetuneTask):
 
 
 def iterate_cosines(queries: Tensor, documents: Tensor) -> Iterator[np.ndarray]:
-    """Yield the cosines of each query with all documents, float32[documents]; both are embeddings of length 1, one a row."""
+    """Yield the cosines of each query with all documents, float32[documents].
+
+    Args:
+        queries: Embeddings of length 1, one a row.
+        documents: Embeddings of length 1, one a row.
+    """
     block = max(1, _MAX_COSINES // len(documents))
     for some in queries.split(block):
         yield from (some @ documents.T).cpu().numpy()
 
 
 def _compute_discounts(count: int) -> np.ndarray:
-    """Compute DCG discounts 1 / log2(1 + rank) of the first `count` ranks, float64[count]."""
+    """Compute DCG discounts 1 / log2(1 + rank) of the first `count` ranks."""
     return 1 / np.log2(np.arange(2, count + 2))
 
 
@@ -187,11 +203,15 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG of the first `depth` documents, given best first, by their own best order; 0 if none is relevant.
+    """Return NDCG of the first `depth` documents by their own best order.
 
-    `relevant`, bool[documents], and `scores`, float[documents], are best first. Relevant documents that were not retrieved do not
-    lower it. Documents of equal score share their discounts. Equal to scikit-learn's
-    `ndcg_score([relevant], [scores])` on the first `depth` documents.
+    Relevant documents that were not retrieved do not lower it. Documents of equal score share their
+    discounts. Equal to scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth`
+    documents; 0 if none is relevant.
+
+    Args:
+        relevant: bool[documents], best first.
+        scores: float[documents], best first.
     """
     gains = relevant[:depth].astype(np.float64)
     scores = scores[:depth]
@@ -204,9 +224,13 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
-    """Return NDCG at `depth`, grades as gains, normalized by all relevant documents' best order (trec_eval); 0 without any.
+    """Return NDCG at `depth` with grades as gains, as trec_eval.
 
-    `grades` is int[documents], best first, 0 if not relevant; `all_grades` are the grades of all relevant documents.
+    The best order of all relevant documents normalizes the gain; without any the result is 0.
+
+    Args:
+        grades: int[documents], best first, 0 if not relevant.
+        all_grades: Grades of all relevant documents.
     """
     ideal = _compute_ideal_dcg(all_grades, depth)
     top = grades[:depth]
@@ -214,26 +238,37 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
-    """Return 1 / rank of the first document with a grade other than 0, or 0 if none of the first `depth` has one."""
+    """Return 1 / rank of the first document with a grade other than 0.
+
+    Returns:
+        The reciprocal rank, or 0 if none of the first `depth` has such a grade.
+    """
     ranks = np.flatnonzero(grades[:depth])
     return 1 / (int(ranks[0]) + 1) if len(ranks) else 0.0
 
 
 def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
-    """Return the number of relevant documents among the first `depth`, divided by `relevant`, the number of all; 0 for 0."""
+    """Return the fraction of all `relevant` documents that are in the first `depth`.
+
+    Without relevant documents the result is 0.
+    """
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
 
 def compute_trec_order(names: Sequence[str]) -> np.ndarray:
-    """Return document indices, int64, in descending order of their UTF-8 `names`, as trec_eval orders equal scores."""
+    """Return document indices, int64, in the order that trec_eval gives equal scores.
+
+    The order is descending by the `names` in UTF-8.
+    """
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
 
 
 def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
-    """Return the indices, int64, of the `depth` highest scores (all if fewer), best first; equal scores keep their order.
+    """Return the indices, int64, of the `depth` highest scores, best first.
 
-    With documents in the order of `compute_trec_order`, the ranking is trec_eval's.
+    Fewer scores give fewer indices. Equal scores keep their order: with documents in the order of
+    `compute_trec_order`, the ranking is trec_eval's.
     """
     depth = min(depth, len(scores))
     least = np.partition(scores, len(scores) - depth)[len(scores) - depth]
@@ -244,8 +279,8 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
     """Return the id of the document that the ranking of `query` leaves out.
 
-    It is the query's own, as in BEIR, where such a document is the query itself. None if the document is judged relevant, as in
-    sets that number pairs.
+    The document with the query's id is left out, as in BEIR, where such a document is the query
+    itself. None is left out if that document is judged relevant, as in sets that number pairs.
     """
     return None if query in grade_of else query
 
@@ -255,9 +290,9 @@ def compute_query_baseline(
 ) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
-    The document `own` is left out.
-
-    `grade_of`: grades of all relevant documents, also of those that are not ranked.
+    Args:
+        grade_of: Grades of all relevant documents, also of those that are not ranked.
+        own: Document that is left out, or None.
     """
     count = len(documents) - (own in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
@@ -270,14 +305,18 @@ def compute_query_baseline(
 def compute_random_baseline(
     documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()
 ) -> dict[str, float]:
-    """Return expected score, ndcg@10, mrr@10, recall@100 of random order.
+    """Return the expected score, ndcg@10, mrr@10 and recall@100 of a random order.
 
-    `all_grades`: those of a query's relevant documents; `missing`: those of them that are not among the `documents`.
+    Args:
+        documents: Number of documents.
+        all_grades: Grades of a query's relevant documents.
+        missing: Those of `all_grades` whose documents are not ranked.
     """
     relevant = len(all_grades) - len(missing)
     depth = min(10, documents)
     discounts = float(_compute_discounts(depth).sum())
-    # The number k of relevant documents in the top ten is hypergeometric; each is at any of the ten ranks equally often.
+    # The number k of relevant documents in the top ten is hypergeometric; each is at any of the
+    # ten ranks equally often.
     score = sum(
         math.comb(depth, k) * math.comb(documents - depth, relevant - k) / math.comb(documents, relevant)
         * k / depth * discounts / _compute_ideal_dcg([1] * k, depth)

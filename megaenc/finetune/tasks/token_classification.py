@@ -1,4 +1,4 @@
-"""Token classification by a tag of each sub-token, with a majority vote over the sub-tokens of a word."""
+"""Token classification by a tag of each sub-token, with a majority vote per word."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,17 +14,21 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_
 
 
 class TokenClassification(FinetuneTask):
-    """Token classification (TC) with a majority vote per word; its score is the mean over sentences of macro tag F1.
+    """Token classification (TC) with a majority vote per word.
 
-    Words are joined by single spaces and tokenized together. A sub-token belongs to the first word that ends after its first
-    character, so a space belongs to the following word. Words that were cut off or have no sub-token are predicted O; BOS and EOS
-    have no loss.
+    The score is the mean over sentences of macro tag F1. Words are joined by single spaces and
+    tokenized together. A sub-token belongs to the first word that ends after its first character,
+    so a space belongs to the following word. Words that were cut off or have no sub-token are
+    predicted O; BOS and EOS have no loss.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.TC
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
-        """Return sentences tokenized, with columns by token: `words` (its word's index or -1), `tags` (index or -100)."""
+        """Return tokenized sentences, with the word and tag of each token.
+
+        By token: `words`, the index of its word or -1; `tags`, the index of its tag or -100.
+        """
         rows = []
         words = []
         tags = []
@@ -48,11 +52,17 @@ class TokenClassification(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the tag index of each token of the sentences `rows`, int64[tokens], -100 for tokens of no word."""
+        """Return the tag index of each token of the sentences `rows`, int64[tokens].
+
+        Tokens of no word have -100.
+        """
         return data.gather_token_column("tags", rows)
 
     def count_labels(self, data: TokenizedTexts) -> np.ndarray:
-        """Return the number of words of each tag, int64[labels], without words that were cut off or have no sub-token."""
+        """Return the number of words of each tag, int64[labels].
+
+        Words that were cut off or have no sub-token do not count.
+        """
         words = data.columns["words"]
         rows = np.repeat(np.arange(len(data)), data.lengths)
         known = np.flatnonzero(words >= 0)
@@ -62,7 +72,11 @@ class TokenClassification(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]
     ) -> Scores:
-        """Return Scores: mean tag F1 by sentence as score; span F1, precision, recall; baseline: usual tag by word."""
+        """Return the Scores of the model on a split: tag F1 and span F1.
+
+        The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans.
+        The baseline is each word's usual tag.
+        """
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -97,7 +111,10 @@ class TokenClassification(FinetuneTask):
 
     @cached_property
     def _most_frequent_tags(self) -> tuple[dict[str, int], int]:
-        """Return the most frequent tag of each training word, the first of equals, and that of all words together."""
+        """Return the most frequent tag of each training word, and that of all words.
+
+        The first of equally frequent tags is returned.
+        """
         tags_of = defaultdict(Counter)
         all_tags = Counter()
         for example in self.dataset.load_split("train"):
@@ -110,9 +127,16 @@ class TokenClassification(FinetuneTask):
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
-    """Return each word's most frequent sub-token tag (first of equals), int64[count]; `absent` if it has no sub-token.
+    """Return each word's most frequent sub-token tag, the first of equals.
 
-    `words`, int[sub-tokens], is the ascending word index of each sub-token. Words without a sub-token get `absent`.
+    Args:
+        words: int[sub-tokens], the ascending word index of each sub-token.
+        tags: int[sub-tokens].
+        count: Number of words.
+        absent: Tag of words without a sub-token.
+
+    Returns:
+        int64[count].
     """
     voted = np.full(count, absent, dtype=np.int64)
     if len(words):
@@ -125,9 +149,13 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
 
 
 def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.ndarray:
-    """Return each sentence's macro F1 over tags in gold or prediction, O included, float64[sentences] (the study's score).
+    """Return each sentence's macro F1 over tags in gold or prediction, O included.
 
-    Equal to scikit-learn's `f1_score(gold, predicted, average="macro", zero_division=0)` on the words of one sentence.
+    The study's score is equal to scikit-learn's `f1_score(gold, predicted, average="macro",
+    zero_division=0)` on the words of one sentence.
+
+    Returns:
+        float64[sentences].
     """
     scores = np.zeros(len(gold))
     for at, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
@@ -141,9 +169,12 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
 
 
 def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return the set of spans (type, first word, last word) in the IOB2 tags of a sentence, by the rules of seqeval.
+    """Return the spans in the IOB2 tags of a sentence, by the rules of seqeval.
 
     A span starts at a B, and at an I that follows O or another type.
+
+    Returns:
+        (type, first word, last word) of each span.
     """
     spans = set()
     open_type = None
@@ -161,7 +192,13 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return the numbers of correct (same type and ends), predicted and gold spans of each sentence, int64[sentences, 3]."""
+    """Return the numbers of correct, predicted and gold spans of each sentence.
+
+    Correct spans have the same type and ends as a gold one.
+
+    Returns:
+        int64[sentences, 3].
+    """
     rows = []
     for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
         gold_spans = parse_spans(gold_tags)
@@ -171,7 +208,11 @@ def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
 
 def span_f1(counts: np.ndarray) -> dict[str, float]:
-    """Return micro-averaged span_f1, span_precision and span_recall, by name, from `count_spans`' result; 0 for 0/0."""
+    """Return micro-averaged span_f1, span_precision and span_recall, by name.
+
+    Args:
+        counts: Result of `count_spans`. A ratio 0/0 is 0.
+    """
     right, predicted, gold = (int(number) for number in counts.sum(axis=0))
     return {
         "span_f1": 2 * right / (predicted + gold) if predicted + gold else 0.0,
