@@ -103,7 +103,8 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         ):
             if not is_locked:
                 raise InputError(
-                    f"{folder}: another process computes this run; wait for it or choose another --output"
+                    f"{folder}: another process computes this run; "
+                    "wait for it or choose another --output"
                 )
             result_files.remove_partial_files(pending)
             print_rank_0(f"{pending.name}: importing torch and transformers")
@@ -150,7 +151,8 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
     if result.failure is not None:
         again = " before" * was_finished
         print_rank_0(
-            f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate"
+            f"failed{again}: {result.failure} ({folder / result_files.FAILED}); "
+            "choose a smaller --learning-rate"
         )
         sys.exit(1)
     if result.evaluations:
@@ -167,5 +169,6 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
             + (f"; worthless: {split.collapsed}" if split.collapsed else "")
         )
     print_rank_0(
-        f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; {'finished before, ' * was_finished}{folder / result_files.RESULTS}"
+        f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; "
+        f"{'finished before, ' * was_finished}{folder / result_files.RESULTS}"
     )

@@ -100,12 +100,14 @@ class FinetuneConfig:
             )
         if self.pooling != "mean" and self.head == "native":
             raise InputError(
-                f"--pooling {self.pooling}: found with --head native, which pools as the model's config says"
+                f"--pooling {self.pooling}: found with --head native, "
+                "which pools as the model's config says"
             )
         for name in ("best_checkpoint", "early_stopping"):
             if getattr(self, name) and not self.eval_interval:
                 raise InputError(
-                    f"--{name.replace('_', '-')}: found --eval-interval 0, expected its number of steps, such as 100"
+                    f"--{name.replace('_', '-')}: found --eval-interval 0, "
+                    "expected its number of steps, such as 100"
                 )
 
     @property

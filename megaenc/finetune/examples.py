@@ -14,8 +14,10 @@ import numpy as np
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
-QUERY, DOCUMENT = "Query: ", "Document: "
-"""Prefixes of every query and every document, as in the study."""
+QUERY = "Query: "
+"""Prefix of every query, as in the study."""
+DOCUMENT = "Document: "
+"""Prefix of every document, as in the study."""
 TOKENIZER_PAIRS = "tokenizer"
 """Value of a pair template with which the tokenizer joins the two texts by its special tokens."""
 _VALIDATION_SEED = 42
@@ -191,7 +193,10 @@ def format_too_few_error(count: int, noun: str, file: str) -> str:
         noun: Word for the examples.
         file: Name of the file that would make the split unnecessary.
     """
-    return f"found {count}, too few {noun} to validate on part of them, expected 2 at least or a file {file}"
+    return (
+        f"found {count}, too few {noun} to validate on part of them, "
+        f"expected 2 at least or a file {file}"
+    )
 
 
 def choose_validation_queries(query_ids: list[str]) -> set[str]:

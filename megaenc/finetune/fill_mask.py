@@ -191,7 +191,8 @@ def choose_window_length(
     context = model.config.max_position_embeddings - find_position_offset(model)
     if seq_length > context:
         raise InputError(
-            f"--seq-length: found {seq_length}, expected at most the {context} tokens that the model reads"
+            f"--seq-length: found {seq_length}, "
+            f"expected at most the {context} tokens that the model reads"
         )
     return seq_length or min(context, tokenizer.model_max_length)
 
@@ -217,11 +218,12 @@ _SENTENCE = re.compile(r"(?<![^\n ])[A-Z][a-z]*(?:,? [A-Za-z'-]+){7,24}\.(?=\s|$
 _WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ ,.])")
 # Guesses of function words are not informative.
 _FUNCTION_WORDS = """
-    about after also although another because been before being below between both cannot could does done each either else
-    even ever every from given have having here however into itself just like made make many more most much must never none
-    only onto other over same should since some such than that their them then there therefore these they this those through
-    thus together under unless until used uses using very want well were what when where whether which while will with within
-    without would your
+    about after also although another because been before being below between both cannot could does
+    done each either else even ever every from given have having here however into itself just like
+    made make many more most much must never none only onto other over same should since some such
+    than that their them then there therefore these they this those through thus together under
+    unless until used uses using very want well were what when where whether which while will with
+    within without would your
 """
 
 
@@ -351,7 +353,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = read_texts(inputs, settings.json_key)
     score = compute_mask_score(model, tokenizer, texts, settings.mask, settings.tokens, length)
     print_rank_0(
-        f"{settings.model}: {100 * score.accuracy:.1f} % of {score.token_count:,} hidden tokens guessed; "
+        f"{settings.model}: "
+        f"{100 * score.accuracy:.1f} % of {score.token_count:,} hidden tokens guessed; "
         f"always the most frequent token: {100 * score.most_frequent_accuracy:.1f} %; "
         f"loss {score.loss:.4f} in windows of at most {length:,} tokens"
     )

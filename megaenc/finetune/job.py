@@ -77,7 +77,10 @@ class FinetuneJob:
 
         Its parts are model, training set, learning rate and seed.
         """
-        return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
+        return (
+            f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} "
+            f"sd{self.seed}"
+        )
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,8 @@ class ModelKeeper:
                 self.write(target, model, data, scores, result)
                 rounded = "" if self.task.protocol.precision == "fp32" else " in float32"
                 print_rank_0(
-                    f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}"
+                    f"{job.name}: kept in {target}: test score "
+                    f"{100 * scores['test'].score:.2f}{rounded}"
                 )
             # The results come last: they mark the run as finished.
             for one in results:
@@ -238,10 +239,10 @@ class ModelKeeper:
             for other in others
             if other is not None and other.train_on == self.job.train_on and other.validation
         ]
-        best = min(
-            [own, *((-other.validation.score, other.learning_rate, other.seed) for other in others)]
+        is_best = all(
+            own <= (-other.validation.score, other.learning_rate, other.seed) for other in others
         )
-        return best == own, [other.path for other in others] if best == own else []
+        return is_best, [other.path for other in others] if is_best else []
 
     def write(
         self,
@@ -359,7 +360,8 @@ class ModelKeeper:
         for text, ids, row in zip(texts * 2, actual, rows, strict=False):
             if list(ids) != row.tolist():
                 raise InputError(
-                    f"--save-model: transformers' {type(loaded).__name__} encodes {text[:40]!r} as {list(ids)[:8]}, "
+                    f"--save-model: transformers' {type(loaded).__name__} encodes "
+                    f"{text[:40]!r} as {list(ids)[:8]}, "
                     f"the run as {row.tolist()[:8]}; expected another model"
                 )
 
@@ -399,8 +401,7 @@ def needs_spaced_words(tokenizer: Any) -> bool:
     """
     words = PROBES[0].split()
     spaced = [words[0], *(f" {word}" for word in words[1:])]
-    joined, plain, with_spaces = (
-        tokenizer(text, is_split_into_words=isinstance(text, list))["input_ids"]
-        for text in (" ".join(words), words, spaced)
-    )
+    joined = tokenizer(" ".join(words))["input_ids"]
+    plain = tokenizer(words, is_split_into_words=True)["input_ids"]
+    with_spaces = tokenizer(spaced, is_split_into_words=True)["input_ids"]
     return plain != joined and with_spaces == joined

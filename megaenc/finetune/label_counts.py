@@ -31,24 +31,34 @@ def describe_label_counts(
         least = min(compared, key=lambda index: train[index])
         if train[most] > _MAX_RATIO * train[least]:
             reasons.append(
-                f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as {labels[least]}"
+                f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as "
+                f"{labels[least]}"
             )
     for split in ("train", "validation"):
         absent = [label for label, count in zip(labels, counts[split], strict=True) if not count]
-        reasons += [f"{split} has no {format_name_list(absent)}"] if absent else []
+        if absent:
+            reasons.append(f"{split} has no {format_name_list(absent)}")
     if reasons:
         order = sorted(range(len(labels)), key=lambda index: -train[index])
         in_train = format_name_list([f"{labels[index]} {train[index]:,}" for index in order])
         majority = int(test.argmax())
-        baseline = f"always predicting {labels[majority]} is right in {100 * test[majority] / max(test.sum(), 1):.2f} % of test"
+        baseline = (
+            f"always predicting {labels[majority]} is right in "
+            f"{100 * test[majority] / max(test.sum(), 1):.2f} % of test"
+        )
         lines.append(f"{name}: {'; '.join(reasons)}; train: {in_train}; {baseline}")
-    unseen = [
-        f"{label} ({', '.join(f'{split}: {counts[split][index]:,}' for split in ('validation', 'test') if counts[split][index])})"
-        for index, label in enumerate(labels)
-        if not train[index] and (counts["validation"][index] or test[index])
-    ]
+    unseen = []
+    for index, label in enumerate(labels):
+        places = [
+            f"{split}: {counts[split][index]:,}"
+            for split in ("validation", "test")
+            if counts[split][index]
+        ]
+        if places and not train[index]:
+            unseen.append(f"{label} ({', '.join(places)})")
     if unseen:
         lines.append(
-            f"{name}: warning: labels without a training example cannot be learned: {format_name_list(unseen)}"
+            f"{name}: warning: labels without a training example cannot be learned: "
+            f"{format_name_list(unseen)}"
         )
     return lines

@@ -58,12 +58,14 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     folder = Path(settings.model)
     if not os.path.isfile(folder / MODEL_DETAILS):  # False for a name that is too long too
         raise InputError(
-            f"--model {folder}: no {MODEL_DETAILS}, expected a folder that --save-model or --keep wrote"
+            f"--model {folder}: no {MODEL_DETAILS}, "
+            "expected a folder that --save-model or --keep wrote"
         )
     family, protocol, pair_template = _read_details(folder / MODEL_DETAILS)
     if family == TaskFamily.IR:
         raise InputError(
-            f"--model {folder}: found a retrieval model; use it with SentenceTransformer, as its README.md shows"
+            f"--model {folder}: found a retrieval model; "
+            "use it with SentenceTransformer, as its README.md shows"
         )
     if not os.path.isfile(settings.input):
         raise InputError(
@@ -74,16 +76,20 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
     if settings.all_scores and family != TaskFamily.SC:
         raise InputError(
-            f"--all-scores: found a model of {family}, expected one of SC: labels of single texts or pairs"
+            f"--all-scores: found a model of {family}, expected one of SC: "
+            "labels of single texts or pairs"
         )
     examples = _build_examples(family, rows, pair_template)
     # Without a file, standard output has only the predictions.
     with contextlib.nullcontext() if settings.output else contextlib.redirect_stdout(sys.stderr):
         predictions = predict(folder, family, protocol, examples, all_scores=settings.all_scores)
-    lines = [
-        _format_line(({"id": row["id"]} if "id" in row else {}) | prediction)
-        for (_, row), prediction in zip(rows, predictions, strict=True)
-    ]
+    lines = []
+    for (_, row), prediction in zip(rows, predictions, strict=True):
+        if "id" in row:
+            prediction = {"id": row["id"]} | prediction
+        line = json.dumps(prediction, ensure_ascii=False)
+        # Lone surrogates, which UTF-8 does not have, are written as escapes.
+        lines.append(line.encode("utf-8", "backslashreplace").decode() + "\n")
     if not settings.output:
         sys.stdout.writelines(lines)
         return
@@ -102,7 +108,8 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
     family = details.get("family")
     if family not in list(TaskFamily):
         raise InputError(
-            f"{file}: field `family`: found {shorten_repr(family)}, expected one of {', '.join(TaskFamily)}"
+            f"{file}: field `family`: found {shorten_repr(family)}, "
+            f"expected one of {', '.join(TaskFamily)}"
         )
     values = details.get("protocol")
     if not isinstance(values, dict):
@@ -143,18 +150,10 @@ def _read_labels(file: Path) -> tuple[str, ...]:
     ):
         value = "no such field" if names is None else f"found {shorten_repr(names)}"
         raise InputError(
-            f'{file}: field `id2label`: {value}, expected names that differ under "0", "1" and so on'
+            f"{file}: field `id2label`: {value}, "
+            'expected names that differ under "0", "1" and so on'
         )
     return labels
-
-
-def _format_line(prediction: dict[str, Any]) -> str:
-    """Return a prediction as a line of JSON.
-
-    Lone surrogates, which UTF-8 does not have, are written as escapes.
-    """
-    line = json.dumps(prediction, ensure_ascii=False)
-    return line.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _build_examples(
@@ -176,20 +175,21 @@ def _build_examples(
             if family == TaskFamily.SC:
                 if row.get("text_pair") and not pair_template:
                     raise InputError(
-                        f"{location}: field `text_pair`: expected both texts in `text`, joined as in training"
+                        f"{location}: field `text_pair`: expected both texts in `text`, "
+                        "joined as in training"
                     )
                 yield formats.build_labelled_text(row, location, "", 0, pair_template)
             elif family == TaskFamily.TC:
                 words = formats.get_value(row, "tokens", location, list)
                 if not words or not all(isinstance(word, str) for word in words):
                     raise InputError(
-                        f"{location}: field `tokens`: found {str(words)[:40]}, expected a list of words"
+                        f"{location}: field `tokens`: found {str(words)[:40]}, "
+                        "expected a list of words"
                     )
                 yield TaggedWords("", tuple(words), (0,) * len(words))
             else:
-                question, context = (
-                    formats.get_value(row, key, location, str) for key in ("question", "context")
-                )
+                question = formats.get_value(row, "question", location, str)
+                context = formats.get_value(row, "context", location, str)
                 yield Question("", question, context, ())
 
     return list(build())
@@ -229,7 +229,6 @@ def predict(
     Returns:
         For each example its label and probability, tags, or answer.
     """
-    import numpy as np
     import torch
 
     from megaenc.backend.device import detect_backend
@@ -240,7 +239,6 @@ def predict(
     from megaenc.finetune.model.task_class import compute_hf_outputs, find_task_class, set_labels
     from megaenc.finetune.tasks import TASKS
     from megaenc.finetune.tasks.question_answering import extract_answer
-    from megaenc.finetune.tasks.token_classification import majority_vote
     from megaenc.finetune.tokenized import TextEncoder
     from megaenc.hf.model import load_model
 
@@ -252,8 +250,8 @@ def predict(
     if model_class is None or architectures != [model_class.__name__]:
         expected = "another task" if model_class is None else f"[{model_class.__name__!r}]"
         raise InputError(
-            f"{hf.config_file}: field `architectures`: found {shorten_repr(architectures)}, expected {expected}: {MODEL_DETAILS} "
-            f"describes a model of {family}"
+            f"{hf.config_file}: field `architectures`: found {shorten_repr(architectures)}, "
+            f"expected {expected}: {MODEL_DETAILS} describes a model of {family}"
         )
     tokenizer = load_tokenizer(folder, "--model")
     with _name_failures(folder, "its tokenizer"):
@@ -261,19 +259,21 @@ def predict(
     context = getattr(config, "max_position_embeddings", protocol.max_length)
     if not template.count < protocol.max_length <= context:
         raise InputError(
-            f"{folder / MODEL_DETAILS}: field `max_length`: found {protocol.max_length}, expected {template.count + 1} to "
-            f"{context} tokens, those that the model reads"
+            f"{folder / MODEL_DETAILS}: field `max_length`: found {protocol.max_length}, "
+            f"expected {template.count + 1} to {context} tokens, those that the model reads"
         )
     encoder = TextEncoder(tokenizer, protocol.max_length, template)
     device = detect_backend().device
     model, report = load_model(hf, config, model_class, f"a model of {family}")
     if missing := sorted(report["missing_keys"]):
         raise InputError(
-            f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}"
+            f"--model {folder}: no tensor `{missing[0]}`, "
+            f"expected all weights of a {type(model).__name__}"
         )
     if foreign := sorted(report["unexpected_keys"]):
         raise InputError(
-            f"--model {folder}: found a tensor `{foreign[0]}`, which a {type(model).__name__} does not have"
+            f"--model {folder}: found a tensor `{foreign[0]}`, "
+            f"which a {type(model).__name__} does not have"
         )
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
@@ -286,14 +286,14 @@ def predict(
         if not 0 <= token < rows
     ]:
         raise InputError(
-            f"--model {folder}: found the token id {wrong[0]}, expected 0 to {rows - 1}, those of the model; its tokenizer or "
-            "`pad_token_id` is that of another model"
+            f"--model {folder}: found the token id {wrong[0]}, expected 0 to {rows - 1}, "
+            "those of the model; its tokenizer or `pad_token_id` is that of another model"
         )
     if data.truncated_count:
         print_rank_0(
-            f"{data.truncated_count:,} of {len(data):,} texts are longer than {encoder.max_length} tokens and are cut"
+            f"{data.truncated_count:,} of {len(data):,} texts are longer than "
+            f"{encoder.max_length} tokens and are cut"
         )
-    outside = labels.index("O") if "O" in labels else 0
     predictions: list[dict[str, Any]] = [{}] * len(data)
     done = 0
     with torch.inference_mode(), ProgressLine("predicting", total=len(data)) as line:
@@ -304,7 +304,8 @@ def predict(
                 ).cpu()
             if not bool(outputs.isfinite().all()):
                 raise InputError(
-                    f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained"
+                    f"--model {folder}: computes scores that are NaN or infinite, "
+                    "expected a model that was trained"
                 )
             if family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
@@ -314,21 +315,16 @@ def predict(
                     if all_scores:
                         predictions[row]["scores"] = dict(zip(labels, scores, strict=True))
             else:
-                for row, logits in zip(
-                    part, outputs.split(data.lengths[part].tolist()), strict=True
-                ):
-                    values = logits.numpy()
+                lengths = data.lengths[part].tolist()
+                for row, token_outputs in zip(part, outputs.split(lengths), strict=True):
+                    logits = token_outputs.numpy()
                     if family == TaskFamily.QA:
-                        answer = extract_answer(
-                            examples[row].context, values[:, 1] - values[:, 0], data, row
-                        )
+                        log_odds = logits[:, 1] - logits[:, 0]
+                        answer = extract_answer(examples[row].context, log_odds, data, row)
                         predictions[row] = {"answer": answer}
                     else:
-                        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
-                        known = words >= 0
-                        tags = majority_vote(
-                            words[known], values.argmax(1)[known], len(examples[row].words), outside
-                        )
-                        predictions[row] = {"tags": [labels[tag] for tag in np.asarray(tags)]}
-            line.update(done := done + len(part))
+                        tags = task.tag_words(logits, data, row, len(examples[row].words))
+                        predictions[row] = {"tags": [labels[tag] for tag in tags]}
+            done += len(part)
+            line.update(done)
     return predictions

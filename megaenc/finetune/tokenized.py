@@ -117,7 +117,8 @@ def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -
         if token is not None:
             return token
     raise InputError(
-        f"--add-{role}: the tokenizer {tokenizer.name_or_path} has no {role.upper()} token; use --no-add-{role}"
+        f"--add-{role}: the tokenizer {tokenizer.name_or_path} has no {role.upper()} token; "
+        f"use --no-add-{role}"
     )
 
 
@@ -157,7 +158,8 @@ class TextEncoder:
         if self.max_text_tokens < 1:
             added = self.special_tokens.count
             raise InputError(
-                f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens"
+                f"--max-length: found {self.max_length}, "
+                f"expected room for text next to {added} added tokens"
             )
 
     @property
@@ -191,9 +193,8 @@ class TextEncoder:
         Returns:
             int32[row's tokens], cut as the row.
         """
-        before, after = (
-            [fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after)
-        )
+        before = [fill] * len(self.special_tokens.before)
+        after = [fill] * len(self.special_tokens.after)
         return np.concatenate([before, values[: self.max_text_tokens], after]).astype(np.int32)
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
@@ -232,12 +233,14 @@ class TextEncoder:
         """
         if not self.special_tokens.count:
             raise InputError(
-                "pairs of texts: found --special-tokens none, expected training with another mode, as their boundary needs a "
-                "token, or with a --pair-template with {text} and {text_pair}"
+                "pairs of texts: found --special-tokens none, "
+                "expected training with another mode, as their boundary needs a token, "
+                "or with a --pair-template with {text} and {text_pair}"
             )
         if not self.has_room_for_pairs:
             raise InputError(
-                f"--max-length: found {self.max_length}, expected room for text next to the special tokens of a pair"
+                f"--max-length: found {self.max_length}, "
+                "expected room for text next to the special tokens of a pair"
             )
         inputs = [
             replace_surrogates(text)

@@ -130,7 +130,8 @@ class FinetuneRun:
         max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
         if max_length > backbone.context_length:
             raise InputError(
-                f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
+                f"--max-length: found {max_length}, expected at most the "
+                f"{backbone.context_length} tokens that the model reads"
             )
         self.protocol = dataclasses.replace(
             job.protocol, precision=precision, max_length=max_length
@@ -218,7 +219,8 @@ class FinetuneRun:
                 ):
                     patience = protocol.early_stopping
                     print_rank_0(
-                        f"{job.name}: stopped after {step:,} of {self.steps:,} steps: --early-stopping {patience}"
+                        f"{job.name}: stopped after {step:,} of {self.steps:,} steps: "
+                        f"--early-stopping {patience}"
                     )
                     break
                 self.model.train()
@@ -339,15 +341,17 @@ def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_
     """
     if steps < protocol.max_steps:
         print_rank_0(
-            f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}"
+            f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: "
+            f"--epochs {protocol.epochs:g}"
         )
     elif (
         steps == protocol.max_steps < protocol.epochs * steps_per_epoch
         and protocol.epochs != FinetuneConfig.epochs
     ):
         print_rank_0(
-            f"{train_on}: {steps / steps_per_epoch:.2g} epochs instead of --epochs {protocol.epochs:g}: "
-            f"--max-steps {protocol.max_steps:,}; --max-steps 0 lifts this limit"
+            f"{train_on}: {steps / steps_per_epoch:.2g} epochs instead of "
+            f"--epochs {protocol.epochs:g}: --max-steps {protocol.max_steps:,}; "
+            "--max-steps 0 lifts this limit"
         )
 
 
@@ -444,7 +448,8 @@ class SplitLoader:
             truncated = sum(part.truncated_count for part in parts)
             if truncated:
                 print_rank_0(
-                    f"{description}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut"
+                    f"{description}: {truncated:,} texts are longer than "
+                    f"{self.encoder.max_length} tokens and are cut"
                 )
             return tokens
 

@@ -166,7 +166,8 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     queries = _read_texts("query", paths["queries"], lines)
     if empty := [query for query in relevant if not queries[query].strip()]:
         raise InputError(
-            f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for"
+            f"{paths['queries']}: query {empty[0]!r}: found an empty text, "
+            "expected words to search for"
         )
     documents = _read_texts("document", paths["corpus"], (), titles=" ", everything=True)
     _report_misses(str(paths["qrels"]), relevant, documents, paths["corpus"])
@@ -228,7 +229,8 @@ def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
     for name, path in paths.items():
         if path is None:
             raise InputError(
-                f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, {expected}"
+                f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, "
+                f"{expected}"
             )
     return paths
 
@@ -246,7 +248,8 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
     lines = _read_qrels(paths["qrels"])
     if not any(line.grade > 0 for line in lines):
         raise InputError(
-            f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query"
+            f"{paths['qrels']}: found no score above 0, "
+            "expected a relevant document for at least one query"
         )
     return paths, lines
 
@@ -313,10 +316,12 @@ def _report_misses(place: str, relevant: Qrels, documents: Collection[str], corp
     if missing == len(judged):
         complaint = f"found none of the {missing:,} relevant documents in {corpus.name}"
         raise InputError(
-            f"{place}: {complaint}, expected the _id of a document; give the corpus of these judgements"
+            f"{place}: {complaint}, expected the _id of a document; "
+            "give the corpus of these judgements"
         )
     print_once(
-        f"{place}: {missing:,} of {len(judged):,} relevant documents are not in {corpus.name} and count as misses"
+        f"{place}: {missing:,} of {len(judged):,} relevant documents are not in {corpus.name} "
+        "and count as misses"
     )
 
 

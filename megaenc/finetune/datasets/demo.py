@@ -83,7 +83,8 @@ def ensure_demo_datasets(
     for path in (folder / name for name in names):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise InputError(
-                f"{path}: found a file; expected the folder of a demo set; move it or name another folder"
+                f"{path}: found a file; expected the folder of a demo set; "
+                "move it or name another folder"
             )
     create_parent_dir(folder / "demo_sc", flag)
     with wait_for_lock(folder / corpus_demo.LOCK):
@@ -91,7 +92,8 @@ def ensure_demo_datasets(
         missing = [name for name in names if not (folder / name).is_dir()]
         if missing:
             print_rank_0(
-                f"{folder}: building {', '.join(missing)} from installed packages, once; takes some minutes"
+                f"{folder}: building {', '.join(missing)} from installed packages, once; "
+                "takes some minutes"
             )
         documentation = read_documentation() if {*missing} - {"demo_sc"} else []
         for name in missing:
@@ -289,7 +291,7 @@ def _sample_splits(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
     splits: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
     for example in sorted(examples, key=lambda row: _hash_to_int(row["id"])):
         tenth = _hash_to_int(f"split {example.pop('source')}") % 10  # a fixed choice
-        splits["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
+        splits[{0: "test", 1: "validation"}.get(tenth, "train")].append(example)
     labels = [
         label for label, _ in Counter(row.get("label") for row in splits["test"]).most_common(8)
     ]

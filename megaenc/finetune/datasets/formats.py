@@ -49,8 +49,8 @@ _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", 
 _HIDDEN = "-1"
 """Label of every row of a test split whose labels are not published, as in GLUE."""
 EXPECTED_FORMATS = (
-    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL, TSV, CSV or Parquet, "
-    "columns of words and tags (.conll, .iob2), or SQuAD's JSON"
+    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) "
+    "in JSONL, TSV, CSV or Parquet, columns of words and tags (.conll, .iob2), or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet", *_COLUMNS)
@@ -125,7 +125,8 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
     if "text" in row or "label" in row:
         return TaskFamily.SC
     raise InputError(
-        f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; or give --task"
+        f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; "
+        "or give --task"
     )
 
 
@@ -144,7 +145,8 @@ def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, st
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
                 raise InputError(
-                    f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, expected one example a line"
+                    f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, "
+                    "expected one example a line"
                 )
             if number == 1 and (encoding := guess_encoding(line)) != UTF8:
                 raise InputError(
@@ -208,7 +210,8 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
     delimiter = get_delimiter(is_csv)
     if other := find_other_delimiter(first_line, delimiter):
         raise InputError(
-            f"{path}:1: found {other!r} between columns, expected {delimiter!r}; replace it, or write JSONL"
+            f"{path}:1: found {other!r} between columns, expected {delimiter!r}; "
+            "replace it, or write JSONL"
         )
     # Line ends in a quoted cell are part of its text.
     lines = (line for _, line in read_lines(path, keep_ends=True))
@@ -274,11 +277,13 @@ def _read_conll(path: Path) -> Iterator[Row]:
             elif line.strip() and parts[0] != "-DOCSTART-":
                 if len(parts) <= column:
                     raise InputError(
-                        f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}"
+                        f"{path}:{number}: found {len(parts)} columns, "
+                        f"expected the tag in column {column + 1}"
                     )
                 if not IOB2.fullmatch(parts[column]):
                     raise InputError(
-                        f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE"
+                        f"{path}:{number}: tag {parts[column]!r}: "
+                        "expected IOB2: O, B-TYPE or I-TYPE"
                     )
                 first = first or number
                 row["tokens"].append(parts[word_column])
@@ -296,7 +301,8 @@ def _read_squad(path: Path) -> Iterator[Row]:
         content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
         raise InputError(
-            f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)"
+            f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, "
+            "expected SQuAD's layout or one example a line (.jsonl)"
         )
     try:
         squad = parse_json(content.decode("utf-8-sig"), unique_keys=True)
@@ -374,11 +380,13 @@ class LabelSet:
             if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(
-                f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}"
+                f"{location}: label {value!r}: outside the label set, "
+                f"expected 0 to {len(self.labels) - 1}"
             )
         if name not in self._indices:
             raise InputError(
-                f"{location}: label {value!r}: outside the label set, expected one of {format_name_list(self.labels)}"
+                f"{location}: label {value!r}: outside the label set, "
+                f"expected one of {format_name_list(self.labels)}"
             )
         return self._indices[name]
 
@@ -485,7 +493,8 @@ def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
     ):
         hint = "" if is_indexed else " (positions need a meta.json that lists the tags)"
         raise InputError(
-            f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}"
+            f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE"
+            f"{hint if isinstance(tag, int) else ''}"
         )
     return tag
 
@@ -559,10 +568,12 @@ def _build_tagged_words(
     Raises:
         InputError: The row is invalid.
     """
-    words, tags = (get_value(row, key, location, list) for key in ("tokens", "tags"))
+    words = get_value(row, "tokens", location, list)
+    tags = get_value(row, "tags", location, list)
     if len(words) != len(tags):
         raise InputError(
-            f"{location}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other"
+            f"{location}: found {len(words)} tokens and {len(tags)} tags, "
+            "expected as many of one as of the other"
         )
     for at, word in enumerate(words, 1):
         if not isinstance(word, str):
@@ -579,21 +590,26 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
     Raises:
         InputError: The row is invalid.
     """
-    answers = (
-        {"text": [], "answer_start": []}
-        if _is_impossible(row, location)
-        else get_value(row, "answers", location)
-    )
+    is_impossible = row.get("is_impossible")
+    if is_impossible not in (None, False, True):
+        raise InputError(
+            f"{location}: key `is_impossible`: found {_format_value(is_impossible)}, "
+            "expected true or false"
+        )
+    answers = {"text": [], "answer_start": []}
+    if not is_impossible:
+        answers = get_value(row, "answers", location)
     if not isinstance(answers, Mapping):
         raise InputError(
-            f"{location}: key `answers`: found {_format_value(answers)}, expected text and answer_start, a list each"
+            f"{location}: key `answers`: found {_format_value(answers)}, "
+            "expected text and answer_start, a list each"
         )
-    texts, starts = (
-        get_value(answers, key, f"{location}: answers") for key in ("text", "answer_start")
-    )
+    texts = get_value(answers, "text", f"{location}: answers")
+    starts = get_value(answers, "answer_start", f"{location}: answers")
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
         raise InputError(
-            f"{location}: answers: text and answer_start differ in length, expected two lists of one length"
+            f"{location}: answers: text and answer_start differ in length, "
+            "expected two lists of one length"
         )
     context = get_value(row, "context", location, str)
     for text, start in zip(texts, starts, strict=True):
@@ -612,20 +628,6 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
     return Question(
         name, get_value(row, "question", location, str), context, tuple(map(Answer, texts, starts))
     )
-
-
-def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
-    """Return whether a question is marked as unanswerable.
-
-    Raises:
-        InputError: The mark is not true, false or null.
-    """
-    mark = row.get("is_impossible")
-    if mark not in (None, False, True):
-        raise InputError(
-            f"{location}: key `is_impossible`: found {_format_value(mark)}, expected true or false"
-        )
-    return bool(mark)
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:

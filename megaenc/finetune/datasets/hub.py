@@ -33,7 +33,10 @@ from megaenc.finetune.examples import (
 
 TRAINING_PAIRS = "msmarco_pairs"
 _PARQUET_REVISION = "refs/convert/parquet"
-_VALIDATION_RULE = "test is the Hub's validation split; validation is 5 % of train, datasets' train_test_split with seed 42"
+_VALIDATION_RULE = (
+    "test is the Hub's validation split; validation is 5 % of train, "
+    "datasets' train_test_split with seed 42"
+)
 _ROWS_AT_ONCE = 100_000
 
 
@@ -58,9 +61,10 @@ class HubSpec:
 _NER = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC")
 # The order of tner/ontonotes5: the study's copy of it has integer tags without names.
 _ONTONOTES = """
-    O B-CARDINAL B-DATE I-DATE B-PERSON I-PERSON B-NORP B-GPE I-GPE B-LAW I-LAW B-ORG I-ORG B-PERCENT I-PERCENT B-ORDINAL B-MONEY
-    I-MONEY B-WORK_OF_ART I-WORK_OF_ART B-FAC B-TIME I-CARDINAL B-LOC B-QUANTITY I-QUANTITY I-NORP I-LOC B-PRODUCT I-TIME B-EVENT
-    I-EVENT I-FAC B-LANGUAGE I-PRODUCT I-ORDINAL I-LANGUAGE
+    O B-CARDINAL B-DATE I-DATE B-PERSON I-PERSON B-NORP B-GPE I-GPE B-LAW I-LAW B-ORG I-ORG
+    B-PERCENT I-PERCENT B-ORDINAL B-MONEY I-MONEY B-WORK_OF_ART I-WORK_OF_ART B-FAC B-TIME
+    I-CARDINAL B-LOC B-QUANTITY I-QUANTITY I-NORP I-LOC B-PRODUCT I-TIME B-EVENT I-EVENT I-FAC
+    B-LANGUAGE I-PRODUCT I-ORDINAL I-LANGUAGE
 """
 _MNLI_FIELDS = {"text": "premise", "text_pair": "hypothesis", "label": "label"}
 _QQP_FIELDS = {"text": "question1", "text_pair": "question2", "label": "label"}
@@ -69,24 +73,43 @@ _GLUE = "nyu-mll/glue"
 
 # fmt: off
 HUB_DATASETS: dict[str, HubSpec] = {
-    "sst2": HubSpec(TaskFamily.SC, _GLUE, "sst2", {"text": "sentence", "label": "label"},
-                   "{text}", ("negative", "positive"), "validation", _VALIDATION_RULE),
-    "qqp": HubSpec(TaskFamily.SC, _GLUE, "qqp", _QQP_FIELDS,
-                  "Question 1: {text}\nQuestion 2: {text_pair}", ("not_duplicate", "duplicate"), "validation", _VALIDATION_RULE),
-    "mnli_m": HubSpec(TaskFamily.SC, _GLUE, "mnli", _MNLI_FIELDS, "Premise: {text}\nHypothesis: {text_pair}",
-                     ("entailment", "neutral", "contradiction"), "validation_matched", _VALIDATION_RULE),
-    "conll2003_en": HubSpec(TaskFamily.TC, "hgissbkh/conll2003-en", fields={"tokens": "words", "tags": "ner"},
-                           labels=(*_NER, "B-MISC", "I-MISC")),
-    "ontonotes": HubSpec(TaskFamily.TC, "hgissbkh/ontonotes5", fields={"tokens": "tokens", "tags": "tags"},
-                        labels=tuple(_ONTONOTES.split())),
-    "uner_en": HubSpec(TaskFamily.TC, "hgissbkh/uner_en", fields={"tokens": "tokens", "tags": "ner_tags"}, labels=_NER),
-    "squad": HubSpec(TaskFamily.QA, "rajpurkar/squad", fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
-    "squad_v2": HubSpec(TaskFamily.QA, "rajpurkar/squad_v2", fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
-    "record": HubSpec(TaskFamily.QA, "hgissbkh/record", fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
-    "msmarco": HubSpec(TaskFamily.IR, "BeIR/msmarco", rule="BeIR/msmarco-qrels validation and test"),
-    "nq": HubSpec(TaskFamily.IR, "BeIR/nq", rule="BeIR/nq-qrels test, half of its queries (seed 42) validate; title. text"),
-    "mldr_en": HubSpec(TaskFamily.IR, "hgissbkh/mldr-en", rule="dev and test, positive passages"),
-    TRAINING_PAIRS: HubSpec(TaskFamily.IR, "hgissbkh/msmarco-pairs", fields={"query": "query", "positive": "positive"}),
+    "sst2": HubSpec(
+        TaskFamily.SC, _GLUE, "sst2", {"text": "sentence", "label": "label"}, "{text}",
+        ("negative", "positive"), "validation", _VALIDATION_RULE),
+    "qqp": HubSpec(
+        TaskFamily.SC, _GLUE, "qqp", _QQP_FIELDS, "Question 1: {text}\nQuestion 2: {text_pair}",
+        ("not_duplicate", "duplicate"), "validation", _VALIDATION_RULE),
+    "mnli_m": HubSpec(
+        TaskFamily.SC, _GLUE, "mnli", _MNLI_FIELDS, "Premise: {text}\nHypothesis: {text_pair}",
+        ("entailment", "neutral", "contradiction"), "validation_matched", _VALIDATION_RULE),
+    "conll2003_en": HubSpec(
+        TaskFamily.TC, "hgissbkh/conll2003-en", fields={"tokens": "words", "tags": "ner"},
+        labels=(*_NER, "B-MISC", "I-MISC")),
+    "ontonotes": HubSpec(
+        TaskFamily.TC, "hgissbkh/ontonotes5", fields={"tokens": "tokens", "tags": "tags"},
+        labels=tuple(_ONTONOTES.split())),
+    "uner_en": HubSpec(
+        TaskFamily.TC, "hgissbkh/uner_en", fields={"tokens": "tokens", "tags": "ner_tags"},
+        labels=_NER),
+    "squad": HubSpec(
+        TaskFamily.QA, "rajpurkar/squad",
+        fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
+    "squad_v2": HubSpec(
+        TaskFamily.QA, "rajpurkar/squad_v2",
+        fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
+    "record": HubSpec(
+        TaskFamily.QA, "hgissbkh/record",
+        fields=_QA_FIELDS, test="validation", rule=_VALIDATION_RULE),
+    "msmarco": HubSpec(
+        TaskFamily.IR, "BeIR/msmarco", rule="BeIR/msmarco-qrels validation and test"),
+    "nq": HubSpec(
+        TaskFamily.IR, "BeIR/nq",
+        rule="BeIR/nq-qrels test, half of its queries (seed 42) validate; title. text"),
+    "mldr_en": HubSpec(
+        TaskFamily.IR, "hgissbkh/mldr-en", rule="dev and test, positive passages"),
+    TRAINING_PAIRS: HubSpec(
+        TaskFamily.IR, "hgissbkh/msmarco-pairs",
+        fields={"query": "query", "positive": "positive"}),
 }
 # fmt: on
 
@@ -104,7 +127,8 @@ def load_hub(name: str, revision: str = "") -> Dataset:
     is_retrieval = spec.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and is_retrieval:
         raise InputError(
-            f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision"
+            f"{name}@{revision}: is read from several repositories of the Hub, "
+            f"expected {name} without a revision"
         )
     source = [
         spec.repository,
@@ -143,7 +167,11 @@ def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples
     """
     spec = HUB_DATASETS[name]
     shared = spec.test != "test"
-    on_hub = spec.test if split == "test" else "train" if shared else split
+    on_hub = split
+    if split == "test":
+        on_hub = spec.test
+    elif shared:
+        on_hub = "train"
     data = _load_hub_split(
         name, on_hub, spec.fields.values(), config=spec.config, revision=revision
     )
@@ -209,7 +237,8 @@ def build_hub_examples(
             errors.append(str(error))
     if errors:
         print_once(
-            f"{name}: {len(errors):,} of {len(data):,} questions of {on_hub} are left out, the first because of {errors[0]}"
+            f"{name}: {len(errors):,} of {len(data):,} questions of {on_hub} are left out, "
+            f"the first because of {errors[0]}"
         )
     return examples
 
@@ -227,10 +256,9 @@ def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples
     data = _load_hub_split(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        query, document = (
-            formats.get_value(row, key, f"{name}: train row {number + 1}", str)
-            for key in ("query", "positive")
-        )
+        place = f"{name}: train row {number + 1}"
+        query = formats.get_value(row, "query", place, str)
+        document = formats.get_value(row, "positive", place, str)
         pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
     return pairs
 
@@ -334,9 +362,11 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
         for row in rows_found
     }
     if missing := sorted(judged_ids - texts.keys()):
-        kind, place = (
-            ("document", "in the corpus") if part == "corpus" else ("query", "among the queries")
-        )
+        kind = "query"
+        place = "among the queries"
+        if part == "corpus":
+            kind = "document"
+            place = "in the corpus"
         raise InputError(
             f"{name}: {kind} {missing[0]!r} is judged but not {place} ({len(missing):,} such)"
         )

@@ -23,7 +23,8 @@ from megaenc.finetune.examples import Dataset, Examples, SplitName, TaskFamily, 
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _REFERENCE = re.compile(
-    rf"(?P<prefix>hf:)?(?P<repository>(?:{_PART}/)?{_PART})(?::(?P<config>[^:@/=\s]+))?(?:@(?P<revision>[\w./-]+))?"
+    rf"(?P<prefix>hf:)?(?P<repository>(?:{_PART}/)?{_PART})"
+    r"(?::(?P<config>[^:@/=\s]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 # Column on the Hub by our field name, the first that are all there; pairs come before single texts.
 _TAG_COLUMNS = [
@@ -46,7 +47,8 @@ _TEXT_COLUMNS = [
 ]
 _COLUMNS = {TaskFamily.TC: _TAG_COLUMNS, TaskFamily.QA: _QA_COLUMNS, TaskFamily.SC: _TEXT_COLUMNS}
 _EXPECTED = (
-    "text (or sentence) and label (SC), tokens and tags (or ner_tags) (TC), or question, context and answers (QA); "
+    "text (or sentence) and label (SC), tokens and tags (or ner_tags) (TC), or question, "
+    "context and answers (QA); "
     "other columns need local files"
 )
 
@@ -102,12 +104,14 @@ def load_hub_repository(
     splits = find_split_names(data)
     if not splits:
         raise InputError(
-            f"{place}: found the splits {format_names(list(data))}, expected train, validation and test"
+            f"{place}: found the splits {format_names(list(data))}, "
+            "expected train, validation and test"
         )
     first = data[splits.get("train") or next(iter(splits.values()))]
     family, fields = _find_columns(place, first.column_names, flags.task)
     for on_hub in splits.values():
-        if missing := set(fields.values()) - set(columns := data[on_hub].column_names):
+        columns = data[on_hub].column_names
+        if missing := set(fields.values()) - set(columns):
             raise InputError(
                 f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}"
             )

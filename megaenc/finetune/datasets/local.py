@@ -98,12 +98,14 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     if path.is_dir() and beir.is_beir_folder(path):
         if flags.task not in ("", "IR"):
             raise InputError(
-                f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, expected --task IR"
+                f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, "
+                "expected --task IR"
             )
         return beir.load_beir(name, path, flags.whole_corpus)
     if flags.task == "IR":
         raise InputError(
-            f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout"
+            f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, "
+            "expected BEIR's layout"
         )
     files = find_split_files(path)
     first_file = files.get("train") or next(iter(files.values()))
@@ -116,7 +118,14 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     template = pair_template if family is TaskFamily.SC else ""
     labels = _read_label_set(path / "meta.json", family, list(files.values()))
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
-    rule = template_rule(template, lambda: _has_pairs(files.values()))
+    rule = template_rule(
+        template,
+        lambda: any(
+            row.get("text_pair") is not None
+            for file in files.values()
+            for _, row in formats.read_rows(file)
+        ),
+    )
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
     if (
         family is TaskFamily.SC
@@ -144,13 +153,6 @@ def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
     earlier versions.
     """
     return PAIR_TEMPLATE if template == TOKENIZER_PAIRS and not has_pairs() else template
-
-
-def _has_pairs(files: Iterable[Path]) -> bool:
-    """Return whether a row of the files has a second text."""
-    return any(
-        row.get("text_pair") is not None for file in files for _, row in formats.read_rows(file)
-    )
 
 
 def build_split_reader(
@@ -231,7 +233,8 @@ def _read_examples(
             )
         if orphan_count:
             print_once(
-                f"{path}: {orphan_count:,} tags I- without a B- or I- of their type before them; metrics start a span there"
+                f"{path}: {orphan_count:,} tags I- without a B- or I- of their type before them; "
+                "metrics start a span there"
             )
     return examples
 
@@ -244,7 +247,8 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     """
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
-    key, column = ("labels", "label") if family is TaskFamily.SC else ("tags", "tags")
+    key = "labels" if family is TaskFamily.SC else "tags"
+    column = "label" if family is TaskFamily.SC else "tags"
     first_file = data_files[0]
     class_names = {
         other: read_parquet_label_names(other, column)
@@ -266,7 +270,8 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
         if names not in (None, first_names):
             name_list = formats.format_name_list(names)
             raise InputError(
-                f"{other}: names of column `{column}`: found {name_list}, expected those of {first_file} or a {file.name}"
+                f"{other}: names of column `{column}`: found {name_list}, "
+                f"expected those of {first_file} or a {file.name}"
             )
     if first_names is not None:
         place = f"{first_file}: names of column `{column}`"
@@ -290,13 +295,12 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
         stems = {
             file: stem
             for file in sorted(path.iterdir())
-            if file.is_file() and (stem := formats.strip_format_suffix(file)) is not None
+            if file.is_file()
+            and not file.name.startswith((".", "meta.json"))
+            and (stem := formats.strip_format_suffix(file)) is not None
         }
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    stems = {
-        file: stem for file, stem in stems.items() if not file.name.startswith((".", "meta.json"))
-    }
     files: dict[SplitName, Path] = {}
     for split, words in _SPLIT_WORDS.items():
         matches = [file for file, stem in stems.items() if stem in words]
@@ -308,7 +312,8 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
         if len(matches) > 1:
             names = ", ".join(file.name for file in matches)
             raise InputError(
-                f"{path}: found {names} for the {split} split, expected one file; move the others elsewhere"
+                f"{path}: found {names} for the {split} split, expected one file; "
+                "move the others elsewhere"
             )
         if matches:
             files[split] = matches[0]
@@ -317,10 +322,12 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
             formats.format_name_list([file.name for file in stems]) or "no file of a known format"
         )
         raise InputError(
-            f"{path}: found {contents}, expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
+            f"{path}: found {contents}, "
+            f"expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
         )
     if len(set(files.values())) < len(files):
         raise InputError(
-            f"{path}: one file is named after two splits: {formats.format_name_list([file.name for file in files.values()])}"
+            f"{path}: one file is named after two splits: "
+            f"{formats.format_name_list([file.name for file in files.values()])}"
         )
     return files

@@ -66,7 +66,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     training = find_dataset(flags.train_on, **(options | {"train_on": ""}))
     if training.family is not TaskFamily.IR:
         raise InputError(
-            f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)"
+            f"--train-on {flags.train_on}: {training.name} is {training.family}, "
+            "expected retrieval data (IR)"
         )
     return replace(
         dataset,
@@ -110,11 +111,13 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
     if not os.path.exists(path):
         if name_or_path.partition("=")[1] or "/" in name_or_path:
             raise InputError(
-                f"data set {name_or_path}: found no file or folder {path}, expected one with labelled data"
+                f"data set {name_or_path}: found no file or folder {path}, "
+                "expected one with labelled data"
             )
         closest_name = closest_match(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
         raise InputError(
-            f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, ORG/NAME of the Hub, a path or NAME=PATH"
+            f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, "
+            "ORG/NAME of the Hub, a path or NAME=PATH"
             + (f"; did you mean `{closest_name}`?" if closest_name else "")
         )
     _check_name(name_or_path, name)
@@ -128,5 +131,6 @@ def _check_name(name_or_path: str, name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"data set {name_or_path}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)"
+            f"data set {name_or_path}: name {name!r}: "
+            "expected letters, digits and . _ - (NAME=PATH gives it another)"
         )

@@ -92,24 +92,28 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
         check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
         check_process_count("--threads", settings.protocol.threads)
     check_parent_writable(Path(settings.output, "model"), "--output")
-    rates = settings.learning_rates
-    seeds = range(settings.seeds)
-    output = settings.output
-    protocol = settings.protocol
-    data = settings.data
     jobs = build_jobs(
-        settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset
+        settings.model,
+        settings.datasets,
+        settings.learning_rates,
+        range(settings.seeds),
+        settings.output,
+        settings.protocol,
+        settings.data,
+        find_dataset,
     )
     jobs = [replace(job, keep=settings.keep) for job in jobs]
-    states = [
-        (job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs
-    ]
-    pending = [unfinished for _, unfinished, _ in states if unfinished is not None]
-    return GridPlan(
-        jobs,
-        pending,
-        [(job, failure_file) for job, _, failure_file in states if failure_file is not None],
-    )
+    pending = []
+    failed = []
+    for job in jobs:
+        unfinished, failure_file = select_remaining_work(
+            job, retry_failed=settings.local.retry_failed
+        )
+        if unfinished is not None:
+            pending.append(unfinished)
+        if failure_file is not None:
+            failed.append((job, failure_file))
+    return GridPlan(jobs, pending, failed)
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
@@ -129,15 +133,18 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     )
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
     print_rank_0(
-        f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}"
+        f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: "
+        f"{size}{once}"
     )
     failed_text = f", {len(plan.failed):,} failed before" if plan.failed else ""
     print_rank_0(
-        f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, {len(plan.pending):,} to do"
+        f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, "
+        f"{len(plan.pending):,} to do"
     )
     if unkept := _count_unkept(plan):
         print_rank_0(
-            f"--keep {settings.keep}: {format_count(unkept, 'finished run')} without a model; choose another --output"
+            f"--keep {settings.keep}: {format_count(unkept, 'finished run')} without a model; "
+            "choose another --output"
         )
 
 
@@ -172,7 +179,8 @@ def print_grid_result(
     for job, file in failed_before:
         print_rank_0(f"without result: {job.name}: failed before; {file} says why")
     print_rank_0(
-        f"done in {format_duration(seconds)}; print the results with `megaenc finetune summary {output}`"
+        f"done in {format_duration(seconds)}; "
+        f"print the results with `megaenc finetune summary {output}`"
     )
     if failed or failed_before:
         trainings = format_count(len(failed) + len(failed_before), "training")
@@ -204,11 +212,8 @@ def run_grid(
 
     On this machine, the exit code is 1 if a job has no result, 2 if all those had wrong input.
     """
-    settings = (
-        replace(settings, output=str(Path(settings.output).resolve()))
-        if settings.slurm.slurm
-        else settings
-    )
+    if settings.slurm.slurm:
+        settings = replace(settings, output=str(Path(settings.output).resolve()))
     messages: list[str] = []
     with capture_messages(messages.append):
         plan = plan_grid(settings, find_dataset)

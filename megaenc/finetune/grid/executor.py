@@ -10,7 +10,6 @@ from megaenc.finetune.grid.jobs import is_run_locked
 from megaenc.finetune.grid.progress import GridProgress
 from megaenc.finetune.grid.worker import (
     ForkedRun,
-    JobOutcome,
     build_slots,
     log_path,
     start_fork_server,
@@ -113,7 +112,11 @@ def execute_jobs(
                         )
                         waiting.append(job)
                     else:
-                        reason = _describe_failure(job, outcome)
+                        reason = outcome.reason
+                        if outcome.kind == "crashed":
+                            log_tail = outcome.log_tail.replace("\n", "\n    ")
+                            last = f":\n    {log_tail}" if log_tail else ""
+                            reason = f"crashed twice, {outcome.reason}; {log_path(job)}{last}"
                         if reason not in [one.reason for one in failed]:
                             display.print_line(f"{job.name}: {reason.splitlines()[0]}")
                         failed.append(FailedJob(job, reason, outcome.kind == "refused"))
@@ -125,13 +128,3 @@ def execute_jobs(
                 worker.kill()
     order = {job: at for at, job in enumerate(jobs)}
     return sorted(failed, key=lambda one: order[one.job])
-
-
-def _describe_failure(job: FinetuneJob, outcome: JobOutcome) -> str:
-    """Return the reason of a failure; of a crash, also its log file and last lines."""
-    if outcome.kind in ("failed", "refused"):
-        return outcome.reason
-    last = (
-        f":\n    {outcome.log_tail.replace(chr(10), chr(10) + '    ')}" if outcome.log_tail else ""
-    )
-    return f"crashed twice, {outcome.reason}; {log_path(job)}{last}"

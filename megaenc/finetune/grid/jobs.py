@@ -65,7 +65,8 @@ def build_jobs(
         for _, other in members:
             if other.train_fingerprint != first_dataset.train_fingerprint:
                 raise InputError(
-                    f"--datasets {other.name}: found other pairs named {train_on} than {first_dataset.name} has"
+                    f"--datasets {other.name}: found other pairs named {train_on} than "
+                    f"{first_dataset.name} has"
                 )
         evaluate_on = tuple(
             NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members
@@ -73,12 +74,13 @@ def build_jobs(
         dataset_fingerprints = {dataset.name: dataset.fingerprint for _, dataset in members}
         if protocol.head == "native" and family == TaskFamily.IR:
             raise InputError(
-                f"--head native: found {first_dataset.name}, and retrieval has no head; expected --head linear"
+                f"--head native: found {first_dataset.name}, and retrieval has no head; "
+                "expected --head linear"
             )
         if protocol.pooling != "mean" and family not in (TaskFamily.SC, TaskFamily.IR):
             raise InputError(
-                f"--pooling {protocol.pooling}: found {first_dataset.name}, and {family} reads the states of all tokens; "
-                "expected mean"
+                f"--pooling {protocol.pooling}: found {first_dataset.name}, "
+                f"and {family} reads the states of all tokens; expected mean"
             )
         for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer = compute_tokenizer_fingerprint(model.location)
@@ -130,7 +132,8 @@ def parse_model(name_or_path: str) -> NamedSource:
     name = name or path.name
     if not name or name.startswith(".") or not name.isprintable():
         raise InputError(
-            f"--model {name_or_path}: found the name {name!r}, expected one for a folder; say NAME=FOLDER"
+            f"--model {name_or_path}: found the name {name!r}, expected one for a folder; "
+            "say NAME=FOLDER"
         )
     return NamedSource(name, str(path))
 

@@ -49,10 +49,16 @@ class GridProgress(ProgressLine):
             f", {failed:,} failed" if failed else ""
         )
         rows = {None: ProgressRow(words, done, self.total, "".join(self.time_left(now)))}
-        rows |= {
-            job: _format_row(job, progress, now - self._stage_starts[job, progress.stage])
-            for job, progress in running.items()
-        }
+        for job, progress in running.items():
+            seconds = now - self._stage_starts[job, progress.stage]
+            parts = []
+            if 0 < progress.done < progress.total and seconds:
+                left = (progress.total - progress.done) * seconds / progress.done
+                parts.append(f"{format_duration(left)} left")
+            parts += [f"{name} {format_number(value)}" for name, value in progress.fields.items()]
+            rows[job] = ProgressRow(
+                job.name, progress.done, progress.total or None, "  ".join(parts), progress.stage
+            )
         first = ""
         if running:
             job, progress = next(iter(running.items()))
@@ -64,16 +70,3 @@ class GridProgress(ProgressLine):
             "running": len(running),
         }
         self.update(done, description=f"grid{first}", rows=rows, **counts)
-
-
-def _format_row(job: FinetuneJob, progress: RunProgress, seconds: float) -> ProgressRow:
-    """Return the display row of a run that has spent `seconds` in its stage."""
-    parts = []
-    if progress.total and 0 < progress.done < progress.total and seconds:
-        parts.append(
-            f"{format_duration((progress.total - progress.done) * seconds / progress.done)} left"
-        )
-    parts += [f"{name} {format_number(value)}" for name, value in progress.fields.items()]
-    return ProgressRow(
-        job.name, progress.done, progress.total or None, "  ".join(parts), progress.stage
-    )

@@ -78,10 +78,11 @@ def submit_jobs(
     ids = [job.job_id for job in submitted]
     id_range = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
     print_rank_0(
-        f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; logs: {logs}"
+        f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; "
+        f"logs: {logs}"
     )
     print_rank_0(
-        f"`squeue --me` lists them, `megaenc finetune summary {output}` prints finished results; run the same command again to "
-        "submit missing ones"
+        f"`squeue --me` lists them, `megaenc finetune summary {output}` prints finished results; "
+        "run the same command again to submit missing ones"
     )
     return submitted

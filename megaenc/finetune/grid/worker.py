@@ -248,7 +248,8 @@ def _attempt_job(
             return _build_outcome(failed)
         if compute_model_stamp(job.model.location) != job.fingerprints.model_stamp:
             raise InputError(
-                f"{job.model.location}: has changed since the grid began; run the same command again"
+                f"{job.model.location}: has changed since the grid began; "
+                "run the same command again"
             )
         result_files.remove_partial_files(pending)
         log = log_path(pending)
@@ -269,7 +270,8 @@ def _attempt_job(
         unfinished, failed = select_remaining_work(pending, retry_failed=False)
         if unfinished is not None:
             raise RuntimeError(
-                f"the run ended without results on {', '.join(dataset.name for dataset in unfinished.evaluate_on)}"
+                "the run ended without results on "
+                f"{', '.join(dataset.name for dataset in unfinished.evaluate_on)}"
             )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -67,7 +67,8 @@ def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> Packe
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
         raise ValueError(
-            "found no text or an empty one, expected at least one token in each, and the shortest text first"
+            "found no text or an empty one, expected at least one token in each, "
+            "and the shortest text first"
         )
     tokens = torch.from_numpy(np.concatenate(texts).astype(np.int64))
     position_ids = torch.cat([torch.arange(length) for length in lengths])
@@ -265,7 +266,8 @@ def packed_attention_forward(
         or query.shape[2] != key.shape[2]
     ):
         raise NotImplementedError(
-            f"packed attention: found {unsupported or 'another mask or shape'}, expected plain self-attention"
+            f"packed attention: found {unsupported or 'another mask or shape'}, "
+            "expected plain self-attention"
         )
     causal = backbone.attention == "causal"
     before = -1
@@ -273,7 +275,10 @@ def packed_attention_forward(
         backbone.sliding_windows.add(sliding_window)
         before = sliding_window if backbone.has_wide_window and not causal else sliding_window - 1
     reach = (before, 0 if causal else before)  # visible tokens before and after a token; -1: all
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
+    # [T, heads, dim] each.
+    q = query[0].transpose(0, 1)
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
     if (
         backbone.use_varlen_kernel
         and query.is_cuda
@@ -312,11 +317,10 @@ def _sdpa_by_length(
     before, after = reach
     sizes = [texts * length for texts, length in packed.length_groups]
     parts = []
-    for (texts, length), *states in zip(
+    for shape, q_, k_, v_ in zip(
         packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True
     ):
-        # [texts, heads, length, dim] each.
-        q_, k_, v_ = (x.unflatten(0, (texts, length)).transpose(1, 2) for x in states)
+        length = shape[1]
         mask = None  # or bool[length, length]: the visible keys (columns) of each query
         if 0 <= before < length - 1:
             mask = (
@@ -327,7 +331,14 @@ def _sdpa_by_length(
         causal = mask is None and after == 0 and length > 1
         grouped = k.shape[1] != q.shape[1]
         out = F.scaled_dot_product_attention(
-            q_, k_, v_, mask, dropout, causal, scale=scaling, enable_gqa=grouped
+            q_.unflatten(0, shape).transpose(1, 2),  # [texts, heads, length, dim]
+            k_.unflatten(0, shape).transpose(1, 2),
+            v_.unflatten(0, shape).transpose(1, 2),
+            mask,
+            dropout,
+            causal,
+            scale=scaling,
+            enable_gqa=grouped,
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

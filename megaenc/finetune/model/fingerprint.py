@@ -36,12 +36,14 @@ def check_model_folder(folder: str) -> None:
     path = Path(folder)
     if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
-            f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
+            f"--model {folder}: no such folder; expected a Hugging Face model, "
+            "as `megaenc convert to-hf` writes it, or "
             "`hf download NAME --local-dir FOLDER` fetches it"
         )
     if missing := [needed for needed in _REQUIRED_FILES if not _list_files(path, (needed,))]:
         raise InputError(
-            f"--model {folder}: no {missing[0]}, expected {', '.join(_REQUIRED_FILES[:-1])} and {_REQUIRED_FILES[-1]}"
+            f"--model {folder}: no {missing[0]}, expected {', '.join(_REQUIRED_FILES[:-1])} "
+            f"and {_REQUIRED_FILES[-1]}"
         )
     read_json_object(path / "config.json", "the configuration of a model")
 
@@ -148,7 +150,8 @@ def _hash_files(
             with open(path, "rb") as stream:
                 while piece := stream.read(1 << 24):
                     content.update(piece)
-                    progress(done := done + len(piece))
+                    done += len(piece)
+                    progress(done)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         digest.update(path.name.encode() + b"\0" + content.digest())

@@ -119,7 +119,8 @@ def _build_backbone(
             problem = probe.find_16_bit_error(reference_states)
             if problem is None:
                 print_rank_0(
-                    f"{folder}: attention batches texts of equal length: torch's variable-length kernel {kernel_problem}"
+                    f"{folder}: attention batches texts of equal length: "
+                    f"torch's variable-length kernel {kernel_problem}"
                 )
         if problem is not None:
             raise InputError(f"--model {folder}: {problem} in {dtype}; expected --precision fp32")
@@ -160,14 +161,16 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
             or not hasattr(config, "max_position_embeddings")
         ):
             raise InputError(
-                f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text"
+                f"--model {folder}: found a {config.model_type} model, "
+                "expected an encoder or a decoder of text"
             )
         if "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
             options["add_pooling_layer"] = False  # unused, and few folders have its weights
     else:
         if kind is None:
             raise InputError(
-                f"--head native: transformers has no class of {config.model_type} for {family}; expected --head linear"
+                f"--head native: transformers has no class of {config.model_type} for "
+                f"{family}; expected --head linear"
             )
         set_labels(config, labels)
         prefix = f"{kind.base_model_prefix}."
@@ -198,12 +201,14 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
     # A config.json that a model can be built from may still fail in any way.
     except Exception as error:
         raise InputError(
-            f"--model {folder}: the model computes no states: {first_error_line(error)}; check its config.json"
+            f"--model {folder}: the model computes no states: {first_error_line(error)}; "
+            "check its config.json"
         ) from None
     if backbone.attention is None:
         if own_direction is None:
             raise InputError(
-                f"--model {folder}: its own attention is neither bidirectional nor causal; choose one, --attention"
+                f"--model {folder}: its own attention is neither bidirectional nor causal; "
+                "choose one, --attention"
             )
         backbone.attention = own_direction
     problem = (
@@ -219,8 +224,10 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
         backbone.compute_states, backbone.compute_padded_states
     ):
         raise InputError(
-            f"--model {folder}: found {direction or 'another'} attention in {backbone.model.config.model_type}, "
-            f"expected a model that supports {backbone.attention} attention (packing is impossible: {problem}); try --attention"
+            f"--model {folder}: found {direction or 'another'} attention in "
+            f"{backbone.model.config.model_type}, "
+            f"expected a model that supports {backbone.attention} attention "
+            f"(packing is impossible: {problem}); try --attention"
         )
     print_rank_0(f"{folder}: texts are padded in batches of similar length, not packed: {problem}")
 
@@ -254,13 +261,9 @@ class AttentionProbe:
         """
         moved = self._compute_influence(read)
         every = torch.ones_like(moved)
-        return (
-            "bidirectional"
-            if torch.equal(moved, every)
-            else "causal"
-            if torch.equal(moved, every.triu())
-            else None
-        )
+        if torch.equal(moved, every):
+            return "bidirectional"
+        return "causal" if torch.equal(moved, every.triu()) else None
 
     def compute_states(self) -> Tensor:
         """Return the backbone's states of fixed random texts, float32[T, hidden_size].

@@ -186,7 +186,8 @@ def build_hf_model(
     kind = find_task_class(config, family)
     if kind is None:
         raise InputError(
-            f"--save-model: transformers has no class of {config.model_type} for {family}; expected another model"
+            f"--save-model: transformers has no class of {config.model_type} for {family}; "
+            "expected another model"
         )
     weights = {
         name: tensor.detach().float().cpu() for name, tensor in backbone.model.state_dict().items()
@@ -216,7 +217,8 @@ def build_hf_model(
     ]
     if missing:
         raise InputError(
-            f"--save-model: {kind.__name__} has weights that a linear head lacks ({missing[0]}); {USE_NATIVE}"
+            f"--save-model: {kind.__name__} has weights that a linear head lacks "
+            f"({missing[0]}); {USE_NATIVE}"
         )
     return model.eval()
 
@@ -261,7 +263,8 @@ def _express_linear_head(
             "classifier.bias": torch.zeros(labels),
         }
     raise InputError(
-        f"--save-model: {kind.__name__} has no linear head ({', '.join(sorted(modules))}); {USE_NATIVE}"
+        f"--save-model: {kind.__name__} has no linear head ({', '.join(sorted(modules))}); "
+        f"{USE_NATIVE}"
     )
 
 

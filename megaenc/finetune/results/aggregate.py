@@ -142,16 +142,16 @@ class ScoreCell:
 
         Results may be finished or failed. The rates are in the order of the grid.
         """
-        chosen_rate = self.chosen_rate
+        chosen = {run.seed: run.validation.score for run in self.runs_at_rate(self.chosen_rate)}
         incomplete = []
         for rate in self.rates:
             seeds = {run.seed for run in self.runs if run.learning_rate == rate}
             if missing := tuple(seed for seed in self.seeds if seed not in seeds):
-                chosen, other = (
-                    {run.seed: run.validation.score for run in self.runs_at_rate(one)}
-                    for one in (chosen_rate, rate)
-                )
-                leads = [other[seed] - chosen[seed] for seed in other.keys() & chosen.keys()]
+                leads = [
+                    run.validation.score - chosen[run.seed]
+                    for run in self.runs_at_rate(rate)
+                    if run.seed in chosen
+                ]
                 incomplete.append(
                     IncompleteRate(rate, missing, math.fsum(leads) / len(leads) if leads else None)
                 )

@@ -6,7 +6,6 @@ file holds a time: equal runs give equal bytes.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -37,9 +36,10 @@ Evaluations = Sequence[tuple[int, float]]
 RESULTS = "results.json"
 FAILED = "failed.json"
 TIMING = "timing.json"
-KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
-"""Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with
-protocol and scores."""
+KEPT_MODEL = "model"
+"""Name of the folder of a model that a grid keeps, in the run's folder."""
+MODEL_DETAILS = "finetuning.json"
+"""Name of the file with protocol and scores in the folder of a kept model."""
 
 _RUN_FOLDER = re.compile(
     r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)"
@@ -259,13 +259,11 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     """Write fields as JSON without NaN, one line per field, and per field of a split."""
     fields = {}
     for key, value in values.items():
-        dump = functools.partial(json.dumps, allow_nan=False)
-        is_split = key in ("validation", "test")
-        fields[key] = (
-            _format_object({name: dump(part) for name, part in value.items()}, "  ")
-            if is_split
-            else dump(value)
-        )
+        if key in ("validation", "test"):
+            parts = {name: json.dumps(part, allow_nan=False) for name, part in value.items()}
+            fields[key] = _format_object(parts, "  ")
+        else:
+            fields[key] = json.dumps(value, allow_nan=False)
     create_parent_dir(path, "--output")
     atomic_write(path, _format_object(fields, "") + "\n")
 
@@ -305,7 +303,8 @@ def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "faile
         ):
             if "." not in field:
                 raise InputError(
-                    f"{path}: field `{field}`: missing, so the run cannot be resumed; choose another --output"
+                    f"{path}: field `{field}`: missing, so the run cannot be resumed; "
+                    "choose another --output"
                 )
             recorded = "none" if recorded_value is _MISSING else repr(recorded_value)
             advice = "use the recorded value"
@@ -394,11 +393,13 @@ def read_result_tree(root: str | Path) -> list[Result]:
             )
             if first is not result:
                 raise InputError(
-                    f"{path}: the same run as {first.path.name}; expected one of them, remove the other"
+                    f"{path}: the same run as {first.path.name}; "
+                    "expected one of them, remove the other"
                 )
     if not results:
         raise InputError(
-            f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it"
+            f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} "
+            "below it"
         )
     return list(results.values())
 
@@ -450,15 +451,12 @@ def read_result(path: Path) -> Result | None:
     values = read_fields(file)
     if values is not None:
         checked = check_json(_RESULT_FILE, values, file, _ADVICE)
-        for split in ("validation", "test"):
-            for field in ("metrics", "baseline"):
-                _check_bounds(checked[split].get(field) or {}, f"{file}: field `{split}.{field}.")
         evaluations = [(one["step"], one["score"]) for one in checked.get("evaluations", ())]
         return Result(
             *run,
             path,
-            validation=_build_split(dataset, "validation", checked["validation"]),
-            test=_build_split(dataset, "test", checked["test"]),
+            validation=_build_split(file, dataset, "validation", checked["validation"]),
+            test=_build_split(file, dataset, "test", checked["test"]),
             evaluations=evaluations,
             best_step=checked.get("best_step", 0),
             scores_only=all(
@@ -561,48 +559,36 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
         ) from None
 
 
-def _check_bounds(metrics: Mapping[str, float], place: str) -> None:
-    """Check that metrics are in their bounds.
-
-    Args:
-        place: Text before the name of a metric.
+def _build_split(file: Path, dataset: str, name: str, split: _Split) -> SplitScores:
+    """Build the scores of `validation` or `test` from checked fields of a result file.
 
     Raises:
         InputError: A metric is out of its bounds.
     """
-    for name, value in metrics.items():
-        low, high = METRIC_BOUNDS.get(name, (0.0, 1.0))
-        if not low - _ROUNDING <= value <= high + _ROUNDING:
-            raise InputError(
-                f"{place}{name}`: found {value}, expected a number from {low:g} to {high:g}; {_ADVICE}"
-            )
-
-
-def _build_split(dataset: str, name: str, split: _Split) -> SplitScores:
-    """Build the scores of `validation` or `test` from checked fields."""
-    collapsed = (
-        split["collapsed"]
-        if "collapsed" in split
-        else _detect_collapse(dataset, split["score"], name, split)
-    )
+    score = split["score"]
+    for field in ("metrics", "baseline"):
+        for metric, value in (split.get(field) or {}).items():
+            low, high = METRIC_BOUNDS.get(metric, (0.0, 1.0))
+            if not low - _ROUNDING <= value <= high + _ROUNDING:
+                raise InputError(
+                    f"{file}: field `{name}.{field}.{metric}`: found {value}, "
+                    f"expected a number from {low:g} to {high:g}; {_ADVICE}"
+                )
+    collapsed = None
+    if "collapsed" in split:
+        collapsed = split["collapsed"]
+    # Published results lack the field.
+    elif split.get("scores_i") == "equal" and score < 1:
+        collapsed = "every example scores the same"
+    elif name == "test":
+        reason, *constants = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))
+        if any(abs(score - constant) < 1e-6 for constant in constants):
+            collapsed = reason
     return SplitScores(
-        score=split["score"],
+        score=score,
         metrics=split.get("metrics") or {},
         collapsed=None if collapsed is None else _join_lines(collapsed),
         baseline=split.get("baseline") or {},
-    )
-
-
-def _detect_collapse(dataset: str, score: float, name: str, split: Mapping[str, Any]) -> str | None:
-    """Return the reason to consider a split collapsed, or None.
-
-    Published results need this test, as they lack the field `collapsed`.
-    """
-    if split.get("scores_i") == "equal" and score < 1:
-        return "every example scores the same"
-    why, *scores = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))
-    return (
-        why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
     )
 
 

@@ -161,7 +161,8 @@ def _build_row(members: Sequence[ScoreCell], metric: str, kind: IntervalKind) ->
     first = members[0]
     dataset = f"average of {len(members)}"
     rate = None
-    runs = collapsed = ""
+    runs = ""
+    collapsed = ""
     if len(members) == 1:
         dataset = first.dataset
         rate = first.chosen_rate
@@ -170,7 +171,8 @@ def _build_row(members: Sequence[ScoreCell], metric: str, kind: IntervalKind) ->
         if reasons := [run.test.collapsed for run in at_rate if run.test.collapsed]:
             collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}"
     by_seed = aggregate.average_by_seed(members, metric) or {}
-    mean = half = None
+    mean = None
+    half = None
     if by_seed:
         interval = aggregate.compute_interval(list(by_seed.values()), kind)
         mean = 100 * interval.mean
@@ -424,7 +426,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
         print_rank_0(
-            "! marks a mean over a collapsed run, whose predictions are worthless whatever its score"
+            "! marks a mean over a collapsed run, "
+            "whose predictions are worthless whatever its score"
         )
     if settings.metrics == "standard" and not any(
         run.test is not None and run.test.metrics for run in results

@@ -234,7 +234,8 @@ class FinetuneTask(ABC):
             if not bool(torch.isfinite(outputs).all()):
                 raise NonFinitePredictionError("a prediction of the model is NaN or inf")
             yield part, outputs
-            self.progress(done := done + len(part), before + len(rows) + after)
+            done += len(part)
+            self.progress(done, before + len(rows) + after)
 
     def predict_texts(
         self, model: TaskModel, data: TokenizedTexts

@@ -118,15 +118,15 @@ class QuestionAnswering(FinetuneTask):
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
             answers[row] = extract_answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
-        metrics, never = (
-            {
-                name: list(map(metric, golds, predictions))
-                for name, metric in (("exact_match", exact_match), ("f1", token_f1))
-            }
-            for predictions in (answers, [""] * len(golds))
-        )
-        baseline = {"score": float(np.mean([position_f1(gold, ()) for gold in positions]))}
-        baseline |= {name: float(np.mean(values)) for name, values in never.items()}
+        metrics = {
+            "exact_match": list(map(exact_match, golds, answers)),
+            "f1": list(map(token_f1, golds, answers)),
+        }
+        baseline = {
+            "score": float(np.mean([position_f1(gold, ()) for gold in positions])),
+            "exact_match": float(np.mean([exact_match(gold, "") for gold in golds])),
+            "f1": float(np.mean([token_f1(gold, "") for gold in golds])),
+        }
         collapsed = "never answers" if not any(answers) and any(golds) else None
         return Scores.from_examples(overlap, metrics, collapsed=collapsed, baseline=baseline)
 
@@ -193,23 +193,19 @@ def token_f1(golds: Sequence[str], predicted: str) -> float:
     Answers are normalized, and words are counted with repetition, as in SQuAD v2. The F1 of an
     answer without words is 1 if both have none, else 0.
     """
-    return max(
-        _compute_word_f1(normalize_answer(gold).split(), normalize_answer(predicted).split())
-        for gold in _filter_gold_answers(golds)
-    )
+    predicted_words = normalize_answer(predicted).split()
+    scores = []
+    for gold in _filter_gold_answers(golds):
+        gold_words = normalize_answer(gold).split()
+        shared = (Counter(gold_words) & Counter(predicted_words)).total()
+        count = len(gold_words) + len(predicted_words)
+        scores.append(2 * shared / count if count else 1.0)
+    return max(scores)
 
 
 def _filter_gold_answers(golds: Sequence[str]) -> Sequence[str]:
     """Drop gold answers that normalize to nothing; return [""] if none is left."""
     return [gold for gold in golds if normalize_answer(gold)] or [""]
-
-
-def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
-    """Compute the F1 of two lists of words, counted with repetition."""
-    if not gold or not predicted:
-        return float(gold == predicted)
-    shared = (Counter(gold) & Counter(predicted)).total()
-    return 2 * shared / (len(gold) + len(predicted))
 
 
 def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:

@@ -43,16 +43,12 @@ class RetrievalTask(FinetuneTask):
         Pairs are encoded row by row, a split in the order of its dicts.
         """
         if isinstance(examples, RetrievalExamples):
-            texts = {
-                "queries": list(examples.queries.values()),
-                "documents": list(examples.documents.values()),
-            }
+            queries = list(examples.queries.values())
+            documents = list(examples.documents.values())
         else:
-            texts = {
-                "queries": [pair.query for pair in examples],
-                "documents": [pair.document for pair in examples],
-            }
-        return {name: encoder.encode(some) for name, some in texts.items()}
+            queries = [pair.query for pair in examples]
+            documents = [pair.document for pair in examples]
+        return {"queries": encoder.encode(queries), "documents": encoder.encode(documents)}
 
     def clear_cache(self) -> None:
         """Drop the embeddings of documents."""
@@ -317,11 +313,12 @@ def compute_random_baseline(
     discounts = float(_compute_discounts(depth).sum())
     # The number k of relevant documents in the top ten is hypergeometric; each is at any of the
     # ten ranks equally often.
-    score = sum(
-        math.comb(depth, k) * math.comb(documents - depth, relevant - k) / math.comb(documents, relevant)
-        * k / depth * discounts / _compute_ideal_dcg([1] * k, depth)
-        for k in range(1, min(depth, relevant) + 1)
-    )  # fmt: skip
+    orders = math.comb(documents, relevant)
+    terms = []
+    for k in range(1, min(depth, relevant) + 1):
+        probability = math.comb(depth, k) * math.comb(documents - depth, relevant - k) / orders
+        ideal = _compute_ideal_dcg([1] * k, depth)
+        terms.append(probability * k / depth * discounts / ideal)
     none_yet = 1.0
     first = 0.0
     for rank in range(1, depth + 1):
@@ -330,7 +327,7 @@ def compute_random_baseline(
         if not none_yet:
             break
     return {
-        "score": score,
+        "score": sum(terms),
         "ndcg@10": (sum(all_grades) - sum(missing))
         / documents
         * discounts

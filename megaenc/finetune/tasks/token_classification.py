@@ -77,27 +77,20 @@ class TokenClassification(FinetuneTask):
         The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans.
         The baseline is each word's usual tag.
         """
-        outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
-            words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
-            known = words >= 0
-            tags = logits.argmax(1)[known]
-            predicted[row] = majority_vote(words[known], tags, len(examples[row].words), outside)
+            predicted[row] = self.tag_words(logits, data, row, len(examples[row].words))
         gold = [np.array(example.tags) for example in examples]
         by_word, otherwise = self._most_frequent_tags
         usual = [
             np.array([by_word.get(word, otherwise) for word in example.words])
             for example in examples
         ]
-        labels = self.dataset.labels
-        gold_names, names, usual_names = (
-            [[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual)
-        )
-        counts = count_spans(gold_names, names)
+        gold_names = self._name_tags(gold)
+        counts = count_spans(gold_names, self._name_tags(predicted))
         baseline = {
             "score": float(tag_f1(gold, usual).mean()),
-            **span_f1(count_spans(gold_names, usual_names)),
+            **span_f1(count_spans(gold_names, self._name_tags(usual))),
         }
         return Scores.from_examples(
             tag_f1(gold, predicted),
@@ -108,6 +101,25 @@ class TokenClassification(FinetuneTask):
             baseline=baseline,
             metrics=span_f1(counts),
         )
+
+    def tag_words(
+        self, logits: np.ndarray, data: TokenizedTexts, row: int, count: int
+    ) -> np.ndarray:
+        """Return the predicted tag index of each word of a sentence, int64[count].
+
+        Args:
+            logits: float[tokens, labels] of the sentence.
+            row: Index of the sentence in `data`.
+            count: Number of its words.
+        """
+        labels = self.dataset.labels
+        outside = labels.index("O") if "O" in labels else 0
+        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+        known = words >= 0
+        return majority_vote(words[known], logits.argmax(1)[known], count, outside)
+
+    def _name_tags(self, sentences: Sequence[np.ndarray]) -> list[list[str]]:
+        return [[self.dataset.labels[tag] for tag in tags] for tags in sentences]
 
     @cached_property
     def _most_frequent_tags(self) -> tuple[dict[str, int], int]:
@@ -213,7 +225,7 @@ def span_f1(counts: np.ndarray) -> dict[str, float]:
     Args:
         counts: Result of `count_spans`. A ratio 0/0 is 0.
     """
-    right, predicted, gold = (int(number) for number in counts.sum(axis=0))
+    right, predicted, gold = counts.sum(axis=0).tolist()
     return {
         "span_f1": 2 * right / (predicted + gold) if predicted + gold else 0.0,
         "span_precision": right / predicted if predicted else 0.0,
