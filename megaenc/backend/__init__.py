@@ -1,4 +1,4 @@
-"""Device detection, process groups, parallel layout, and the patches of megatron-core and torch."""
+"""Devices, process groups, parallel layout, and patches of megatron-core."""
 
 import importlib
 from typing import Any
@@ -15,7 +15,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name of this package on first use, so that `ParallelConfig` needs no torch."""
+    """Import a public name of this package on first use.
+
+    `ParallelConfig` thus needs no torch.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

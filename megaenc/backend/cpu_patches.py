@@ -1,8 +1,9 @@
 """Patches that run megatron-core on a machine without an accelerator.
 
-megatron-core allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's
-names. Each megatron.core module gets a proxy of `torch` that uses the CPU; two patched tensor methods check their caller. Where
-torch's arithmetic is too coarse on a CPU, megatron-core gets another: the gradient norm, and the embedding's gradient.
+megatron-core allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and
+compares `.type()` with CUDA's names. Each megatron.core module gets a proxy of `torch` that uses
+the CPU; two patched tensor methods check their caller. Where torch's arithmetic is too coarse on a
+CPU, megatron-core gets another: the gradient norm, and the embedding's gradient.
 """
 
 import contextlib
@@ -61,7 +62,6 @@ def _is_called_by_megatron() -> bool:
 
 
 def _do_nothing(*_, **__) -> None:
-    """Do nothing, whatever the arguments."""
     return
 
 
@@ -69,7 +69,11 @@ _installed = False
 
 
 def install() -> None:
-    """Install the patches that let megatron-core run on a CPU, once per process; RuntimeError with CUDA or HIP."""
+    """Install the patches that let megatron-core run on a CPU, once per process.
+
+    Raises:
+        RuntimeError: CUDA or HIP is available.
+    """
     global _installed
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -87,8 +91,9 @@ def install() -> None:
 
 
 def _replace_torch() -> None:
-    """Replace the name `torch` in all loaded megatron.core modules by a proxy that uses the CPU."""
-    # The accelerator's random state is that of a separate generator, so that the CPU's is not changed.
+    """Replace `torch` in all loaded megatron.core modules by a proxy for the CPU."""
+    # The accelerator's random state is that of a separate generator, so that the CPU's is not
+    # changed.
     generator = torch.Generator()
     cuda = _ModuleProxy(
         torch.cuda,
@@ -116,7 +121,10 @@ def _replace_torch() -> None:
 
 
 def _replace_norm() -> None:
-    """Replace megatron-core's L2 norm: on a CPU, torch's is 1e-5 off for a million float32 elements, 1 % for 100 million."""
+    """Replace megatron-core's L2 norm by one that is precise for large tensors.
+
+    On a CPU, torch's is 1e-5 off for a million float32 elements, 1 % for 100 million.
+    """
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
@@ -131,7 +139,10 @@ def _replace_norm() -> None:
 
 
 def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
-    """Return the sum of squares, float64[], summed in float32 within rows of `width` elements and in float64 over rows."""
+    """Return the sum of squares of all elements, float64[].
+
+    Rows of `width` elements are summed in float32, and the rows in float64.
+    """
     flat = tensor.reshape(-1)
     end = flat.numel() // width * width
     parts = (flat[:end].view(-1, width), flat[end:].view(1, -1))
@@ -142,7 +153,10 @@ def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a 16-bit matrix by number, whose gradients are summed in float32 and rounded once."""
+    """Rows of a 16-bit matrix by index, with gradients summed in float32.
+
+    The sums are rounded once.
+    """
 
     @staticmethod
     def forward(ctx, numbers, weight):
@@ -159,7 +173,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _replace_embedding() -> None:
-    """Replace megatron-core's embedding: torch sums its bfloat16 gradients in bfloat16, 27 % off for a token seen 2,000 times."""
+    """Replace megatron-core's embedding by one whose gradients are precise.
+
+    torch sums its bfloat16 gradients in bfloat16, 27 % off for a token seen 2,000 times.
+    """
     from megatron.core.tensor_parallel import layers
 
     def embedding(numbers, weight):
@@ -174,7 +191,10 @@ def _replace_embedding() -> None:
 
 
 def _replace_tensor_methods() -> None:
-    """Patch Tensor.type and Tensor.cuda so that calls by megatron-core treat the CPU as a CUDA device."""
+    """Make Tensor.type and Tensor.cuda treat the CPU as a CUDA device.
+
+    Only calls by megatron-core are affected.
+    """
     type_of = torch.Tensor.type
     to_cuda = torch.Tensor.cuda
 

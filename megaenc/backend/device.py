@@ -1,4 +1,4 @@
-"""Detection of the device, its process-group backend, bfloat16 support and peak FLOP/s."""
+"""Detection of the device, its process-group backend, bfloat16 and peak FLOP/s."""
 
 import functools
 import os
@@ -10,8 +10,9 @@ import torch
 from megaenc.dist_env import get_local_rank, get_local_world_size
 from megaenc.errors import InputError
 
-# Dense bf16 peak of one device in FLOP/s, from data sheets (which often print twice as much: with sparsity). The first name that
-# matches counts, so that specific names come first. An MI250X or MI250 is two devices, each with half the card's peak.
+# Dense bf16 peak of one device in FLOP/s, from data sheets (which often print twice as much: with
+# sparsity). The first name that matches counts, so that specific names come first. An MI250X or
+# MI250 is two devices, each with half the card's peak.
 PEAK_BF16_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
@@ -43,17 +44,26 @@ _WITHOUT_FLOAT8 = ("A100", "A800", "A30", "MI210", "MI250X", "MI250")
 
 
 def peak_bf16_flops(name: str) -> float:
-    """Return the dense peak bf16 FLOP/s of the accelerator called `name`, from a table; 0.0 if the table lacks it."""
+    """Return the dense peak bf16 FLOP/s of the accelerator called `name`.
+
+    It is 0.0 if PEAK_BF16_FLOPS lacks the accelerator.
+    """
     return PEAK_BF16_FLOPS.get(_find_model(name), 0.0)
 
 
 def has_float8(name: str) -> bool:
-    """Return whether the accelerator called `name` has float8 matrix products; True if the table lacks it."""
+    """Return whether the accelerator called `name` has float8 matrix products.
+
+    True for an accelerator that PEAK_BF16_FLOPS lacks.
+    """
     return _find_model(name) not in _WITHOUT_FLOAT8
 
 
 def _find_model(name: str) -> str:
-    """Return the accelerator of the table of peaks that `name` contains, in any case; empty if there is none."""
+    """Return the key of PEAK_BF16_FLOPS that `name` contains, in any case.
+
+    It is empty if there is none.
+    """
     for model in PEAK_BF16_FLOPS:
         pattern = model.replace(" ", "[ -]")
         if re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", name, re.IGNORECASE):
@@ -63,7 +73,11 @@ def _find_model(name: str) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """This process's hardware: `name` (cuda, rocm, cpu), torch device, torch.distributed's backend, and bfloat16 support."""
+    """Hardware of this process.
+
+    Fields are the name (cuda, rocm or cpu), the torch device, the backend of torch.distributed, and
+    whether bfloat16 is supported.
+    """
 
     name: str
     device: torch.device
@@ -72,12 +86,15 @@ class Backend:
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether this process computes on the CPU, as no accelerator is available."""
+        """Return whether this process computes on the CPU.
+
+        It does so if no accelerator is available.
+        """
         return self.name == "cpu"
 
     @property
     def description(self) -> str:
-        """Return the name of the accelerator, or `cpu, N threads`, for the console."""
+        """Return the accelerator's name, or `cpu, N threads`, for the console."""
         return (
             f"cpu, {torch.get_num_threads()} threads"
             if self.is_cpu
@@ -85,7 +102,11 @@ class Backend:
         )
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the peak FLOP/s in `dtype`: measured on a CPU, else the table's for bfloat16; 0.0 if unknown."""
+        """Return the peak FLOP/s in `dtype`; 0.0 if unknown.
+
+        It is measured on a CPU. On an accelerator it is known only for bfloat16, from
+        PEAK_BF16_FLOPS.
+        """
         if self.is_cpu:
             return _measure_gemm_flops(dtype)
         return (
@@ -97,12 +118,13 @@ class Backend:
 
 @functools.cache
 def detect_backend() -> Backend:
-    """Return this process's Backend: accelerator number LOCAL_RANK, or the CPU without any; InputError if too few.
+    """Return this process's Backend: accelerator LOCAL_RANK, or the CPU without any.
 
-    Raises InputError if there are more processes than accelerators.
+    Raises:
+        InputError: There are more processes than accelerators.
     """
-    # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads it when it starts, in the next
-    # line.
+    # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads
+    # it when it starts, in the next line.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         if get_local_rank() >= torch.cuda.device_count():
@@ -119,7 +141,10 @@ def detect_backend() -> Backend:
 
 
 def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Return the instruction sets that the file `cpuinfo` lists; none if it is unreadable."""
+    """Return the instruction sets that the file `cpuinfo` lists.
+
+    There are none if it is unreadable.
+    """
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             return frozenset(
@@ -130,12 +155,18 @@ def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Return whether the file `cpuinfo` lists bfloat16 instructions (AVX512-BF16, AMX, Arm's); False if it is unreadable."""
+    """Return whether `cpuinfo` lists bfloat16 instructions.
+
+    These are AVX512-BF16, AMX or Arm's. False if the file is unreadable.
+    """
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & read_cpu_flags(cpuinfo))
 
 
 def uses_tf32(device: torch.device) -> bool:
-    """Return whether float32 matrix products on `device` use TensorFloat-32, by torch's setting or NVIDIA_TF32_OVERRIDE."""
+    """Return whether float32 matrix products on `device` use TensorFloat-32.
+
+    torch's setting or NVIDIA_TF32_OVERRIDE enables it.
+    """
     if device.type != "cuda":
         return False
     return torch.get_float32_matmul_precision() != "highest" or os.environ.get(
@@ -147,7 +178,8 @@ def uses_tf32(device: torch.device) -> bool:
 def _measure_gemm_flops(dtype: torch.dtype) -> float:
     """Measure the FLOP/s of a square matrix product on the CPU: the best of 20.
 
-    Stops at a smaller size if a product takes too long: a CPU without bfloat16 instructions reaches less than 1 GFLOP/s with it.
+    The size stays smaller if a product takes too long: a CPU without bfloat16 instructions reaches
+    less than 1 GFLOP/s with it.
     """
     from time import perf_counter
 

@@ -1,4 +1,4 @@
-"""Initialization of a run's processes: threads, process groups, model parallelism."""
+"""Initialization of a run's processes: threads, process groups, parallelism."""
 
 import ctypes
 import os
@@ -30,10 +30,17 @@ _MMAP_MAX = -4
 def init_distributed(
     layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)
 ) -> Backend:
-    """Initialize torch.distributed and megatron-core's groups; return the Backend; InputError if `layout` does not fit.
+    """Initialize torch.distributed and megatron-core's groups of this process.
 
-    `chunks`: model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`); `timeout`: of each collective. Raises
-    InputError if the number of processes does not fit `layout`.
+    Args:
+        chunks: Model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`).
+        timeout: Timeout of each collective.
+
+    Returns:
+        The hardware of this process.
+
+    Raises:
+        InputError: The number of processes does not fit `layout`, or exceeds the accelerators.
     """
     layout.check(get_world_size())
     backend = detect_backend()
@@ -53,7 +60,8 @@ def init_distributed(
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
         create_gloo_process_groups=False,  # of all replicas: gloo connects each pair of ranks
     )
-    # Only megatron-core reads this state, which it forks around dropout; our random numbers are counter-based.
+    # Only megatron-core reads this state, which it forks around dropout; our random numbers are
+    # counter-based.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend
 
@@ -61,7 +69,7 @@ def init_distributed(
 def check_launcher_variables() -> None:
     """Raise InputError for variables that are not as torchrun sets them.
 
-    None of them is fine, too: a run of one process.
+    Without any of them, this is a run of one process.
     """
     for name in LAUNCHER_VARIABLES:
         value = os.environ.get(name, "")
@@ -91,10 +99,14 @@ def check_launcher_variables() -> None:
 
 
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Initialize torch.distributed by torchrun's environment, or without torchrun as a group of this process."""
+    """Initialize torch.distributed by the environment variables of torchrun.
+
+    Without torchrun, the group has only this process.
+    """
     if is_launched():
         store, rank, size = rendezvous(timeout)
-        # Without `device_id`, with which all ranks take part in creating each group: ten for each rank, one after another.
+        # Without `device_id`, with which all ranks take part in creating each group: ten for each
+        # rank, one after another.
         dist.init_process_group(
             backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout
         )
@@ -103,7 +115,7 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
 
 
 def destroy_distributed() -> None:
-    """Destroy megatron-core's model-parallel groups and, if initialized, torch.distributed's process group."""
+    """Destroy the groups of megatron-core and, if initialized, of torch.distributed."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -112,17 +124,22 @@ def destroy_distributed() -> None:
 
 
 def divide_cores_among_ranks() -> None:
-    """Set torch's thread count to the node's cores divided by its processes; a single process keeps OMP_NUM_THREADS."""
+    """Set torch's thread count to the node's cores divided by its processes.
+
+    A single process keeps OMP_NUM_THREADS.
+    """
     # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_core_count() // get_local_world_size()))
 
 
 def retain_freed_memory() -> bool:
-    """Make malloc keep freed memory instead of returning it to the kernel; return whether it does, False if the user set it.
+    """Make malloc keep freed memory instead of returning it to the kernel.
 
     Otherwise the kernel clears the pages of each new tensor above 32 MB in every step.
-    Settings of the user are MALLOC_* and GLIBC_TUNABLES.
+
+    Returns:
+        Whether malloc keeps it; False if the user has set MALLOC_* or GLIBC_TUNABLES.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -135,10 +152,16 @@ _FAN_OUT = 16
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Join the other processes by torchrun's environment; return (store with only this attempt's keys, rank, world size).
+    """Join the other processes by the environment variables of torchrun.
 
-    torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its own. Raises RuntimeError if not
-    all processes join within `timeout`.
+    torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its
+    own.
+
+    Returns:
+        A store with only this attempt's keys, the rank, and the world size.
+
+    Raises:
+        RuntimeError: Not all processes join within `timeout`.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -147,18 +170,18 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on the name of this attempt, chosen by rank 0, and return it: torchrun's restart counts may differ between nodes.
+    """Return the name of this attempt, on which all ranks agree.
 
-    Each process publishes a new random name, and its parent in a tree, whose root is rank 0, stores the answer under it, so that
-    no process reads an answer meant for an earlier one. Names left by earlier attempts are answered too, until new ones replace
-    them. A parent waits for all below it.
+    Rank 0 chooses it, because torchrun's restart counts may differ between nodes. Each process
+    publishes a new random name, and its parent in a tree, whose root is rank 0, stores the answer
+    under it, so that no process reads an answer meant for an earlier one. Names left by earlier
+    attempts are answered too, until new ones replace them. A parent waits for all below it.
     """
     attempt = own_name = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", own_name)
     if rank:
-        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(
-            " "
-        )  # blocks until it is set
+        # Blocks until it is set.
+        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(" ")
     children = range(_FAN_OUT * rank + 1, min(_FAN_OUT * (rank + 1) + 1, size))
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
@@ -179,5 +202,8 @@ def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelt
 
 
 def _decode_answer(value: bytes) -> str:
-    """Decode one or two names from the store, whose content is not trusted, cut to 100 bytes."""
+    """Decode one or two names from the store, cut to 100 bytes.
+
+    The content of the store is not trusted.
+    """
     return value[:100].decode(errors="replace")

@@ -1,6 +1,7 @@
-"""Weight gradients added to megatron-core's float32 buffers by the matrix product itself.
+"""Weight gradients added to megatron-core's buffers by the matrix product itself.
 
-megatron-core calls apex's extension for it, `fused_weight_gradient_mlp_cuda`; the module here stands in for it.
+megatron-core calls apex's extension for it, `fused_weight_gradient_mlp_cuda`; the module here
+stands in for it. The buffers are float32.
 """
 
 from collections.abc import Iterable
@@ -13,9 +14,12 @@ from torch import Tensor
 def accumulate_matmul(
     sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool
 ) -> Tensor:
-    """Return `sum_VH` (None: zeros) plus a b in float32, added in place; `in_float32`: without rounding the product.
+    """Add the product of two matrices to a float32 sum in place, and return the sum.
 
-    `in_float32` with 16-bit matrices works only on accelerators.
+    Args:
+        sum_VH: Sum so far; None for zeros.
+        in_float32: Whether the product of 16-bit matrices is not rounded to 16 bits, which only
+            accelerators support.
     """
     if in_float32 and a_Vn.dtype != torch.float32:
         if sum_VH is None:
@@ -31,12 +35,18 @@ def accumulate_matmul(
 
 
 def _add_weight_gradient(input_TK: Tensor, gradient_TN: Tensor, main_grad_NK: Tensor) -> None:
-    """Add a linear layer's weight gradient, the product of its output's gradient and its input, to `main_grad_NK`."""
+    """Add a linear layer's weight gradient to `main_grad_NK`.
+
+    It is the product of the gradient of the layer's output and its input.
+    """
     accumulate_matmul(main_grad_NK, gradient_TN.t(), input_TK, in_float32=main_grad_NK.is_cuda)
 
 
 def install() -> None:
-    """Give megatron-core's linear layers the function that adds weight gradients, unless apex has it."""
+    """Give megatron-core's linear layers the function that adds weight gradients.
+
+    If apex has one, it stays.
+    """
     from megatron.core.tensor_parallel import layers
 
     if not layers._grad_accum_fusion_available:
@@ -47,7 +57,10 @@ def install() -> None:
 
 
 def enable_in(chunks: Iterable[torch.nn.Module]) -> None:
-    """Make all linear layers of megatron-core in `chunks`, which hold gradient buffers, add their weight gradients to these."""
+    """Make linear layers add their weight gradients to the gradient buffers.
+
+    These are all linear layers of megatron-core in `chunks`, which hold the buffers.
+    """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Import of megatron-core: version check, and the patches that this machine needs."""
+"""Import of megatron-core: version check, and patches that this machine needs."""
 
 import contextlib
 import functools
@@ -16,7 +16,11 @@ KNOWN_VERSIONS = ("0.16.1",)
 
 
 def check_megatron_version(version: str | None = None) -> str:
-    """Return `version` (None: the installed megatron-core's); InputError if missing or not one of KNOWN_VERSIONS."""
+    """Return `version` (None: the installed megatron-core's) if it is known.
+
+    Raises:
+        InputError: It is missing or not one of KNOWN_VERSIONS.
+    """
     if version is None:
         try:
             version = metadata.version("megatron-core")
@@ -35,7 +39,10 @@ def check_megatron_version(version: str | None = None) -> str:
 
 @contextlib.contextmanager
 def _hide_modules(*modules: str) -> Iterator[None]:
-    """Make imports of `modules` fail in the block, except of modules that are already loaded."""
+    """Make imports of `modules` fail in the block.
+
+    Modules that are already loaded stay.
+    """
     hidden = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))
     try:
@@ -60,10 +67,12 @@ def _skip_compiling() -> Iterator[None]:
 
 @functools.cache
 def import_megatron() -> None:
-    """Import megatron.core without W&B and TensorBoard, which take a second, and, on a CPU, without Triton.
+    """Import megatron.core without the packages that it does not need here.
 
-    Unused, Triton prints errors in processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter. Functions
-    that megatron-core would compile stay as they are: no model here calls one, and torch's compiler takes a second to import.
+    W&B and TensorBoard take a second to import. Triton, left out on a CPU, prints errors in
+    processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter. Functions
+    that megatron-core would compile stay as they are: no model here calls one, and torch's compiler
+    takes a second to import.
     """
     import torch
 
@@ -79,7 +88,13 @@ def import_megatron() -> None:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Check megatron-core's version, import it and install the patches, once per process; call it before megatron.core."""
+    """Check megatron-core's version, import it and install the patches.
+
+    Call it before any import of megatron.core. Further calls do nothing.
+
+    Raises:
+        InputError: megatron-core is missing or of an unknown version.
+    """
     check_megatron_version()
     import_megatron()
     with warnings.catch_warnings():

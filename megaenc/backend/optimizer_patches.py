@@ -1,8 +1,9 @@
-"""Patches of megatron-core's optimizers, most of them for machines without apex and Transformer Engine.
+"""Patches of megatron-core's optimizers.
 
-Without these megatron-core uses torch's AdamW, which counts steps per parameter, although its checkpoints expect one count per
-group, as in apex's FusedAdam. Its replacement of apex's norm synchronizes with the device for each gradient; the one here
-processes all gradients at once.
+Most of them are for machines without apex and Transformer Engine. Without these megatron-core uses
+torch's AdamW, which counts steps per parameter, although its checkpoints expect one count per
+group, as in apex's FusedAdam. Its replacement of apex's norm synchronizes with the device for each
+gradient; the one here processes all gradients at once.
 """
 
 import contextlib
@@ -15,13 +16,15 @@ from torch.optim.adamw import adamw
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
-    """AdamW optimizer (Loshchilov & Hutter 2019) with apex FusedAdam's interface: one step count per parameter group.
+    """AdamW optimizer with one step count per parameter group, as apex's FusedAdam.
 
-    State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of optimizer steps.
+    See Loshchilov & Hutter 2019. State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`,
+    the number of optimizer steps.
     """
 
     grad_scale: float = 1.0
-    """Divisor of all gradients in the next step, which saves passes over them that divide and clip."""
+    """Divisor of all gradients in the next step, which saves passes over them that divide and
+    clip."""
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
@@ -32,13 +35,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all parameters that have a gradient by one AdamW step, and count it in each group; `closure` is ignored."""
+        """Update all parameters that have a gradient by one AdamW step.
+
+        The step is counted in each group; `closure` is ignored.
+        """
         for group in self.param_groups:
             self.begin_step(group)
             self.update_adamw(group["params"], group, group["lr"])
 
     def begin_step(self, group: dict[str, Any]) -> None:
-        """Count a step in `group`, and create the missing state of its parameters that have a gradient."""
+        """Count a step in `group`, and create missing state of its parameters.
+
+        Parameters without a gradient get none.
+        """
         group["step"] = group.get("step", 0) + 1
         for p in group["params"]:
             if p.grad is not None and not self.state[p]:
@@ -47,7 +56,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def update_adamw(
         self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor
     ) -> None:
-        """Update those of `params` that have a gradient by the AdamW step that `begin_step` has counted in their `group`."""
+        """Update those of `params` that have a gradient by an AdamW step.
+
+        `begin_step` has counted the step in their `group`.
+        """
         params = [p for p in params if p.grad is not None]
         if not params:
             return
@@ -78,13 +90,20 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
-    """Return (L2 norm, None), the interface of amp_C; the norm, float32[1], is of all tensors of all lists together."""
+    """Return the L2 norm of all tensors of all lists together, by amp_C's interface.
+
+    Returns:
+        The norm, float32[1], and None.
+    """
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float32).reshape(1), None
 
 
 def install() -> None:
-    """Make megatron-core keep checkpoints of our optimizers and, off the CPU, use our norm, unless it has apex or TE."""
+    """Make megatron-core support our optimizers in checkpoints, and use our norm.
+
+    Its own norm stays on a CPU, and everything stays if it has apex or Transformer Engine.
+    """
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
@@ -92,15 +111,17 @@ def install() -> None:
         return
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
-    if (
-        clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm
-    ):  # on a CPU it is replaced already
+    # On a CPU it is replaced already.
+    if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = multi_tensor_l2norm
 
 
 @contextlib.contextmanager
 def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
-    """Make megatron-core build `optimizer_class` in place of its Adam inside the context, also with apex or TE."""
+    """Make megatron-core build `optimizer_class` as Adam inside the context.
+
+    It does so with apex or Transformer Engine, too.
+    """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -114,9 +135,10 @@ def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compare_groups_by_stage() -> Iterator[None]:
-    """Make megatron-core's optimizer compare its parameter groups inside the context with those of other pipeline stages only.
+    """Make megatron-core's optimizer compare its groups only between stages.
 
-    It gathers them from all ranks, although those of a stage have the same groups.
+    Inside the context it gathers its parameter groups from other pipeline stages, instead of all
+    ranks: those of a stage have the same groups.
     """
     from megatron.core import parallel_state
 

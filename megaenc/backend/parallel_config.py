@@ -1,4 +1,7 @@
-"""Configuration of kernels and parallelism, which change time, memory and, except for rounding, nothing else."""
+"""Configuration of kernels and parallelism.
+
+These change time, memory and, except for rounding, nothing else.
+"""
 
 import re
 from dataclasses import dataclass
@@ -13,37 +16,44 @@ FLOAT8_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Flags that choose the layers' kernels: attention backend, fused kernels, Transformer Engine or not, and float8."""
+    """Flags of the layers' kernels: attention, fused kernels, linear layers, float8."""
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
-    """attention within documents. flash: flash-attn 4, 3 or 2, if installed; varlen: torch's kernel over all documents of a
-    pack; cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); onednn: matrix products
-    on a CPU with AVX512-BF16 and without AMX, in bfloat16; sdpa: torch's scaled dot product, document by document, on every
-    device; auto: the first of them that passes a self-test on every rank at the start"""
+    """attention within documents. flash: flash-attn 4, 3 or 2, if installed; varlen: torch's kernel
+    over all documents of a pack; cudnn: cuDNN's, on documents padded to few lengths (these three on
+    an accelerator, in bfloat16); onednn: matrix products on a CPU with AVX512-BF16 and without AMX,
+    in bfloat16; sdpa: torch's scaled dot product, document by document, on every device; auto: the
+    first of them that passes a self-test on every rank at the start"""
     fused_kernels: bool = True
-    """on an accelerator with Triton, compute norms, rotary positions, SwiGLU or GeGLU, dropout and the loss by a kernel each, if
-    it passes a self-test at the start; torch's operations replace those that fail, which are printed, and all of them on a CPU"""
+    """on an accelerator with Triton, compute norms, rotary positions, SwiGLU or GeGLU, dropout and
+    the loss by a kernel each, if it passes a self-test at the start; torch's operations replace
+    those that fail, which are printed, and all of them on a CPU"""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, if
-    installed"""
+    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine:
+    Transformer Engine's, if installed"""
     # FP8 rounds too coarsely to be exchangeable within a run, as other kernels are.
     fp8_format: Literal["hybrid", "e4m3"] | None = setting(None, IN_IDENTITY)
-    """compute the matrix products of the layers, not of embedding and head, in 8-bit floating point (needs H100, L40S, MI300X or
-    later; slow on a CPU). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3; e4m3: all with 4
-    and 3"""
+    """compute the matrix products of the layers, not of embedding and head, in 8-bit floating point
+    (needs H100, L40S, MI300X or later; slow on a CPU). hybrid: gradients with 5 bits of exponent
+    and 2 of mantissa, all else with 4 and 3; e4m3: all with 4 and 3"""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Flags of the parallel layout (tensor, pipeline, sequence; the rest is data parallel), overlap and recomputation."""
+    """Flags of the parallel layout, communication overlap and recomputation.
+
+    The layout is tensor, pipeline and sequence parallel; the rest of the ranks is data parallel.
+    """
 
     tensor_model_parallel_size: PositiveInt = 1
     """processes that share each layer's matrices"""
     pipeline_model_parallel_size: PositiveInt = 1
-    """pipeline stages, each with a share of the layers; if they do not divide evenly, stages in the middle have more"""
+    """pipeline stages, each with a share of the layers; if they do not divide evenly, stages in the
+    middle have more"""
     pipeline_model_parallel_layout: str = ""
-    """another split of the layers, in Megatron's notation: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the first
-    of 4 stages, the head (L) and 6 layers on the last; with more parts than stages, the stages are interleaved"""
+    """another split of the layers, in Megatron's notation: Et*6|t*7|t*7|t*6L is the embedding (E)
+    and 6 layers (t) on the first of 4 stages, the head (L) and 6 layers on the last; with more
+    parts than stages, the stages are interleaved"""
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
     """interleave the stages in chunks of this many layers, which shortens the pipeline bubble"""
     sequence_parallel: bool = False
@@ -53,20 +63,22 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """reduce gradients while others are computed (needs an accelerator)"""
     overlap_param_gather: bool = False
-    """gather new weights while layers compute (needs an accelerator, --use-distributed-optimizer and --overlap-grad-reduce)"""
+    """gather new weights while layers compute (needs an accelerator, --use-distributed-optimizer
+    and --overlap-grad-reduce)"""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """recompute activations in backward to save memory. full: of whole layers; selective: of parts of each layer"""
+    """recompute activations in backward to save memory. full: of whole layers; selective: of parts
+    of each layer"""
     recompute_modules: tuple[Literal["core_attn", "mlp", "activation"], ...] = ()
-    """parts of a layer that selective recomputes: core_attn, mlp, activation (only the output of the MLP's activation); core_attn
-    unless given"""
+    """parts of a layer that selective recomputes: core_attn, mlp, activation (only the output of
+    the MLP's activation); core_attn unless given"""
     recompute_method: Literal["uniform", "block"] | None = None
-    """layers that full recomputes. uniform: all, in units of --recompute-num-layers; block: the first --recompute-num-layers
-    of each stage; uniform unless given"""
+    """layers that full recomputes. uniform: all, in units of --recompute-num-layers; block: the
+    first --recompute-num-layers of each stage; uniform unless given"""
     recompute_num_layers: PositiveInt | None = None
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """Raise InputError unless `world_size` processes fit the layout, and its flags each other."""
+        """Raise InputError unless `world_size` processes and the flags fit together."""
         tensor = self.tensor_model_parallel_size
         pipeline = self.pipeline_model_parallel_size
         if world_size % (tensor * pipeline):
@@ -99,9 +111,14 @@ class ParallelConfig:
                 )
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return each model chunk's number of layers, chunk c on stage c % stages; InputError if they cannot be split.
+        """Return the number of layers of each model chunk.
 
-        There are as many chunks as stages, or a multiple (interleaved). Raises InputError if `num_layers` cannot be split.
+        Returns:
+            Chunk c is on stage c % stages. There are as many chunks as stages, or a multiple
+            (interleaved).
+
+        Raises:
+            InputError: `num_layers` layers cannot be split by the flags.
         """
         stages = self.pipeline_model_parallel_size
         each = self.num_layers_per_virtual_pipeline_stage
@@ -133,11 +150,17 @@ class ParallelConfig:
         return _even_split(num_layers, stages)
 
     def chunks_per_stage(self, num_layers: int) -> int:
-        """Return the number of model chunks on each pipeline stage for `num_layers` layers: 1 unless interleaved."""
+        """Return the number of model chunks on each pipeline stage.
+
+        It is 1 unless the stages are interleaved.
+
+        Raises:
+            InputError: `num_layers` layers cannot be split by the flags.
+        """
         return len(self.layers_per_chunk(num_layers)) // self.pipeline_model_parallel_size
 
     def describe(self, num_layers: int, world_size: int) -> str:
-        """Return the parallel layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`."""
+        """Return the layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`."""
         tensor = self.tensor_model_parallel_size
         stages = self.pipeline_model_parallel_size
         split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
@@ -147,7 +170,10 @@ class ParallelConfig:
         return f"TP {tensor}, PP {stages}{cut}, {data}" + (", SP" if self.sequence_parallel else "")
 
     def check_recompute(self, num_layers: int) -> None:
-        """Raise InputError, naming the flag, unless the recompute flags fit each other and the split of the layers."""
+        """Raise InputError unless the recompute flags fit each other and the layers.
+
+        The error names the flag.
+        """
         full, selective = (self.recompute_granularity == name for name in ("full", "selective"))
         for flag, value, granularity, is_selected in (
             ("--recompute-modules", self.recompute_modules, "selective", selective),
@@ -163,9 +189,8 @@ class ParallelConfig:
         method, number = self.full_recompute
         split = self.layers_per_chunk(num_layers)
         for layers in split:
-            if (
-                method == "uniform" and layers % number
-            ):  # megatron-core would read past the last layer
+            # megatron-core would read past the last layer.
+            if method == "uniform" and layers % number:
                 raise InputError(
                     f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage"
                 )
@@ -176,7 +201,10 @@ class ParallelConfig:
 
     @property
     def selected_recompute_modules(self) -> tuple[str, ...]:
-        """Return the parts of a layer that are recomputed, by default core_attn; none unless recomputation is selective."""
+        """Return the parts of a layer that selective recomputation recomputes.
+
+        It is core_attn by default, and none if recomputation is not selective.
+        """
         return (
             (self.recompute_modules or ("core_attn",))
             if self.recompute_granularity == "selective"
@@ -185,29 +213,42 @@ class ParallelConfig:
 
     @property
     def selects_rows(self) -> bool:
-        """Return whether the last layer computes only the predicted positions: if the output layer's stage has it, without SP."""
+        """Return whether the last layer computes only the predicted positions.
+
+        It does if the output layer's stage has that layer, without sequence parallelism.
+        """
         last_stage = self.pipeline_model_parallel_layout.rsplit("|", 1)[-1] or "t"
         return not self.sequence_parallel and "t" in last_stage
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:
-        """Return (method, number of layers) of full recomputation, by default (uniform, 1); (None, None) without it."""
+        """Return method and number of layers of full recomputation.
+
+        The default is (uniform, 1); (None, None) without full recomputation.
+        """
         if self.recompute_granularity != "full":
             return None, None
         return self.recompute_method or "uniform", self.recompute_num_layers or 1
 
 
 def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage; a remainder goes to the middle first, then towards the embedding."""
+    """Return the number of layers of each stage.
+
+    A remainder goes to the middle first, then towards the embedding.
+    """
     each, rest = divmod(num_layers, stages)
     larger = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))[:rest]
     return tuple(each + (stage in larger) for stage in range(stages))
 
 
 def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each model chunk of a layout in Megatron's notation, such as Et*6|t*7|t*7|t*6L.
+    """Return the layers of each model chunk of a layout in Megatron's notation.
 
-    Raises InputError if it is not a layout of `num_layers` layers on `stages` stages.
+    Args:
+        text: Layout such as Et*6|t*7|t*7|t*6L.
+
+    Raises:
+        InputError: `text` is not a layout of `num_layers` layers on `stages` stages.
     """
     flag = f"--pipeline-model-parallel-layout {text}"
     expanded = text.replace(",", "")

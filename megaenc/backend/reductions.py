@@ -1,6 +1,7 @@
-"""Questions to all ranks whose answer costs each rank the same bytes for any number of ranks.
+"""Collectives that cost each rank the same bytes for any number of ranks.
 
-All ranks call these functions together. An all-reduce takes O(log n) messages of each of n ranks, gathering their values O(n).
+All ranks call these functions together. An all-reduce takes O(log n) messages of each of n ranks,
+gathering their values O(n).
 """
 
 import hashlib
@@ -20,21 +21,28 @@ Value = TypeVar("Value")
 def reduce_over_ranks(
     values: Sequence[float], op: ReduceOp.RedOpType, dtype: torch.dtype = torch.int64
 ) -> list[float]:
-    """Return each of `values`, as many on every rank, reduced over all ranks by `op`, in `dtype`."""
+    """Return each of `values` reduced over all ranks by `op`, in `dtype`.
+
+    Each rank passes the same number of values.
+    """
     tensor = torch.tensor(values, dtype=dtype, device=detect_backend().device)
     dist.all_reduce(tensor, op)
     return tensor.tolist()
 
 
 def is_same_on_all_ranks(content: bytes) -> bool:
-    """Return whether all ranks pass the same `content`, which is compared by its SHA-256."""
+    """Return whether all ranks pass the same `content`, compared by its SHA-256."""
     words = struct.unpack("8I", hashlib.sha256(content).digest())
     maxima = reduce_over_ranks([*words, *(-word for word in words)], ReduceOp.MAX)
     return maxima[:8] == [-negated for negated in maxima[8:]]
 
 
 def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value], int]:
-    """Return the values of the `limit` lowest ranks whose `value` is not None, by rank, and the number of such ranks."""
+    """Return the values of the `limit` lowest ranks whose `value` is not None.
+
+    Returns:
+        The values by rank, and the number of all ranks whose value is not None.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     values = {}

@@ -1,1 +1,1 @@
-"""Pretraining: configuration, the training loop, checkpoints, validation, fault handling and logging."""
+"""Pretraining: configuration, training loop, checkpoints, validation and logging."""

@@ -26,7 +26,11 @@ from megaenc.training.plan import Plan
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
-    """Return the attention backend: the flag's, for "auto" the first, that passes self-tests; InputError if none does."""
+    """Return the attention backend for a run, which passes self-tests on all ranks.
+
+    Raises:
+        InputError: The backend of --attention-backend fails, or all do with "auto".
+    """
     objectives = plan.schedule.final_objectives()
     if plan.has_validation:
         objectives |= plan.validation_objectives
@@ -50,10 +54,19 @@ def select_attention(
     backend: Backend,
     **batch_shape: int,
 ) -> str:
-    """Return `requested`, or for "auto" the first backend, that passes self-tests on all ranks together; else InputError.
+    """Return an attention backend that passes self-tests on all ranks.
 
-    All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
-    tested. With "auto", backends whose test fails are reported on the console, as are versions of flash-attn.
+    All ranks call this together. With "auto", backends whose test fails are reported on the
+    console, as are versions of flash-attn.
+
+    Args:
+        requested: Backend to test; "auto" for the first that passes.
+        masks: Kinds of attention that are needed.
+        **batch_shape: `seq_length` and `packs` of a micro-batch, without which long documents are
+            not tested.
+
+    Raises:
+        InputError: The requested backend fails, or all do with "auto".
     """
     tensor = layout.tensor_model_parallel_size
     failures = []
@@ -89,9 +102,14 @@ def select_attention(
 
 
 def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -> tuple[int, str]:
-    """Return on how many ranks backend `name` is available, and the reason why it failed on one; empty if it passes on all.
+    """Check the attention backend `name` on all ranks.
 
-    A version of flash-attn that fails on any rank is excluded on all, with a line in `failures`, as long as each has another one.
+    A version of flash-attn that fails on any rank is excluded on all, with a line in `failures`, as
+    long as each has another one.
+
+    Returns:
+        The number of ranks on which the backend is available, and the reason why it failed on one;
+        empty if it passes on all.
     """
     while True:
         if name == "flash" and flash_attn_versions(sizes["device"])[:1] == [4]:
@@ -113,7 +131,12 @@ def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -
 
 
 def _describe_failure(result: SelfTestResult, failed_count: int) -> str:
-    """Return the reason why a backend failed on one of the `failed_count` ranks, and on which, by the `result` of each rank."""
+    """Return the reason why a backend failed, and on which rank.
+
+    Args:
+        result: Result of this rank.
+        failed_count: Number of ranks on which it failed.
+    """
     reason = result.reason or None
     # A wrong result explains more than a missing package.
     wrong, _ = gather_lowest(reason if result.available else None)

@@ -1,4 +1,7 @@
-"""The directory `checkpoints` of a run: steps, tracker, state and integrity of its checkpoints, without torch."""
+"""The directory `checkpoints` of a run, read without torch.
+
+It knows steps, tracker, state and integrity of the checkpoints.
+"""
 
 import contextlib
 import hashlib
@@ -21,11 +24,14 @@ INDEX_FILE = "index.json"
 
 
 class DamagedCheckpointError(InputError):
-    """Error about a checkpoint that is missing, incomplete or differs from the one that was saved."""
+    """Error about a checkpoint that is missing, incomplete or has changed."""
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
-    """Error about a checkpoint that the file system fails to read, temporarily or permanently."""
+    """Error about a checkpoint that the file system fails to read.
+
+    The failure may be temporary or permanent.
+    """
 
 
 class CheckpointReadError(InputError):
@@ -63,13 +69,21 @@ def name_file(file: Path) -> Iterator[None]:
 
 
 class CheckpointDir:
-    """Directory `checkpoints` of a run: directories such as `iter_0000100`, and a tracker file naming the newest step."""
+    """Directory `checkpoints` of a run.
+
+    It holds a directory such as `iter_0000100` for each checkpoint, and a tracker file naming the
+    newest step.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def tracked_step(self) -> int | None:
-        """Return the newest checkpoint's step by the tracker file, None without the file; InputError if it is invalid."""
+        """Return the newest checkpoint's step by the tracker file; None without the file.
+
+        Raises:
+            InputError: The file cannot be read or has no number.
+        """
         tracker = self.folder / TRACKER_FILE
         try:
             text = read_regular_file(tracker, limit=100).decode("utf-8", errors="replace").strip()
@@ -86,7 +100,10 @@ class CheckpointDir:
         return int(text)
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint directory of `step`, such as iter_0000100, which need not exist."""
+        """Return the path of the directory of a checkpoint, such as iter_0000100.
+
+        It need not exist.
+        """
         return self.folder / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
@@ -145,7 +162,10 @@ class CheckpointDir:
         return state
 
     def is_complete(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` has a valid state.json and all files in the recorded sizes."""
+        """Return whether a checkpoint has a valid state.json and all its files.
+
+        Only the sizes of the files are compared.
+        """
         try:
             self.read_state(step)
         except DamagedCheckpointError:
@@ -153,9 +173,10 @@ class CheckpointDir:
         return True
 
     def steps_up_to_tracker(self) -> list[int]:
-        """Return sorted checkpoint steps up to the tracker file's, included even if missing; all steps without the file.
+        """Return the sorted steps of checkpoints up to the tracked one.
 
-        Later checkpoints may be left from before a rewind.
+        The tracked step is included even if its checkpoint is missing. Without a tracker file all
+        steps are returned. Later checkpoints may be left from before a rewind.
         """
         tracked, steps = self.tracked_step(), self.steps()
         return (
@@ -172,12 +193,22 @@ _THREADS = 4  # hashing releases the GIL; a core hashes some 0.5 to 2 GB/s
 
 
 def json_digest(fields: dict[str, Any]) -> str:
-    """Return the hexadecimal SHA-256 of the dict `fields` as JSON, independent of the order of its keys."""
+    """Return the hexadecimal SHA-256 of the dict `fields` as JSON.
+
+    It does not depend on the order of the keys.
+    """
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of `file` as {"bytes": size, "sha256": hexadecimal}. Raises OSError."""
+    """Return size and SHA-256 of `file`.
+
+    Returns:
+        {"bytes": size, "sha256": hexadecimal}.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with name_file(file), open(file, "rb") as stream:
         return {
             "bytes": file.stat().st_size,
@@ -186,14 +217,28 @@ def file_digest(file: Path) -> dict[str, Any]:
 
 
 def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return, by file name, {"bytes": size, "sha256": hexadecimal} of each of `files`, by threads. Raises OSError."""
+    """Return size and SHA-256 of `files` by file name, computed by threads.
+
+    Returns:
+        {"bytes": size, "sha256": hexadecimal} of each file.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     files = list(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip([file.name for file in files], pool.map(file_digest, files), strict=True))
 
 
 def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message on the first of the `expected` files missing in `folder` or of a wrong size; None if all match."""
+    """Return a message on the first missing file, or file of a wrong size.
+
+    Args:
+        expected: Digests of the files of `folder` by name.
+
+    Returns:
+        The message; None if all files match.
+    """
     for name, entry in expected.items():
         file = folder / name
         try:
@@ -208,9 +253,16 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
 
 
 def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message on the first file in `folder` of another SHA-256 than `expected`; None if all match.
+    """Return a message on the first file whose SHA-256 differs from the expected one.
 
-    Raises OSError.
+    Args:
+        expected: Digests of the files of `folder` by name.
+
+    Returns:
+        The message; None if all files match.
+
+    Raises:
+        OSError: A file cannot be read.
     """
     digests = file_digests(folder / name for name in expected)
     for name, entry in expected.items():

@@ -11,9 +11,13 @@ from megaenc.errors import InputError, LocalInputError, handle_command_errors
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Train by flags `argv` or print the plan (--dry-run); exit code 75 if a signal or time limit ends it.
+    """Train by the flags `argv`, or print the plan with --dry-run.
 
-    The exit code 75 also keeps torchrun from restarting the run. `argv` defaults to sys.argv.
+    The exit code is 75 if a signal or time limit ends the run, which also keeps torchrun from
+    restarting it.
+
+    Args:
+        argv: Flags; sys.argv's unless given.
     """
     die_with_launcher()
     exit_if_restart_forbidden()
@@ -26,9 +30,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     settings = parse_config(argv, prog)
     from megaenc.training.planning import build_plan
 
-    parent_config = (
-        Path(settings.start.init_from or "") / CONFIG_FILE
-    )  # has the values that need no decision
+    # This file has the values that need no decision.
+    parent_config = Path(settings.start.init_from or "") / CONFIG_FILE
     plan = build_plan(
         settings, flags.find_given_fields(argv, preset="model", without=parent_config)
     )
@@ -46,9 +49,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     check_launcher_variables()
     if get_rank() == 0:
         ranks = get_world_size()
-        allow_open_files(
-            2 * ranks, f"{ranks:,} ranks"
-        )  # the first node's store has two connections to each
+        # The first node's store has two connections to each rank.
+        allow_open_files(2 * ranks, f"{ranks:,} ranks")
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.init_distributed(
         settings.layout,

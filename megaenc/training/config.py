@@ -1,4 +1,7 @@
-"""The configuration of a pretraining run: each field is a flag of the command and a key of the YAML file."""
+"""The configuration of a pretraining run.
+
+Each field is a flag of the command and a key of the YAML file.
+"""
 
 import dataclasses
 import functools
@@ -35,13 +38,12 @@ from megaenc.training.phases import (
     resolve_phases,
 )
 
-_BatchSize = Annotated[
-    int, Bounds(low=1, high=10_000_000)
-]  # packs: hundreds of times the largest in use
+# Packs: hundreds of times the largest in use.
+_BatchSize = Annotated[int, Bounds(low=1, high=10_000_000)]
 
 
 def has_bf16() -> bool:
-    """Return whether the detected device of this machine, GPU or CPU, has bfloat16 instructions."""
+    """Return whether the detected device, GPU or CPU, has bfloat16 instructions."""
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16
@@ -49,35 +51,42 @@ def has_bf16() -> bool:
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Flags of a pretraining run (also keys of --config): schedule, length, batch sizes, groups such as data, optimizer."""
+    """Flags of a pretraining run, which are also keys of --config.
+
+    Schedule, length and batch sizes are here; others are in groups such as data and optimizer.
+    """
 
     config: str = setting("", NOT_IN_IDENTITY)
     """YAML file of flags; flags on the command line override it"""
     objective_schedule: str = setting("clm:0.25,mlm:0.75", NOT_IN_IDENTITY)
-    """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
-    5x(clm:0.05,mlm:0.15)"""
+    """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or
+    clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
     phases: tuple[flags.YamlMapping, ...] = setting((), NOT_IN_IDENTITY)
-    """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
-    train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
-    each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
+    """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the
+    objective, train_iters or train_tokens, and any of data_path, the flags of its blend,
+    seq_length, batch sizes, rotary_base and learning-rate flags of each phase, such as "{objective:
+    mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
     train_iters: PositiveInt | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: PositiveInt | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
     micro_batch_size: _BatchSize | Literal["auto"] = setting(8, NOT_IN_IDENTITY, BY_PHASE)
-    """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
+    """packs that one process trains on at once; auto: the most that fit an accelerator's memory,
+    measured as a run starts"""
     global_batch_size: _BatchSize = setting(16, BY_PHASE)
     """packs of a step, summed over all processes"""
     rampup_batch_size: tuple[PositiveInt, ...] | None = setting(None, BY_PHASE)
-    """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the first SAMPLES packs, to
-    --global-batch-size"""
+    """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the
+    first SAMPLES packs, to --global-batch-size"""
     seed: NonNegativeInt = 1
     """random seed of initial weights, data order and masks"""
     bf16: bool = field(default_factory=has_bf16)
-    """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
+    """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16
+    instructions"""
     model: str = setting("tiny", NOT_IN_IDENTITY)
-    """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
-    gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
+    """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base,
+    modernbert-large, neobert-base, gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags
+    below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     learning_rate: LearningRateConfig = field(
@@ -92,7 +101,10 @@ class PretrainConfig:
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=NOT_IN_IDENTITY)
 
     def check(self, world_size: int) -> None:
-        """Raise InputError, naming the flag, for values that do not fit each other or `world_size` processes."""
+        """Raise InputError for values that do not fit each other or the processes.
+
+        The error names the flag.
+        """
         if self.phases:
             self._check_phases(world_size)
         else:
@@ -156,7 +168,10 @@ class PretrainConfig:
                 raise InputError(f"phase {number}: {error}") from None
 
     def _check_window(self) -> None:
-        """Raise InputError if the window of local layers is as long as a pack, so that they would attend globally."""
+        """Raise InputError if the window of local layers is as long as a pack.
+
+        They would attend globally.
+        """
         window = self.shape.window_size
         length = self.data.seq_length
         if window is not None and window >= length:
@@ -165,7 +180,7 @@ class PretrainConfig:
             )
 
     def _check_length(self) -> None:
-        """Raise InputError if the run has more than _MOST_STEPS steps or _MOST_TOKENS tokens."""
+        """Raise InputError if the run has too many steps or tokens."""
         name = "train_iters" if self.train_tokens is None else "train_tokens"
         flag = (
             "phases: found"
@@ -212,7 +227,11 @@ class PretrainConfig:
             )
 
     def _check_float8(self) -> None:
-        """Raise InputError if `--fp8-format` is given with a matrix whose size FP8 products do not support, or without effect."""
+        """Raise InputError for flags and matrices that `--fp8-format` does not support.
+
+        These are matrices whose size FP8 products do not support, and flags that it deprives of
+        effect.
+        """
         if not self.kernels.fp8_format:
             return
         flag = f"--fp8-format {self.kernels.fp8_format}"
@@ -267,24 +286,39 @@ class PretrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Return the BatchSizeSchedule of --global-batch-size and --rampup-batch-size, the packs of each step without phases."""
+        """Return the packs of each step, by --global-batch-size and --rampup-batch-size.
+
+        `phases` are ignored.
+        """
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def batch_size_text(self) -> str:
-        """Return the number of packs a step as text: `16` or, if it changes, its smallest and largest value, `4 to 16`."""
+        """Return the number of packs a step as text, such as `16`.
+
+        If it changes, the text has the smallest and largest value, such as `4 to 16`.
+        """
         phases = [phase.settings for phase in self.phase_configs]
         sizes = [(each.rampup_batch_size or (each.global_batch_size,))[0] for each in phases]
         return _format_range([*sizes, *(each.global_batch_size for each in phases)])
 
     @property
     def seq_length_text(self) -> str:
-        """Return the number of tokens a pack as text: `128` or, if it changes by phase, `128 to 512`."""
+        """Return the number of tokens a pack as text, such as `128`.
+
+        If it changes by phase, the text has the smallest and largest value, such as `128 to 512`.
+        """
         return _format_range([phase.settings.data.seq_length for phase in self.phase_configs])
 
     @functools.cached_property
     def phase_configs(self) -> tuple[PhaseConfig, ...]:
-        """Return the phases of `phases` with their settings, or the whole run as one; InputError for a wrong phase."""
+        """Return the phases of the run with their settings.
+
+        Without `phases`, the whole run is one.
+
+        Raises:
+            InputError: A phase is wrong.
+        """
         return resolve_phases(self)
 
     def phase_at(self, step: int) -> PhaseConfig:
@@ -296,7 +330,10 @@ class PretrainConfig:
 
     @property
     def schedule_text(self) -> str:
-        """Return the objective schedule as text: --objective-schedule, or the objectives of `phases` with their steps."""
+        """Return the objective schedule as text.
+
+        It is --objective-schedule, or the objectives of `phases` with their steps.
+        """
         if not self.phases:
             return self.objective_schedule
         return ",".join(
@@ -312,14 +349,20 @@ class PretrainConfig:
         )
 
     def tokens_after(self, step: int) -> int:
-        """Return the total number of tokens (packs times --seq-length) that steps 1 to `step` read."""
+        """Return the number of tokens that steps 1 to `step` read.
+
+        Each sample (pack) counts with the --seq-length of its phase.
+        """
         settings = [(phase.settings, own) for phase, own in self._steps_by_phase(step)]
         return sum(
             each.batch_sizes.first_sample(own + 1) * each.data.seq_length for each, own in settings
         )
 
     def _steps_by_phase(self, step: int) -> list[tuple[PhaseConfig, int]]:
-        """Return each phase that begins before or at `step`, with the number of its steps up to `step`; the last is endless."""
+        """Return each phase that begins before or at `step`, with its steps so far.
+
+        The number counts the phase's steps up to `step`. The last phase is endless.
+        """
         phases = self.phase_configs
         ends = [*(phase.last_step for phase in phases[:-1]), max(step, phases[-1].last_step)]
         return [
@@ -330,31 +373,40 @@ class PretrainConfig:
 
     @property
     def model_name(self) -> str:
-        """Return the preset's name (--model), or "model" if flags changed its shape in more than the vocabulary size."""
+        """Return the preset's name (--model), or "model" if flags changed its shape.
+
+        The vocabulary size may differ from the preset's.
+        """
         shape = dataclasses.replace(self.shape, vocab_size=None)
         return self.model if shape == get_preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of model replicas: `world_size` // (tensor-parallel size * pipeline-parallel size)."""
+        """Return the number of model replicas on `world_size` ranks."""
         return world_size // (
             self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
         )
 
     @property
     def total_iters(self) -> int:
-        """Return the number of steps of the whole run, with `phases` of all of them."""
+        """Return the number of steps of the whole run, over all phases."""
         return self.phase_configs[-1].last_step
 
     @property
     def own_iters(self) -> int:
-        """Return the steps without `phases`: --train-iters, or enough for --train-tokens, or 200 without both."""
+        """Return the number of steps that the flags give without `phases`.
+
+        It is --train-iters, or enough for --train-tokens, or 200 without both.
+        """
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
         return 200 if self.train_iters is None else self.train_iters
 
     @property
     def eval_every(self) -> int:
-        """Return the steps between validations: --eval-interval (0: none), or without it a tenth of the run, at least 1."""
+        """Return the steps between validations; 0 for none.
+
+        Without --eval-interval it is a tenth of the run, at least 1.
+        """
         return (
             max(1, self.total_iters // 10)
             if self.output.eval_interval is None
@@ -363,7 +415,10 @@ class PretrainConfig:
 
 
 def _format_range(numbers: Sequence[int]) -> str:
-    """Return text such as `16`, or `4 to 16` for the smallest and largest of different `numbers`."""
+    """Return text such as `16`, or `4 to 16` for different `numbers`.
+
+    The smallest and the largest are named.
+    """
     return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
 
 
@@ -377,15 +432,21 @@ Without flags it trains the tiny preset on the demo corpus. Each flag is also a 
 
 
 def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
-    """Return the PretrainConfig of, by precedence, the flags `argv`, the preset of their --model, --config, defaults."""
+    """Return the configuration that the flags `argv` give.
+
+    Flags override the preset of --model, which overrides --config, which overrides defaults.
+    """
     default = merge_defaults(argv, prog, PretrainConfig())
     return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
-    """Return `default` with --config and --model of `argv`, without the fields that flags of `argv` replace.
+    """Return `default` with the file of --config and the preset of --model.
 
-    InputError for an invalid file or preset.
+    Fields that flags of `argv` replace are set to their defaults.
+
+    Raises:
+        InputError: The file or the preset is invalid.
     """
     config = flags.find_flag_value(argv, "--config")
     if config:
@@ -406,12 +467,25 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 
 
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
-    """Return `default` (None: all defaults) with the YAML file at `path` applied, its preset first. InputError if bad."""
+    """Return a configuration with the YAML file at `path` applied to `default`.
+
+    The preset of its `model` is applied first.
+
+    Args:
+        default: Configuration to start from; all defaults unless given.
+
+    Raises:
+        InputError: The file cannot be read or is invalid.
+    """
     return flags.read_config_file(default or PretrainConfig(), path, prepare=_prepare_defaults)
 
 
 def _prepare_defaults(settings: PretrainConfig, fields: Mapping[str, Any]) -> PretrainConfig:
-    """Return `settings` with the preset that the given `fields` name, without what they replace. InputError if they conflict."""
+    """Return `settings` with the preset that `fields` name, without what they replace.
+
+    Raises:
+        InputError: The fields conflict.
+    """
     _check_schedule(fields.get("phases"), fields.get("objective_schedule"))
     if "model" in fields:
         settings = apply_preset(settings, fields["model"])
@@ -419,7 +493,10 @@ def _prepare_defaults(settings: PretrainConfig, fields: Mapping[str, Any]) -> Pr
 
 
 def _check_schedule(phases: Any, schedule: Any) -> None:
-    """Raise InputError for both `phases` and an objective schedule, whatever its value."""
+    """Raise InputError for both `phases` and an objective schedule.
+
+    Its value does not matter.
+    """
     if phases and schedule is not None:
         raise InputError(
             f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase"
@@ -427,5 +504,9 @@ def _check_schedule(phases: Any, schedule: Any) -> None:
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
-    """Return a copy of `settings` with the name and model shape of preset `name`; InputError if there is no such preset."""
+    """Return a copy of `settings` with the name and model shape of a preset.
+
+    Raises:
+        InputError: There is no preset `name`.
+    """
     return dataclasses.replace(settings, model=name, shape=get_preset(name))

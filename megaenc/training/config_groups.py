@@ -1,4 +1,7 @@
-"""The flags of a pretraining run in groups; each field is a flag, and its docstring the help text."""
+"""The flags of a pretraining run in groups.
+
+Each field is a flag, and its docstring the help text.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -25,36 +28,39 @@ from megaenc.training.callbacks.base import parse_callbacks
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
+    """Flags of the training data: corpora, tokenizer, split, packs, order, skips."""
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
-    """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
-    'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
-    and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
+    """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A
+    B by size. A pattern such as 'data/*_text_document' names a group of corpora, which share its
+    weight by size. Without the flag the demo corpus is used, and built if missing, as its parts
+    demo/python_text_document and demo/packages_text_document are without --tokenizer"""
     blend_temperature: Fraction = setting(1.0, NOT_IN_IDENTITY, BY_PHASE)
-    """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
-    shares are proportional to tokens ** T"""
+    """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by
+    size, to 0, equal shares: shares are proportional to tokens ** T"""
     blend_max_epochs: Annotated[int, Bounds(low=1, high=10_000)] | None = setting(
         None, NOT_IN_IDENTITY, BY_PHASE
     )
-    """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
+    """passes over a corpus after which it leaves the blend, and the others take its share in
+    proportion"""
     tokenizer: str = setting("", NOT_IN_IDENTITY)
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
     seq_length: Annotated[int, Bounds(low=1, high=LONGEST_PACK)] = setting(128, BY_PHASE)
-    """tokens of a pack; a pack holds several documents, and attention never crosses their boundaries"""
+    """tokens of a pack; a pack holds several documents, and attention never crosses their
+    boundaries"""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
-    """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
-    length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
-    --split-sentences)"""
+    """how documents are cut into packs. concat: end to end, without loss; random-length: as in the
+    study, two chunks of random length a pack, which may span documents; sentences: every pack
+    starts at a sentence (needs data preprocessed with --split-sentences)"""
     data_order: Literal["blocks", "documents"] = setting("blocks", NOT_IN_IDENTITY)
-    """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in blocks of consecutive documents,
-    and in groups of blocks by document, so that start-up and memory do not grow with the corpus; documents: all documents at
-    once"""
+    """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in
+    blocks of consecutive documents, and in groups of blocks by document, so that start-up and
+    memory do not grow with the corpus; documents: all documents at once"""
     skip_packs: tuple[str, ...] = setting((), NOT_IN_IDENTITY)
-    """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
-    keeps its list without the flag"""
+    """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after
+    them move up. A resumed run keeps its list without the flag"""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,9 @@ class OptimizerConfig:
     """Flags of optimizer, weight decay and gradient clipping."""
 
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
-    """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
-    muon: Muon for the matrices of the layers, AdamW for all other weights"""
+    """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with
+    --clip-grad 0 (as in ModernBERT); muon: Muon for the matrices of the layers, AdamW for all other
+    weights"""
     weight_decay: NonNegativeFloat = setting(0.1, BY_PHASE)
     """decoupled weight decay, multiplied by the learning rate, on all parameters"""
     no_weight_decay_norm_bias: bool = False
@@ -92,23 +99,33 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class StartConfig:
-    """Flags to start from a checkpoint of another run (as a branch, or with its weights only) and to skip first samples."""
+    """Flags to start from a checkpoint of another run, and to skip first samples.
+
+    The run is a branch of the other, or takes only its weights.
+    """
 
     branch_from: str | None = None
-    """run directory to branch from: continue with weights, optimizer and data position of its step --branch-at, with another
-    number of steps, decay or objective schedule, which must agree with that run's up to that step"""
+    """run directory to branch from: continue with weights, optimizer and data position of its step
+    --branch-at, with another number of steps, decay or objective schedule, which must agree with
+    that run's up to that step"""
     branch_at: NonNegativeInt | None = None
     """step of --branch-from whose checkpoint is loaded; step numbers continue from there"""
     init_from: str | None = None
-    """run directory to load only the weights from, for a new run with a new optimizer and steps from 1; the shape must be the
-    run's, while rotary positions may be others if they are given (--rotary-base)"""
+    """run directory to load only the weights from, for a new run with a new optimizer and steps
+    from 1; the shape must be the run's, while rotary positions may be others if they are given
+    (--rotary-base)"""
     init_at: NonNegativeInt | None = None
     """step of --init-from whose weights are loaded; default: its newest checkpoint"""
     skip_samples: NonNegativeInt | Literal["parent"] | None = None
-    """samples (packs) of the data to skip before the first step; `parent`: as many as the run of --init-from has read"""
+    """samples (packs) of the data to skip before the first step; `parent`: as many as the run of
+    --init-from has read"""
 
     def check(self) -> None:
-        """Raise InputError for --branch-from with --init-from, and flags that need one of them (--init-at) without it."""
+        """Raise InputError for flags that need or exclude others.
+
+        --branch-from and --init-from exclude each other; --branch-at, --init-at and `--skip-samples
+        parent` need them.
+        """
         for at, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
@@ -128,22 +145,25 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Flags for non-finite gradients and loss spikes: skippable steps, spike threshold, rewinds, steps each skips."""
+    """Flags for non-finite gradients and loss spikes: skipped steps and rewinds."""
 
     max_skipped_updates: NonNegativeInt = 10
-    """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one more ends the run, naming
-    step, pack and rank"""
+    """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one
+    more ends the run, naming step, pack and rank"""
     loss_spike_sigmas: NonNegativeFloat = 6.0
-    """robust standard deviations above the median of the objective's recent losses from which a loss is a spike; 0 turns
-    detection off"""
+    """robust standard deviations above the median of the objective's recent losses from which a
+    loss is a spike; 0 turns detection off"""
     max_rewinds: NonNegativeInt = 0
-    """maximum number of rewinds: after a loss spike, load the last checkpoint and skip the packs that led to it; 0 only reports
-    spikes"""
+    """maximum number of rewinds: after a loss spike, load the last checkpoint and skip the packs
+    that led to it; 0 only reports spikes"""
     rewind_skip_iters: PositiveInt = 10
     """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
-        """Return whether `deviations` above recent losses exceed --loss-spike-sigmas; False if that is 0, or for None."""
+        """Return whether `deviations` above recent losses exceed --loss-spike-sigmas.
+
+        False if that is 0, or for None.
+        """
         return (
             bool(self.loss_spike_sigmas)
             and deviations is not None
@@ -153,59 +173,71 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Flags of the run directory, checkpoints to save and keep, early exit, timeout, validation, log interval, dry run."""
+    """Flags of run directory, checkpoints, early exit, validation, logs and dry run."""
 
     save: str = ""
-    """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without it nothing is written"""
+    """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without
+    it nothing is written"""
     save_interval: PositiveInt | None = None
     """steps between checkpoints; the last step is always saved"""
     save_steps: tuple[PositiveInt, ...] = ()
-    """additional steps whose checkpoints are written and never deleted, such as those from which other runs branch"""
+    """additional steps whose checkpoints are written and never deleted, such as those from which
+    other runs branch"""
     async_save: bool = False
     """write checkpoints while training continues, from a copy in host memory"""
     keep_last: PositiveInt | None = None
-    """number of newest checkpoints to keep, besides --save-steps; all are kept without this flag and --keep-every"""
+    """number of newest checkpoints to keep, besides --save-steps; all are kept without this flag
+    and --keep-every"""
     keep_every: PositiveInt | None = None
-    """interval in steps at which checkpoints are never deleted, besides --keep-last (whose default is then 1)"""
+    """interval in steps at which checkpoints are never deleted, besides --keep-last (whose default
+    is then 1)"""
     exit_interval: PositiveInt | None = None
     """save and exit after the next step that is a multiple of this"""
     exit_duration_in_mins: PositiveFloat | None = None
-    """save and exit after the step in which the training time exceeds this many minutes; exit code 75"""
+    """save and exit after the step in which the training time exceeds this many minutes; exit code
+    75"""
     distributed_timeout_minutes: Annotated[float, Bounds(above=0, high=100_000)] = 10.0
-    """minutes without progress after which every process writes its stack traces and exits with code 70; the first step,
-    validation, save and load may take three times as long, at least 10 minutes"""
+    """minutes without progress after which every process writes its stack traces and exits with
+    code 70; the first step, validation, save and load may take three times as long, at least 10
+    minutes"""
     eval_interval: NonNegativeInt | None = None
     """steps between validations, 0 for none; default: a tenth of the run"""
     eval_iters: Size = setting(4, IN_IDENTITY)
     """global batches of a validation, which has the same packs and masks throughout a phase"""
     valid_data_path: tuple[str, ...] = ()
-    """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out text; a validation reads as much
-    of each as --eval-iters batches of the first phase have. A corpus that the run trains on is used by its held-out documents
-    (--split), any other whole"""
+    """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out
+    text; a validation reads as much of each as --eval-iters batches of the first phase have. A
+    corpus that the run trains on is used by its held-out documents (--split), any other whole"""
     valid_objective: tuple[str, ...] = ()
-    """objective of every validation, such as 'mlm(mask=0.15,random=0.1,keep=0.1)', or several, instead of clm, mlm and those of
-    the schedule"""
+    """objective of every validation, such as 'mlm(mask=0.15,random=0.1,keep=0.1)', or several,
+    instead of clm, mlm and those of the schedule"""
     eval_pseudo_perplexity_passes: NonNegativeInt = 0
-    """passes N of a pseudo-perplexity in each validation, in which each token is hidden once, about 1/N of them at a time; 0 for
-    none. It compares models trained bidirectionally with any objective and mask ratio, and costs N forward passes over the
-    validation packs, twice as many if objectives predict from the position before"""
+    """passes N of a pseudo-perplexity in each validation, in which each token is hidden once, about
+    1/N of them at a time; 0 for none. It compares models trained bidirectionally with any objective
+    and mask ratio, and costs N forward passes over the validation packs, twice as many if
+    objectives predict from the position before"""
     log_interval: PositiveInt | None = None
-    """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases below 10 steps"""
+    """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases
+    below 10 steps"""
     dry_run: bool = False
-    """print the plan of the run (data, phases with their steps and tokens, learning rate) and exit"""
+    """print the plan of the run (data, phases with their steps and tokens, learning rate) and
+    exit"""
     gpu: str = ""
-    """device type for `megaenc estimate`, or for --dry-run on a machine that has none: a100, a100-40gb, h100, h100-pcie, h200,
-    gh200, b200, l40s, mi210, mi250, mi250x (one die each), mi300a, mi300x, mi325x, mi355x"""
+    """device type for `megaenc estimate`, or for --dry-run on a machine that has none: a100,
+    a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (one die each),
+    mi300a, mi300x, mi325x, mi355x"""
 
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Flags of TensorBoard, Weights & Biases, straggler reports, torch's profiler and callbacks."""
+    """Flags of TensorBoard, Weights & Biases, stragglers, profiler and callbacks."""
 
     tensorboard_dir: str = ""
-    """directory for TensorBoard event files with every number of metrics.jsonl and validation.jsonl"""
+    """directory for TensorBoard event files with every number of metrics.jsonl and
+    validation.jsonl"""
     wandb_project: str = ""
-    """Weights & Biases project to log every number to; without API key or network it logs offline, for `wandb sync`"""
+    """Weights & Biases project to log every number to; without API key or network it logs offline,
+    for `wandb sync`"""
     wandb_exp_name: str = ""
     """name of the run at Weights & Biases; default: the name of the --save directory"""
     wandb_entity: str = ""
@@ -213,11 +245,13 @@ class MonitoringConfig:
     wandb_save_dir: str = ""
     """directory in which Weights & Biases creates its directory wandb; default: that of --save"""
     log_straggler: bool = False
-    """compare the compute time of the ranks, without waiting times, in stragglers.jsonl, and report a repeatedly slow rank"""
+    """compare the compute time of the ranks, without waiting times, in stragglers.jsonl, and report
+    a repeatedly slow rank"""
     straggler_interval: PositiveInt = 100
     """steps between two straggler reports"""
     profile: bool = False
-    """write a trace of some steps by torch's profiler and a table of the most expensive operations to SAVE/profile"""
+    """write a trace of some steps by torch's profiler and a table of the most expensive operations
+    to SAVE/profile"""
     profile_step_start: PositiveInt = 10
     """first profiled step"""
     profile_step_end: PositiveInt = 12
@@ -225,12 +259,15 @@ class MonitoringConfig:
     profile_ranks: tuple[NonNegativeInt, ...] = (0,)
     """ranks that are profiled"""
     callbacks: tuple[YamlMapping, ...] = ()
-    """observers of the run that installed packages offer, each by name with its options: '{name: stop_at_loss, loss: 3.2}'"""
+    """observers of the run that installed packages offer, each by name with its options: '{name:
+    stop_at_loss, loss: 3.2}'"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:
-        """Raise InputError for Weights & Biases or profiler flags that lack another flag, or bad profiled steps or ranks.
+        """Raise InputError for flags of outputs, profiler and callbacks that do not fit.
 
-        The run has `steps` steps and the run directory `save`.
+        Args:
+            save: Run directory; empty without one.
+            steps: Number of steps of the run.
         """
         parse_callbacks(self.callbacks)
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):

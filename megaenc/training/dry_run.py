@@ -28,7 +28,11 @@ _SAMPLED_STEPS = 100_000  # of a mixture
 
 
 def print_dry_run(plan: Plan) -> None:
-    """Print `plan` on rank 0: model, layout, corpora, phases, objectives with target counts, learning rate, validation."""
+    """Print the plan of a run on rank 0.
+
+    It has model, layout, corpora, phases, objectives with target counts, learning rate and
+    validation.
+    """
     if get_rank():
         return
     console = build_rich_console(
@@ -176,7 +180,10 @@ def _is_mixture(phase: Phase) -> bool:
 
 
 def _objective_table(plan: Plan) -> Table:
-    """Return a table of total steps, tokens and predicted tokens of each objective, over all phases."""
+    """Return a table of steps, tokens and predicted tokens of each objective.
+
+    They are totals over all phases.
+    """
     parts_of: dict[str, list[range]] = defaultdict(list)
     steps_of: dict[str, int] = defaultdict(int)
     tokens_of: dict[str, int] = defaultdict(int)
@@ -192,9 +199,8 @@ def _objective_table(plan: Plan) -> Table:
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
             estimated |= {text} if is_mixture and stride > 1 else set()
-            parts_of[text].append(
-                part[:1] if is_mixture else part
-            )  # the rest may have other objectives
+            # The rest of a mixture may have other objectives.
+            parts_of[text].append(part[:1] if is_mixture else part)
             steps_of[text] += len(part)
             tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(
                 part[0] - 1
@@ -215,7 +221,10 @@ def _objective_table(plan: Plan) -> Table:
 
 
 def _predicted_share(plan: Plan, parts: list[range]) -> float:
-    """Return the estimated share of predicted tokens over the steps in `parts`, sampled evenly."""
+    """Return the estimated share of predicted tokens over the steps in `parts`.
+
+    Packs are sampled evenly.
+    """
     predicted = 0
     tokens = 0
     ends = list(accumulate(map(len, parts)))
@@ -237,7 +246,7 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
 
 
 def _new_table(first: str, *others: str) -> Table:
-    """Return an empty table with a text column `first` and right-aligned columns `others`."""
+    """Return an empty table with a text column and right-aligned columns."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold")
     for name in others:

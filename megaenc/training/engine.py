@@ -46,7 +46,8 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 class BatchSums:
     """Sums over the predicted tokens of micro-batches or batches.
 
-    Those of one rank have tensors on its device, so that the host does not wait for it; `reduce` returns those of all ranks.
+    Those of one rank have tensors on its device, so that the host does not wait for it; `reduce`
+    returns those of all ranks.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -58,7 +59,8 @@ class BatchSums:
     flops: float = 0.0
     """FLOPs of matrix products, forward and backward."""
     group_sums: np.ndarray | torch.Tensor | float = 0.0
-    """float64[2, G], losses and predicted tokens (sums of weights) of each of G TokenGroups; G is 0 in training."""
+    """float64[2, G], losses and predicted tokens (sums of weights) of each of G TokenGroups; G is 0
+    in training."""
 
     def __add__(self, other: "BatchSums") -> "BatchSums":
         return BatchSums(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
@@ -74,10 +76,10 @@ class BatchSums:
         return self.correct / self.predicted if self.predicted else None
 
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
-        """Return the sums, and those of `votes`, over all ranks, which call this together.
+        """Return the sums, and those of `votes`, over all ranks.
 
-        All are sums of one rank's micro-batches before. Each collective and each synchronization costs the device a wait, so
-        there is one of each.
+        All ranks call this together, on sums of their own micro-batches. Each collective and each
+        synchronization costs the device a wait, so there is one of each.
         """
         device = self.group_sums.device
         of_device = torch.stack([self.loss_sum, self.correct])
@@ -116,9 +118,10 @@ class Engine:
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
-        """Build model and optimizer.
+        """Build model chunks and optimizer.
 
-        With `init_weights=False` the weights are uninitialized, to be filled by the caller.
+        Args:
+            init_weights: Whether to initialize the weights; if not, the caller is to fill them.
         """
         settings = plan.settings
         self.plan = plan
@@ -148,9 +151,8 @@ class Engine:
             seed=settings.seed if init_weights else None,
             kernels=self.kernels,
         )
-        self.fused_kernels = dataclasses.asdict(
-            encoders[0].fused
-        )  # by name, whether the kernel is used; equal in all chunks
+        # By name, whether the kernel is used; equal in all chunks.
+        self.fused_kernels = dataclasses.asdict(encoders[0].fused)
         attention = describe_backend(self.kernels.attention_backend, backend.device)
         self.kernel_metadata = dataclasses.asdict(self.kernels) | {
             "attention": attention,
@@ -226,10 +228,12 @@ class Engine:
         votes: Callable[[], Sequence[int]] = tuple,
         before_optimizer: Callable[[BatchSums], None] | None = None,
     ) -> TrainStepResult:
-        """Train on the batch of `step` (1, 2, ...); skip a non-finite update.
+        """Train on the batch of `step` (1, 2, ...), but skip a non-finite update.
 
-        `votes` returns numbers, as many on each rank. It is called when the work of the step is given to the device, so that a
-        signal during the step counts in it. `before_optimizer` is called with the sums over all ranks.
+        Args:
+            votes: Returns numbers, as many on each rank. It is called when the work of the step is
+                given to the device, so that a signal during the step counts in it.
+            before_optimizer: Called with the sums over all ranks.
         """
         plan = self.plan
         self.step_timers = StepTimers()
@@ -291,9 +295,13 @@ class Engine:
         weight: int = 1,
         train: bool = True,
     ) -> list[MicroBatchSpec]:
-        """Return the specs of micro-batches of `rows`, with dropout if `train`.
+        """Return the specs of micro-batches of `rows`.
 
-        Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all have the same.
+        Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all
+        have the same.
+
+        Args:
+            train: Whether dropout applies.
         """
         lengths = [
             -(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor
@@ -332,10 +340,11 @@ class Engine:
     def _optimizer_step(self, sums: BatchSums) -> tuple[float, bool]:
         """Clip the gradient and, if it is finite, update the weights.
 
-        Return the norm of the gradient, and whether the weights were updated.
+        Gradients are sums over the global batch: the optimizer divides them, while it reads them,
+        by the number of tokens and by the clipping coefficient.
 
-        Gradients are sums over the global batch: the optimizer divides them, while it reads them, by the number of tokens and by
-        what clipping asks for.
+        Returns:
+            The norm of the gradient, and whether the weights were updated.
         """
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
@@ -347,7 +356,8 @@ class Engine:
         )
         finite = math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)
         if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
-            # Each model replica computes its own norm: a fault in one of them would make the replicas diverge.
+            # Each model replica computes its own norm: a fault in one of them would make the
+            # replicas diverge.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
             dist.all_reduce(
                 all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group()
@@ -387,17 +397,17 @@ class Engine:
     ) -> tuple[float, float]:
         """Return this rank's summed loss and gradient norm of the samples `row`.
 
-        There is no update. The loss is 0 if this rank computes none.
+        There is no update. The loss is 0 if this rank computes none. Within `no_grad_reduction`.
 
-        Within `no_grad_reduction`. Ranks of a replica pass the same row. `packs`: the data set, by default that of the first
-        phase.
+        Args:
+            row: Samples, the same on all ranks of a replica.
+            packs: Data set, by default that of the first phase.
         """
         self.zero_grad()
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
-                stack.enter_context(
-                    chunk.no_sync()
-                )  # after zero_grad, which enables the reduction again
+                # zero_grad has enabled the reduction again.
+                stack.enter_context(chunk.no_sync())
             specs = self._list_specs(
                 packs or self.plan.packs, [row], objective, self.plan.settings.seed
             )
@@ -418,7 +428,8 @@ class Engine:
     ) -> BatchSums:
         """Return the sums of all ranks under `objective` over `samples` of `packs`.
 
-        The first ones are read, in global batches of the phase entered last, and masks never change.
+        The first ones are read, in global batches of the phase entered last, and masks never
+        change.
 
         Args:
             packs: Data set.
@@ -457,8 +468,8 @@ class Engine:
             train: Whether to add the gradients.
 
         Returns:
-            Sums on the device. Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once;
-            those of other ranks are zero.
+            Sums on the device. Only the last stage's first tensor-parallel rank counts, so that
+            each micro-batch is counted once; those of other ranks are zero.
         """
         batches = (
             self._prefetcher.iterate(specs, next_specs)
@@ -466,9 +477,8 @@ class Engine:
             else map(self._build_micro_batch, specs)
         )
         batches = self.step_timers.measure_items(DATA, batches)
-        iterators = repeat_iterator(
-            batches, len(self.chunks)
-        )  # each chunk consumes all of them at its own pace
+        # Each chunk consumes all of them at its own pace.
+        iterators = repeat_iterator(batches, len(self.chunks))
         with torch.set_grad_enabled(train):
             sums_of_micro_batches = get_forward_backward_func()(
                 forward_step_func=self.forward_step,
@@ -489,7 +499,8 @@ class Engine:
     def forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
         """Return this stage's output of a micro-batch and the loss function.
 
-        It is a `forward_step_func` of megatron-core's schedules, which collect the third result of the loss function.
+        It is a `forward_step_func` of megatron-core's schedules, which collect the third result of
+        the loss function.
         """
         batch = next(iterator)
         predictions = batch.predictions
@@ -513,7 +524,8 @@ class Engine:
             sums = BatchSums(
                 loss_sum, correct.double(), predicted, batch.loss_count, flops, group_sums
             )
-            # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads ignores.
+            # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads
+            # ignores.
             return loss, torch.zeros((), dtype=torch.int, device=self.device), sums
 
         return output, compute_loss
@@ -522,10 +534,11 @@ class Engine:
 def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     """Return the sums of losses and of predicted tokens of each group.
 
-    float64[2, G] of the batch's groups; with weights, the sums of weights.
+    A corpus has all tokens of a pack, which are summed as a slice: thousands of corpora take no
+    memory for each token, and the sum has a fixed order, unlike those of index_add_.
 
-    A corpus has all tokens of a pack, which are summed as a slice: thousands of corpora take no memory for each token, and the
-    sum has a fixed order, unlike those of index_add_.
+    Returns:
+        float64[2, G] of the batch's groups; with weights, the sums of weights instead of tokens.
     """
     losses_N = losses_N.double()
     weights_N = batch.predictions.weights
@@ -547,7 +560,8 @@ def finalize_summed_grads(
 ) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
-    The number of tokens is known to all ranks without a reduction of its own (see Engine._optimizer_step).
+    The number of tokens is known to all ranks without a reduction of its own (see
+    Engine._optimizer_step).
     """
     finalize_model_grads(model, None, **options)
 

@@ -1,4 +1,7 @@
-"""The learning-rate schedule as a pure function of the step, without state to save."""
+"""The learning-rate schedule as a pure function of the step.
+
+There is no state to save.
+"""
 
 import inspect
 import math
@@ -25,7 +28,7 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 
 @dataclass(frozen=True)
 class LearningRateConfig:
-    """Flags of the learning rate: peak, warm-up and decay, which a phase may have of its own."""
+    """Flags of the learning rate: peak, warm-up and decay, which may differ by phase."""
 
     lr: PositiveFloat = setting(2e-3, BY_PHASE)
     """peak learning rate"""
@@ -34,47 +37,51 @@ class LearningRateConfig:
     lr_warmup_fraction: Fraction | None = setting(None, BY_PHASE)
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
     lr_decay_style: str = setting("WSD", BY_PHASE)
-    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant: no decay; linear, cosine or
-    another style of --lr-wsd-decay-style: a decay from the warm-up on"""
+    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; constant:
+    no decay; linear, cosine or another style of --lr-wsd-decay-style: a decay from the warm-up
+    on"""
     lr_wsd_decay_iters: NonNegativeInt | None = setting(None, BY_PHASE)
-    """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
+    """steps of WSD's decay to --min-lr at the end of the run; alternative:
+    --lr-wsd-decay-fraction"""
     lr_wsd_decay_fraction: Fraction | None = setting(None, BY_PHASE)
     """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
     lr_wsd_decay_style: str = setting("linear", BY_PHASE)
-    """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential, or one of a package"""
+    """shape of WSD's decay: linear, cosine, minus_sqrt (1 - sqrt(elapsed fraction)), exponential,
+    or one of a package"""
     min_lr: NonNegativeFloat = setting(0.0, BY_PHASE)
     """learning rate at which a decay would end in the step after the run's last"""
 
 
+# A run's identity has other values of these.
 _RESOLVED = (
     "lr_warmup_iters",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_style",
-)  # a run's identity has other values
+)
 
 
 def linear(elapsed: float) -> float:
-    """Return 1 - r."""
+    """Return the rest 1 - r of a decay after its fraction r."""
     return 1.0 - elapsed
 
 
 def cosine(elapsed: float) -> float:
-    """Return (1 + cos(pi r)) / 2."""
+    """Return the rest (1 + cos(pi r)) / 2 of a decay after its fraction r."""
     return 0.5 * (math.cos(math.pi * elapsed) + 1.0)
 
 
 def minus_sqrt(elapsed: float) -> float:
-    """Return 1 - sqrt(r)."""
+    """Return the rest 1 - sqrt(r) of a decay after its fraction r."""
     return 1.0 - math.sqrt(elapsed)
 
 
 def exponential(elapsed: float) -> float:
-    """Return 2 * 0.5^r - 1."""
+    """Return the rest 2 * 0.5^r - 1 of a decay after its fraction r."""
     return 2.0 * math.pow(0.5, elapsed) - 1.0
 
 
 def _find_defect(name: str, style: Any) -> str:
-    """Return why an object cannot be the decay style `name`, or an empty string if it can."""
+    """Return why an object cannot be the decay style `name`; empty if it can."""
     if not inspect.isfunction(style):
         return "is no function"
     if name in (WSD, CONSTANT):
@@ -85,7 +92,10 @@ def _find_defect(name: str, style: Any) -> str:
 
 
 def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
-    """Return the fields of LearningRateConfig that a decay style reads: its keyword-only parameters."""
+    """Return the fields of LearningRateConfig that a decay style reads.
+
+    They are its keyword-only parameters.
+    """
     parameters = inspect.signature(style).parameters.values()
     return tuple(
         parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
@@ -101,19 +111,21 @@ LEARNING_RATE_IDENTITY = (
 DECAY_STYLES: Registry[Callable[..., float]] = Registry(
     "megaenc.lr_decay_styles", "decay style", _find_defect
 )
-"""Functions of the elapsed fraction r of a decay, 0 to 1, that return the remaining fraction of the peak above --min-lr."""
+"""Functions of the elapsed fraction r of a decay, 0 to 1, that return the remaining fraction of the
+peak above --min-lr."""
 for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
     DECAY_STYLES.register(_style.__name__, _style)
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Callable learning rate of a step: `warmup` steps up to `peak`, constant, fall to `min_lr` over last `decay` of `total`.
+    """Learning rate of a step: warm-up, constant peak, then a decay.
 
-    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak - min_lr) * f(r) over the last
-    `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f is the decay style `style`. The first of them still has the
-    peak, and the rate of no step is zero. megatron-core has the same rates of decay, and its warm-up is one step later, so that
-    the rate of its first step is zero.
+    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak -
+    min_lr) * f(r) over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f
+    is the decay style `style`. The first of them still has the peak, and the rate of no step is
+    zero. megatron-core has the same rates of decay, and its warm-up is one step later, so that the
+    rate of its first step is zero.
     """
 
     peak: float
@@ -152,12 +164,19 @@ class LearningRateSchedule:
 
     @property
     def last_peak(self) -> int:
-        """Return the last step with the peak rate: the first step of a decay still has it."""
+        """Return the last step with the peak rate.
+
+        The first step of a decay still has it.
+        """
         return self.total - max(self.decay, 1) + 1
 
     @classmethod
     def from_config(cls, config: LearningRateConfig, total: int) -> Self:
-        """Return the schedule of the flags `config` in a run of `total` steps; InputError if they do not fit together."""
+        """Return the schedule of the flags `config` in a run of `total` steps.
+
+        Raises:
+            InputError: The flags do not fit together.
+        """
         style = config.lr_decay_style
         shape = {
             WSD: config.lr_wsd_decay_style,
@@ -204,7 +223,12 @@ class LearningRateSchedule:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
-        """Return the schedule of a run by its `identity`; ValueError if that holds none, InputError without its style."""
+        """Return the schedule of a run by its `identity`.
+
+        Raises:
+            ValueError: The identity holds no schedule.
+            InputError: The decay style is unknown here.
+        """
         rates = [identity.get(name) for name in ("lr", "min_lr")]
         steps = [
             identity.get(name) for name in ("lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
@@ -221,7 +245,8 @@ class LearningRateSchedule:
     def describe(self) -> str:
         """Return the schedule as text for the console.
 
-        `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to 4.9e-05 in the last`
+        It is such as `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to
+        4.9e-05 in the last`.
         """
         text = f"to {self.peak:g} over {self.warmup:,} steps"
         if self.warmup + self.decay < self.total:
@@ -234,7 +259,7 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class PhasedSchedule:
-    """Callable learning rate of a step in a run whose phases have learning-rate schedules `parts` of their own."""
+    """Learning rate of a step in a run whose phases have schedules of their own."""
 
     parts: tuple[LearningRateSchedule, ...]
 
@@ -248,14 +273,17 @@ class PhasedSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entry `lr_phases` of a run's identity: flags and steps of each part."""
+        """Return the entry `lr_phases` of a run's identity, and `lr`.
+
+        `lr_phases` has flags and steps of each part; `lr` is the peak of the last.
+        """
         return {
             "lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts],
             "lr": self.parts[-1].peak,
         }
 
     def describe(self) -> str:
-        """Return the texts of the parts, such as `to 0.002 over 10 steps, constant`, joined by `then`."""
+        """Return the texts of the parts, joined by `then`."""
         return "; then ".join(part.describe() for part in self.parts)
 
 
@@ -263,7 +291,12 @@ LearningRate = LearningRateSchedule | PhasedSchedule
 
 
 def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
-    """Return the learning-rate schedule of a run by its `identity`; ValueError if that holds none."""
+    """Return the learning-rate schedule of a run by its `identity`.
+
+    Raises:
+        ValueError: The identity holds no schedule.
+        InputError: A decay style is unknown here.
+    """
     if "lr_phases" not in identity:
         return LearningRateSchedule.from_identity(identity)
     rows = identity["lr_phases"]
@@ -275,9 +308,16 @@ def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
 def resolve_steps(
     flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05
 ) -> int:
-    """Return `iters`, else `fraction` (else `default`) of `total` steps, rounded; InputError if both are given.
+    """Return a number of steps given by either of two flags.
 
-    They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`.
+    Args:
+        flag: Name that both begin with: `--{flag}-iters`, `--{flag}-fraction`.
+        iters: Value of the first.
+        fraction: Value of the second, a fraction of `total`, which is rounded.
+        default: Fraction without both flags.
+
+    Raises:
+        InputError: Both flags are given.
     """
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")
@@ -288,7 +328,10 @@ def resolve_steps(
 
 
 def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> None:
-    """Raise InputError, naming `flag`, unless a decay style gives numbers, as a run would need them at its end only."""
+    """Raise InputError, naming `flag`, unless a decay style returns finite numbers.
+
+    A run would need them only at its end.
+    """
     for elapsed in (0.0, 0.999):
         try:
             value = remaining(elapsed)
@@ -304,7 +347,10 @@ def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> Non
 
 
 def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> None:
-    """Raise InputError for a flag of decays that neither the decay style, which reads `own_flags`, nor --lr-decay-style has."""
+    """Raise InputError for a flag of decays without effect.
+
+    Neither the decay style, which reads `own_flags`, nor --lr-decay-style has it.
+    """
     style = config.lr_decay_style
     read = {WSD: (*WSD_FLAGS, "min_lr"), CONSTANT: ()}.get(style, ("min_lr",))
     always = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style")

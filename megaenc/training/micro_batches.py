@@ -1,4 +1,4 @@
-"""Micro-batches: building them from packs, their distribution over data-parallel ranks, and prefetching."""
+"""Micro-batches: building, distribution over data-parallel ranks, prefetching."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later rang
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of predicted tokens whose losses a validation also reports: by position in the document, and by corpus.
+    """Groups of predicted tokens whose losses a validation also reports.
 
-    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the corpora of a pattern in --data-path
-    count as one. Positions count from the document's
-    start in the pack.
+    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the
+    corpora of a pattern in --data-path count as one. Positions count from the document's start in
+    the pack.
     """
 
     starts: tuple[int, ...]
@@ -37,7 +37,10 @@ class TokenGroups:
 
     @classmethod
     def from_packs(cls, packs: BlendedDataset) -> "TokenGroups":
-        """Return the groups that occur in `packs`: the ranges up to the length of a pack, and the corpora of the blend."""
+        """Return the groups that occur in `packs`.
+
+        These are the ranges up to the length of a pack, and the corpora of the blend.
+        """
         starts = [0]
         start = FIRST_RANGE
         while start < packs.seq_length:
@@ -49,18 +52,25 @@ class TokenGroups:
         return len(self.starts) + len(self.corpora)
 
     def find_ranges(self, positions: np.ndarray) -> np.ndarray:
-        """Return bool[N, R], whether each token, at `positions` (int[N]) in documents, is in each range."""
+        """Return whether each token is in each range of positions, bool[N, R].
+
+        Args:
+            positions: Positions in documents, int[N].
+        """
         ranges = np.searchsorted(self.starts, positions, side="right") - 1
         return ranges[:, None] == np.arange(len(self.starts))
 
     def find_corpus(self, corpus: str) -> int:
-        """Return the number of the group of `corpus`, after those of the ranges."""
+        """Return the index of the group of `corpus`, after those of the ranges."""
         return len(self.starts) + self.corpora.index(corpus)
 
     def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
-        """Return `by_position` and `by_corpus`, mean losses by group, of `sums`, float64[2, G] of losses and counts.
+        """Return the mean losses of each group, `by_position` and `by_corpus`.
 
         Groups without tokens are left out, and so is a division into fewer than two groups.
+
+        Args:
+            sums: Losses and counts of the groups, float64[2, G].
         """
         names = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
         scored = [
@@ -79,24 +89,29 @@ class TokenGroups:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packs in one row as tensors: input tokens, positions, document edges (`packing`), and predictions.
+    """Packs in one row as tensors.
 
-    The row has S tokens, those of the packs and of documents that only fill it; N of its positions are predicted.
+    The row has S tokens, those of the packs and of documents that only fill it; N of its positions
+    are predicted.
     """
 
-    tokens: Tensor  # int64[1, S]
-    positions: Tensor  # int64[S], from 0 in each document
+    tokens: Tensor
+    """Input tokens, int64[1, S]."""
+    positions: Tensor
+    """Positions from 0 in each document, int64[S]."""
     packing: PackedSequences
+    """Document edges."""
     predictions: Predictions
-    loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
-    groups: TokenGroups | None = None  # groups whose losses are also reported
-    in_range: Tensor | None = (
-        None  # bool[N, R], whether each predicted token is in each range of positions of `groups`
-    )
-    corpus_spans: tuple[
-        tuple[int, int], ...
-    ] = ()  # of each pack: its corpus's group, and its number of predicted tokens
-    fill_documents: int = 0  # the last documents of the row, whose tokens count nothing
+    loss_count: int
+    """Divisor of the summed loss, together with those of the other micro-batches."""
+    groups: TokenGroups | None = None
+    """Groups whose losses are also reported."""
+    in_range: Tensor | None = None
+    """Membership of each predicted token in each range of positions of `groups`, bool[N, R]."""
+    corpus_spans: tuple[tuple[int, int], ...] = ()
+    """Group of each pack's corpus, and its number of predicted tokens."""
+    fill_documents: int = 0
+    """Number of the row's last documents whose tokens count nothing."""
 
     def spans(self) -> list[tuple[int, int, int]]:
         """Return the spans of `packing` without the documents that only fill the row."""
@@ -196,12 +211,12 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _join(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor | None:
-    """Return `arrays` one after another as a tensor on `device`; None without any."""
+    """Return `arrays` end to end as a tensor on `device`; None without any."""
     return copy_to_device(torch.from_numpy(np.concatenate(arrays)), device) if arrays else None
 
 
 class MicroBatchSpec(NamedTuple):
-    """Description of a micro-batch, with the arguments of `build_micro_batch`, from which `build` makes it on a device."""
+    """Arguments of `build_micro_batch` but the device."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
@@ -213,7 +228,7 @@ class MicroBatchSpec(NamedTuple):
     dropout: bool = False
 
     def build(self, device: torch.device) -> MicroBatch:
-        """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
+        """Return the described micro-batch with its tensors on `device`."""
         packs, samples, objective, seed, *options = self
         return build_micro_batch(packs, samples, objective, seed, device, *options)
 
@@ -222,9 +237,9 @@ class MicroBatchSpec(NamedTuple):
 class DataParallelSampler:
     """Assignment of a batch's samples to data-parallel rank `rank` of `size`.
 
-    Shares are as equal as possible. A share is cut into as few rows of at most `micro_batch_size` packs
-    as possible, which differ by at most one pack. The first rows of all ranks follow each other in the
-    batch, then the second ones, and so on.
+    Shares are as equal as possible. A share is cut into as few rows of at most `micro_batch_size`
+    packs as possible, which differ by at most one pack. The first rows of all ranks follow each
+    other in the batch, then the second ones, and so on.
     """
 
     global_batch_size: int
@@ -242,11 +257,13 @@ class DataParallelSampler:
     def samples(self, start: int) -> list[range]:
         """Return the sample numbers of each row of this rank.
 
-        `start`: first sample of the global batch. There is at least one row. Rows are empty if there are fewer packs than rows.
+        There is at least one row. Rows are empty if there are fewer packs than rows.
+
+        Args:
+            start: First sample of the global batch.
         """
-        least, larger = divmod(
-            self.global_batch_size, self.size
-        )  # the first `larger` ranks have one pack more
+        # The first `larger` ranks have one pack more.
+        least, larger = divmod(self.global_batch_size, self.size)
         most_rows = self._cut(least + 1)
         least_rows = self._cut(least)
         own = most_rows if self.rank < larger else least_rows
@@ -268,10 +285,10 @@ class DataParallelSampler:
 
 
 class Prefetcher:
-    """Background thread that computes `build(key)` in advance, for up to DEPTH (2) keys beyond the one in use.
+    """Background thread that computes `build(key)` in advance.
 
-    A wrong guess of the next keys only costs the time of building them. The thread ends with the interpreter or when this object
-    is deleted.
+    It is up to DEPTH keys ahead of the one in use. A wrong guess of the next keys only costs the
+    time of building them. The thread ends with the interpreter or when this object is deleted.
     """
 
     def __init__(
@@ -283,9 +300,12 @@ class Prefetcher:
         self._pending: deque[tuple[Any, Future]] = deque()
 
     def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
-        """Yield `build(key)` for each of `keys` in order, and begin to build `following`, the likely keys of the next call.
+        """Yield `build(key)` for each of `keys` in order.
 
         The iterator must be consumed completely.
+
+        Args:
+            following: Likely keys of the next call, which it begins to build.
         """
         if [key for key, _ in self._pending] != list(keys[: len(self._pending)]):
             while self._pending:

@@ -1,4 +1,7 @@
-"""Optimizers of a run under megatron-core: AdamW, StableAdamW and Muon, whose weights may be split over ranks."""
+"""Optimizers of a run under megatron-core: AdamW, StableAdamW and Muon.
+
+Their weights may be split over ranks.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -21,40 +24,48 @@ from megatron.core.utils import get_attr_wrapped_model
 from megaenc.backend.optimizer_patches import GroupStepAdamW, compare_groups_by_stage, replace_adam
 from megaenc.training.config import PretrainConfig
 
+# Quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2.
 _NEWTON_SCHULZ = (
     3.4445,
     -4.7750,
     2.0315,
-)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
+)
 _VOCABULARY_WEIGHTS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2025)
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """Part of a weight that this rank updates: a range of its tensor-parallel shard, or all of that."""
+    """Part of a weight that this rank updates.
+
+    It is a range of the rank's tensor-parallel shard, or all of that.
+    """
 
     shape: torch.Size
     """Shape of the tensor-parallel shard."""
     param: torch.Tensor | None
-    """Float32 parameter of the optimizer, flat if it is a range; None if this rank updates no element."""
+    """Float32 parameter of the optimizer, flat if it is a range; None if this rank updates no
+    element."""
     elements: int
     """Elements of the whole weight, without rows that only pad the vocabulary."""
     start: int = 0
     """First element of the range."""
     split_dim: int = -1
-    """Dimension that is divided over the tensor-parallel ranks; -1: each of them holds the whole weight."""
+    """Dimension that is divided over the tensor-parallel ranks; -1: each of them holds the whole
+    weight."""
     group: int = 0
     """Number of the optimizer's parameter group, which has a weight decay of its own."""
     parts: tuple[int, ...] = ()
-    """Rows, in each of equal blocks of rows, of the matrices that Muon orthogonalizes separately; (): left to AdamW."""
+    """Rows, in each of equal blocks of rows, of the matrices that Muon orthogonalizes separately;
+    (): left to AdamW."""
 
 
 class _ShardAwareOptimizer(GroupStepAdamW):
-    """Base of optimizers whose update of an element depends on the whole weight, shards of which other ranks may hold.
+    """Base of optimizers whose update of an element depends on the whole weight.
 
-    `shards` lists the weights of the pipeline stage in the same order on all its ranks. The process groups are those over which
-    ranges and tensor-parallel shards are divided; None for a group of one rank.
+    Other ranks may hold shards of the weight. `shards` lists the weights of the pipeline stage in
+    the same order on all its ranks. The process groups are those over which ranges and
+    tensor-parallel shards are divided; None for a group of one rank.
     """
 
     shards: Sequence[WeightShard] = ()
@@ -63,7 +74,10 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     device = torch.device("cpu")
 
     def begin_steps(self) -> None:
-        """Begin a step of each group, and divide the gradients by `grad_scale`, since not only AdamW reads them."""
+        """Begin a step of each group, and divide the gradients by `grad_scale`.
+
+        Not only AdamW reads the gradients.
+        """
         for group in self.param_groups:
             self.begin_step(group)
             grads = [p.grad for p in group["params"] if p.grad is not None]
@@ -72,19 +86,26 @@ class _ShardAwareOptimizer(GroupStepAdamW):
         self.grad_scale = 1.0
 
     def _split_group(self, shard: WeightShard) -> dist.ProcessGroup | None:
-        """Return the process group over which the rows or columns of a weight are divided; None if they are not."""
+        """Return the process group over which a weight's rows or columns are divided.
+
+        None if they are not divided.
+        """
         return self.tensor_group if shard.split_dim >= 0 else None
 
 
 class StableAdamW(_ShardAwareOptimizer):
-    """AdamW with Adafactor's update clipping (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2). State as that of AdamW.
+    """AdamW with Adafactor's update clipping (Wortsman et al. 2023, algorithm 2).
 
-    The learning rate is divided, for each weight, by the root mean square of gradient / sqrt(second moment) if that is above 1.
+    See arXiv 2304.13013. The learning rate is divided, for each weight, by the root mean square of
+    gradient / sqrt(second moment) if that is above 1. The state is that of AdamW.
     """
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all parameters by one StableAdamW step; `closure` is ignored. All ranks call this together."""
+        """Update all parameters by one StableAdamW step.
+
+        All ranks call this together; `closure` is ignored.
+        """
         self.begin_steps()
         group = self.param_groups[0]
         rates = (group["lr"] / self._root_mean_squares(group).clamp(min=1.0)).unbind()
@@ -93,9 +114,13 @@ class StableAdamW(_ShardAwareOptimizer):
                 self.update_adamw([shard.param], self.param_groups[shard.group], rate)
 
     def _root_mean_squares(self, group: dict) -> torch.Tensor:
-        """Return float32 [weights], by weight the root mean square of gradient / sqrt(second moment), equal on all ranks.
+        """Return the root mean square of gradient / sqrt(second moment) of each weight.
 
-        `group`: any parameter group, as all have the same decay rates and steps.
+        Args:
+            group: Any parameter group, as all have the same decay rates and steps.
+
+        Returns:
+            float32 [weights], equal on all ranks.
         """
         beta2 = group["betas"][1]
         eps = group["eps"]
@@ -118,20 +143,25 @@ class StableAdamW(_ShardAwareOptimizer):
 
     @functools.cached_property
     def _element_counts(self) -> torch.Tensor:
-        """Return float32 [weights], the number of elements of each whole weight, kept on the device."""
+        """Return the number of elements of each whole weight, float32 [weights].
+
+        It is kept on the device.
+        """
         return torch.tensor(
             [shard.elements for shard in self.shards], dtype=torch.float32, device=self.device
         )
 
 
 class Muon(_ShardAwareOptimizer):
-    """Muon for the matrices of the layers, and AdamW for embedding, output layer, norms and biases.
+    """Muon for the matrices of the layers, and AdamW for all other weights.
 
-    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), with the weight decay and the size of updates of Liu et al.
-    2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) * orthogonalize(Nesterov momentum) + weight_decay * W), so
-    that learning rate and weight decay of AdamW apply. Projections of query, key, value, gate and up are matrices of their own.
-    Each data-parallel rank orthogonalizes some of the matrices. `exp_avg` is the momentum; `exp_avg_sq`, which stays zero, is
-    only kept because megatron-core's checkpoints hold both for all weights.
+    AdamW updates embedding, output layer, norms and biases. Muon is that of Jordan et al. 2024
+    (https://kellerjordan.github.io/posts/muon), with the weight decay and the size of updates of
+    Liu et al. 2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) *
+    orthogonalize(Nesterov momentum) + weight_decay * W), so that learning rate and weight decay of
+    AdamW apply. Projections of query, key, value, gate and up are matrices of their own. Each
+    data-parallel rank orthogonalizes some of the matrices. `exp_avg` is the momentum; `exp_avg_sq`,
+    which stays zero, is only kept because megatron-core's checkpoints hold both for all weights.
     """
 
     momentum: float = 0.95
@@ -143,7 +173,10 @@ class Muon(_ShardAwareOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all parameters by one step; `closure` is ignored. All ranks call this together."""
+        """Update all parameters by one step of Muon or AdamW.
+
+        All ranks call this together; `closure` is ignored.
+        """
         self.begin_steps()
         for number, group in enumerate(self.param_groups):
             vectors = [
@@ -180,10 +213,11 @@ class Muon(_ShardAwareOptimizer):
                     shard.param.add_(update.view_as(shard.param), alpha=-group["lr"])
 
     def _order_matrices(self, replicas: int) -> list[int]:
-        """Return the numbers of the matrices among the weights, in the order of rounds of `replicas`.
+        """Return the indices of the matrices among the weights, in order of the rounds.
 
-        They are in order of size, so that ranks have about equal work in a round, and those of a size far apart in the model, so
-        that not all of a round are in the range of one rank.
+        They are in order of size, so that ranks have about equal work in a round of `replicas`, and
+        those of a size far apart in the model, so that not all of a round are in the range of one
+        rank.
         """
         by_size: dict[int, list[int]] = {}
         for number, shard in enumerate(self.shards):
@@ -196,7 +230,11 @@ class Muon(_ShardAwareOptimizer):
         return order
 
     def _update_momentum(self, shard: WeightShard) -> torch.Tensor | None:
-        """Update the momentum of this rank's part of `shard`; return its Nesterov momentum, None without a part."""
+        """Update the momentum of this rank's part of `shard`.
+
+        Returns:
+            The Nesterov momentum of the part; None without a part.
+        """
         if shard.param is None:
             return None
         momentum = self.state[shard.param]["exp_avg"]
@@ -207,7 +245,11 @@ class Muon(_ShardAwareOptimizer):
     def _broadcast_updates(
         self, batch: Sequence[WeightShard], own: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the updates of all matrices of `batch`, number i of which rank i of the replicas has computed as `own`."""
+        """Return the updates of all matrices of `batch`.
+
+        Args:
+            own: Update that this rank has computed: that of matrix i on rank i of the replicas.
+        """
         if self.replica_group is None:
             return [own]
         updates = []
@@ -223,16 +265,24 @@ class Muon(_ShardAwareOptimizer):
 
     @functools.cached_property
     def _ranges(self) -> list[list[int]]:
-        """Return the number of elements of each weight that each rank of `range_group` updates, [ranks][weights]."""
+        """Return the number of elements of each weight that each rank updates.
+
+        Returns:
+            Numbers [ranks of `range_group`][weights].
+        """
         own = [0 if shard.param is None else shard.param.numel() for shard in self.shards]
         sizes: list = [None] * self.range_group.size()
         dist.all_gather_object(sizes, own, group=self.range_group)
         return sizes
 
     def _orthogonalize(self, shard: WeightShard, update: torch.Tensor) -> torch.Tensor:
-        """Return `update` [shard.shape] with its matrices, as parts of those of all tensor-parallel ranks, orthogonalized.
+        """Return `update` with its matrices orthogonalized.
 
-        They are scaled to the root mean square of AdamW's updates.
+        They are parts of the matrices of all tensor-parallel ranks, and are scaled to the root mean
+        square of AdamW's updates.
+
+        Args:
+            update: Tensor [shard.shape].
         """
         split_group = self._split_group(shard)
         columns = shard.shape[1]
@@ -252,10 +302,15 @@ class Muon(_ShardAwareOptimizer):
 
 
 class _RangeExchange:
-    """Exchange of a round of matrices between ranks that update ranges of each and ranks that own a whole one each.
+    """Exchange of a round of matrices between ranks that update and own them.
 
-    Rank i owns the matrix `numbers[i]`. Ranges follow each other by rank, as megatron-core divides its buffers. Each element is
-    sent to one rank only, unlike in a reduction and a broadcast. `ranges`: elements by rank and weight.
+    A rank updates a range of each matrix, and owns at most one whole matrix. Ranges follow each
+    other by rank, as megatron-core divides its buffers. Each element is sent to one rank only,
+    unlike in a reduction and a broadcast.
+
+    Args:
+        ranges: Number of elements by rank and weight.
+        numbers: Matrices of the round, as indices of weights; rank i owns `numbers[i]`.
     """
 
     def __init__(
@@ -265,15 +320,18 @@ class _RangeExchange:
         idle = group.size() - len(numbers)
         self._group = group
         self._updated = [ranges[rank][number] for number in numbers] + [0] * idle  # by owner
-        self._owned = [
-            sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges
-        ]  # by rank that updates them
+        # Elements of the owned matrix by the rank that updates them.
+        self._owned = [sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges]
         self._count = len(numbers)
 
     def to_owner(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return the matrix that this rank owns, flat, of which each rank has one of its `parts`; empty if it owns none."""
+        """Return the matrix that this rank owns, flat; empty if it owns none.
+
+        Args:
+            parts: This rank's part of each matrix.
+        """
         sent = [torch.empty(0, dtype=dtype, device=device)] + [
             part.flatten() for part in parts if part is not None
         ]
@@ -284,7 +342,11 @@ class _RangeExchange:
         return whole
 
     def from_owner(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each matrix, flat, of which each owner has the `whole`."""
+        """Return this rank's part of each matrix, flat.
+
+        Args:
+            whole: Matrix that this rank owns.
+        """
         parts = whole.new_empty(sum(self._updated))
         dist.all_to_all_single(
             parts, whole.flatten(), self._updated, self._owned, group=self._group
@@ -293,9 +355,10 @@ class _RangeExchange:
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return about U V^T of the singular value decomposition U S V^T of `matrix`, by `steps` Newton-Schulz iterations.
+    """Return about U V^T of the singular value decomposition U S V^T of `matrix`.
 
-    The singular values become about 0.7 to 1.2, those near zero less. In the data type of `matrix`; zeros stay zero.
+    `steps` Newton-Schulz iterations make the singular values about 0.7 to 1.2, those near zero
+    less. In the data type of `matrix`; zeros stay zero.
     """
     a, b, c = _NEWTON_SCHULZ
     x = (matrix.float() / matrix.float().norm().clamp(min=1e-30)).to(matrix.dtype)
@@ -312,7 +375,13 @@ _CLASSES = {"adamw": GroupStepAdamW, "stable_adamw": StableAdamW, "muon": Muon}
 def build_optimizer(
     settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Return megatron-core's optimizer of this rank's model `chunks`, which compute in `dtype`, around that of --optimizer."""
+    """Return megatron-core's optimizer of this rank's model chunks.
+
+    It is built around the optimizer of --optimizer.
+
+    Args:
+        dtype: Data type in which the chunks compute.
+    """
     flags = settings.optimizer
     layout = settings.layout
     config = OptimizerConfig(
@@ -322,8 +391,8 @@ def build_optimizer(
         adam_beta1=flags.adam_beta1,
         adam_beta2=flags.adam_beta2,
         adam_eps=flags.adam_eps,
-        clip_grad=flags.clip_grad
-        or float("inf"),  # read by the training engine, which folds clipping into `grad_scale`
+        # Read by the training engine, which folds clipping into `grad_scale`.
+        clip_grad=flags.clip_grad or float("inf"),
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
         bf16=settings.bf16,
@@ -358,7 +427,10 @@ def build_optimizer(
 def list_shards(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[WeightShard]:
-    """Return a WeightShard for each weight of `chunks`, in their order, with the parameter that `optimizer` updates."""
+    """Return a WeightShard for each weight of `chunks`, in their order.
+
+    Its parameter is the one that `optimizer` updates.
+    """
     groups = optimizer.optimizer.param_groups
     group_of = {
         id(param): number for number, group in enumerate(groups) for param in group["params"]
@@ -390,7 +462,10 @@ def list_shards(
 def _matrix_parts(
     name: str, weight: torch.nn.Parameter, config: TransformerConfig
 ) -> tuple[int, ...]:
-    """Return the rows of each matrix in a block of rows of `weight`: (Q, K, V), (gate, up) or all; () if it is no matrix."""
+    """Return the rows of each matrix in a block of rows of `weight`.
+
+    They are (Q, K, V), (gate, up) or all; () if it is no matrix.
+    """
     if weight.dim() != 2 or getattr(weight, "is_embedding_or_output_parameter", False):
         return ()
     if name.endswith("linear_qkv.weight"):  # a block is a group of queries with its key and value

@@ -1,4 +1,7 @@
-"""Resolution of the parent run that a run branches from or takes its weights from, before anything is loaded."""
+"""Resolution of the parent run that a run branches from or takes weights from.
+
+Nothing is loaded yet.
+"""
 
 import dataclasses
 from collections.abc import Collection, Iterable
@@ -29,7 +32,8 @@ from megaenc.training.run_init import (
 )
 from megaenc.training.skip_ranges import SkippedPacks
 
-# A branch may change these; schedules and phases are compared separately, step by step up to its first step.
+# A branch may change these; schedules and phases are compared separately, step by step up to its
+# first step.
 _FREE_IN_BRANCH = {
     "train_iters",
     "objective_schedule",
@@ -59,10 +63,16 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed"
 
 
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
-    """Return the starting point: as recorded in --save with checkpoints, else by flags; InputError for an unfit parent.
+    """Return the starting point of a run.
 
-    InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`; the rotary positions among the fields
-    `given` (None: all) may differ from those of --init-from.
+    It is the one recorded in --save if there are checkpoints, else that of the flags.
+
+    Args:
+        given: Fields whose values were given (None: all). Rotary positions among them may differ
+            from those of --init-from.
+
+    Raises:
+        InputError: The parent run of `--branch-from` or `--init-from` does not match `plan`.
     """
     config = plan.settings.start
     save = plan.settings.output.save
@@ -85,7 +95,10 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
 
 
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
-    """Return `settings` with the step and skipped samples of `start` in --branch-at or --init-at, and --skip-samples."""
+    """Return `settings` with the step and skipped samples of `start` in their flags.
+
+    These are --branch-at or --init-at, and --skip-samples.
+    """
     at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({at: start.at} if at else {}) | {
         "skip_samples": start.skip_samples or settings.start.skip_samples
@@ -94,10 +107,20 @@ def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
 
 
 class ParentRun:
-    """Run directory that another run starts from: its flags, identity, starting point, skipped packs and checkpoints."""
+    """Run directory that another run starts from.
+
+    It has the parent's flags, identity, starting point, skipped packs and checkpoints.
+    """
 
     def __init__(self, flag: str, run: str, save: str):
-        """Read the run directory `run` given as `flag`; InputError if it is invalid or equal to `save` of the new run."""
+        """Read the run directory `run` given as `flag`.
+
+        Args:
+            save: Run directory of the new run.
+
+        Raises:
+            InputError: The directory is invalid or equal to `save`.
+        """
         self.run = run
         self.flag = f"{flag} {run}"
         self.path = Path(run)
@@ -128,9 +151,12 @@ class ParentRun:
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
     def read_progress(self, step: int) -> dict[str, Any]:
-        """Return the counters (`tokens`, `flops`, ...) and `skip_packs` of checkpoint `step`, by name; or InputError.
+        """Return the counters and `skip_packs` of a checkpoint by name.
 
-        InputError if the checkpoint is damaged or lacks one of them.
+        Counters are `tokens`, `flops`, ...
+
+        Raises:
+            InputError: The checkpoint is damaged or lacks one of them.
         """
         try:
             values = self.checkpoints.read_state(step)
@@ -146,7 +172,11 @@ class ParentRun:
             ) from None
 
     def check_has_checkpoint(self, flag: str, step: int | None) -> int:
-        """Return `step`; InputError, with `flag` and the steps that exist, if `step` has no checkpoint or is None."""
+        """Return `step` if it has a checkpoint.
+
+        Raises:
+            InputError: It has none or is None; the error names `flag` and the steps that exist.
+        """
         steps = self.checkpoints.steps()
         if step not in steps:
             problem = (
@@ -160,9 +190,13 @@ class ParentRun:
     def check_same_fields(
         self, plan: Plan, names: Iterable[str], reason: str, at: int | None = None
     ) -> None:
-        """Raise InputError, ending in `reason`, if a field of `names` differs in the identity of this run and of `plan`.
+        """Raise InputError if the identities of this run and of `plan` differ.
 
-        `at`: compare the values of this run's step `at` with those of the plan's first, if they change by phase.
+        Args:
+            names: Fields to compare.
+            reason: End of the error.
+            at: Step of this run whose values are compared with those of the plan's first step, if
+                they change by phase.
         """
         identities = [self.identity, plan.identity]
         if at is not None:
@@ -173,12 +207,14 @@ class ParentRun:
 
 
 def _checkpoint_dir(run: str) -> CheckpointDir:
-    """Return the checkpoints of the run directory `run`."""
     return CheckpointDir(Path(run) / "checkpoints")
 
 
 def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
-    """Return the starting point recorded in `--save`; None without a run there or if the flags name another start."""
+    """Return the starting point recorded in `--save`.
+
+    None without a run there or if the flags name another start.
+    """
     config = settings.start
     run_file = Path(settings.output.save) / RUN_FILE
     run, at = (
@@ -201,7 +237,11 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
 
 
 def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
-    """Return the starting point of a new branch of `parent`; InputError if `plan` does not match the parent up to its step."""
+    """Return the starting point of a new branch of `parent`.
+
+    Raises:
+        InputError: `plan` does not match the parent up to its step.
+    """
     if parent.is_converted:
         raise InputError(
             f"{parent.flag}: holds converted weights without optimizer state; expected --init-from {parent.run}"
@@ -245,7 +285,10 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 
 
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return a run's `identity` with the values of the phase of `step` (1, 2, ...) instead of the last one's."""
+    """Return a run's identity with the values of the phase of `step` (1, 2, ...).
+
+    They replace those of the last phase.
+    """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(
         (row for row in rows if step <= row["last_step"]), rows[-1] if rows else {}
@@ -253,7 +296,10 @@ def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
-    """Raise InputError if data, lengths, batches or rotary base of `plan` and `parent` differ in a step up to `at`."""
+    """Raise InputError if a phase differs from the parent's in a step up to `at`.
+
+    Data, lengths, batches and rotary base are compared.
+    """
     ends = {
         row["last_step"]
         for identity in (plan.identity, parent.identity)
@@ -274,7 +320,7 @@ def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
 
 
 def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
-    """Raise InputError if the objectives of `plan` and `parent` differ in a step up to `at`."""
+    """Raise InputError if objectives differ from the parent's in a step up to `at`."""
     settings = parent.settings
     try:
         parent_schedule = Schedule.build(
@@ -307,7 +353,11 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
 
 
 def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, plan_end: int) -> None:
-    """Raise InputError if the learning rates of `schedule`, which ends at `plan_end`, and `parent` differ up to `at`."""
+    """Raise InputError if learning rates differ from the parent's up to step `at`.
+
+    Args:
+        schedule: Learning rate of the new run, which ends at step `plan_end`.
+    """
     try:
         parents = learning_rate_from_identity(parent.identity)
     except ValueError as error:
@@ -343,13 +393,17 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
 
 
 def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | None:
-    """Return the first of steps 1 to `last` in which two schedules train different objectives; None if there is none."""
+    """Return the first step in which two schedules train different objectives.
+
+    Steps 1 to `last` are compared; None if there is none.
+    """
     step = 1
     while step <= last:
         phase = one.phase_at(step)
         other_phase = other.phase_at(step)
         end = min(phase.last_step, other_phase.last_step, last)
-        # Phases with equal choices are equal if their options are constant or their ranges of steps are equal.
+        # Phases with equal choices are equal if their options are constant or their ranges of steps
+        # are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)
         is_comparable |= (phase.first_step, phase.last_step) == (
             other_phase.first_step,
@@ -371,9 +425,15 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
 def _init_from_weights(
     plan: Plan, parent: ParentRun, recorded: RunInit | None, given: Collection[str] | None
 ) -> RunInit:
-    """Return the starting point of a new run from the weights of `parent`, at the step that `recorded` has if there is one.
+    """Return the starting point of a new run from the weights of `parent`.
 
-    `recorded` comes from an earlier start of the same command, since when the parent may have saved newer checkpoints.
+    Args:
+        recorded: Starting point of an earlier start of the same command, whose step is used again:
+            the parent may have saved newer checkpoints since.
+        given: Fields whose values were given (None: all).
+
+    Raises:
+        InputError: The weights or the data do not fit `plan`.
     """
     config = plan.settings.start
     steps = parent.checkpoints.steps_up_to_tracker()
@@ -430,7 +490,10 @@ def _init_from_weights(
 
 
 def _format_steps(steps: list[int]) -> str:
-    """Return text such as `the steps 4, 8`, shortened in the middle if there are more than 12."""
+    """Return text such as `the steps 4, 8`, shortened in the middle if long.
+
+    More than 12 steps are shortened.
+    """
     if not steps:
         return "the steps with a checkpoint, and there is none"
     texts = [str(step) for step in steps]

@@ -1,4 +1,7 @@
-"""Phases of a run with flags of their own (data, pack length, rotary base, learning rate), and the batch size of each step."""
+"""Phases of a run with flags of their own, and the batch size of each step.
+
+Such flags are data, pack length, rotary base and learning rate.
+"""
 
 import dataclasses
 import functools
@@ -45,13 +48,20 @@ REPLACES = {
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
+    """Batch size of each step in packs.
+
+    `starts` has the first sample of each step of the ramp-up and of the first step with `full`
+    packs.
+    """
 
     full: int
     starts: tuple[int, ...] = (0,)
 
     def first_sample(self, step: int) -> int:
-        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
+        """Return the number of samples (packs) read before `step` (1, 2, ...).
+
+        It is the number of the step's first sample.
+        """
         ramp_steps = len(self.starts)
         return (
             self.starts[step - 1]
@@ -64,7 +74,7 @@ class BatchSizeSchedule:
         return self.first_sample(step + 1) - self.first_sample(step)
 
     def steps_for(self, samples: int) -> int:
-        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
+        """Return the smallest number of steps that together read `samples` packs or more."""
         if samples <= self.starts[-1]:
             return bisect_left(self.starts, samples)
         return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
@@ -72,7 +82,11 @@ class BatchSizeSchedule:
 
 @functools.cache
 def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
+    """Return a BatchSizeSchedule up to `full` packs a step.
+
+    Args:
+        rampup: First size, increment and samples; None for a constant size.
+    """
     if not rampup:
         return BatchSizeSchedule(full)
     from megaenc.backend.megatron import prepare_megatron
@@ -91,16 +105,21 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """Steps `first_step` to `last_step` of a run, with settings that describe them like a run of their own."""
+    """Steps of a phase, with settings that describe them like a run of their own."""
 
     first_step: int
     last_step: int
     settings: "PretrainConfig"
-    """Flags of the phase over those of the run, with its objective as schedule; its steps count from 1."""
+    """Flags of the phase over those of the run, with its objective as schedule; its steps count
+    from 1."""
 
 
 def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
-    """Return the phases of `config`, only one if it has no `phases`; InputError, naming phase and field, for a wrong one."""
+    """Return the phases of `config`, only one if it has no `phases`.
+
+    Raises:
+        InputError: A phase is wrong; the error names phase and field.
+    """
     if not config.phases:
         return (PhaseConfig(1, config.own_iters, config),)
     _check_top_level(config)
@@ -116,9 +135,12 @@ def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
 
 
 def build_learning_rate(config: "PretrainConfig") -> LearningRate:
-    """Return the learning-rate schedule: one of each phase if any of them names a learning-rate flag, else one of the run.
+    """Return the learning-rate schedule of a run.
 
-    InputError, naming the phase, for flags that do not fit together.
+    It has one part for each phase if any of them names a learning-rate flag.
+
+    Raises:
+        InputError: Flags do not fit together; the error names the phase.
     """
     if not any(
         set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases
@@ -140,8 +162,8 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
     """Return `settings` without what `values`, applied over them, replace.
 
-    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style. A value of None replaces
-    nothing.
+    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style. A
+    value of None replaces nothing.
     """
     replaced = set()
     for given, value in values.items():
@@ -177,12 +199,19 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
-    """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
+    """Return the fields of a phase, a YAML mapping as text.
+
+    Raises:
+        InputError: `text` is no mapping; the error names `source`.
+    """
     return flags.parse_mapping(text, source, "{objective: mlm, train_iters: 100, seq_length: 512}")
 
 
 def phase_flags(settings: Any) -> list[str]:
-    """Return the fields of `settings` and their groups that may differ by phase, as their metadata says."""
+    """Return the fields of `settings` and their groups that may differ by phase.
+
+    Their metadata decides it.
+    """
     names = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -194,7 +223,7 @@ def phase_flags(settings: Any) -> list[str]:
 
 
 def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "PretrainConfig":
-    """Return the settings of the phase `text`, its objective and flags over those of `config`."""
+    """Return the settings of a phase, its objective and flags over those of `config`."""
     values = parse_phase(text, source)
     known = ("objective", *phase_flags(config))
     for name in values:
@@ -232,9 +261,8 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
         parsed = parse_schedule(objective, settings.own_iters)
     except InputError as error:
         raise InputError(f"{source}: field `objective`: {error}") from None
-    if (
-        len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip()
-    ):  # a sole phase without amount begins with it
+    # A sole phase without amount begins with it.
+    if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():
         raise InputError(
             f"{source}: field `objective`: found {objective}, expected one objective, mixture or sum without an amount"
         )

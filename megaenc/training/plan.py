@@ -1,4 +1,7 @@
-"""The resolved plan of a run: data, objective schedule, learning rate, starting point and identity."""
+"""The resolved plan of a run, from its settings and data.
+
+It has objective schedule, learning rate, starting point and identity.
+"""
 
 import dataclasses
 from bisect import bisect_right
@@ -33,7 +36,7 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 @dataclass(frozen=True)
 class Plan:
-    """Resolved run: settings, tokenizer, packs, objective schedule, learning rate, start, skipped packs and rewinds."""
+    """Resolved run: settings, data, schedules, starting point and skipped packs."""
 
     settings: PretrainConfig
     vocabulary: Vocabulary
@@ -81,7 +84,10 @@ class Plan:
         )
 
     def data_at(self, step: int) -> RunData:
-        """Return the data of the phase of `step` (1, 2, ...), with its training packs by sample number."""
+        """Return the data of the phase of `step` (1, 2, ...).
+
+        Its training packs are by sample number.
+        """
         return self._data_by_phase[self.settings.phase_configs.index(self.settings.phase_at(step))]
 
     def _first_sample_after(self, step: int) -> int:
@@ -90,7 +96,10 @@ class Plan:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of rows of the embedding: --vocab-size, or without it the number of ids of the tokenizer."""
+        """Return the number of rows of the embedding.
+
+        It is --vocab-size, or without it the number of ids of the tokenizer.
+        """
         return self.settings.shape.vocab_size or self.vocabulary.size
 
     @property
@@ -105,8 +114,8 @@ class Plan:
     def validation_packs(self, step: int) -> dict[str, BlendedDataset]:
         """Return the packs to validate on in the phase of `step`, by name.
 
-        Without --valid-data-path it is the held-out text of the phase's own data, with an empty name. Without text, or with
-        validation turned off, there are none.
+        Without --valid-data-path it is the held-out text of the phase's own data, with an empty
+        name. Without text, or with validation turned off, there are none.
         """
         if not self.settings.eval_every:
             return {}
@@ -121,7 +130,10 @@ class Plan:
 
     @cached_property
     def validation_objectives(self) -> dict[str, Objective]:
-        """Return the objectives to validate under, by text, with the pseudo-perplexities that the flags ask for."""
+        """Return the objectives to validate under, by text.
+
+        They include the pseudo-perplexities that the flags request.
+        """
         output = self.settings.output
         return validation_objectives(
             self.schedule,
@@ -132,19 +144,28 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the data type that layers compute in: torch.bfloat16 with --bf16, else torch.float32."""
+        """Return the data type that layers compute in, bfloat16 with --bf16."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     def first_sample(self, step: int) -> int:
-        """Return the number, in the data order, of the first unskipped sample that `step` (1, 2, ...) reads."""
+        """Return the number of the first sample that `step` (1, 2, ...) reads.
+
+        It is a number in the data order; skipped samples are not read.
+        """
         return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
+        """Return the number of samples (packs) that steps 1 to `step` read.
+
+        Packs left out of the data do not count.
+        """
         return self.settings.samples_after(step)
 
     def sample_at(self, position: int) -> int:
-        """Return the number, in the data order, of the unskipped sample that the run reads at `position` (0, 1, ...)."""
+        """Return the number of the sample that the run reads at `position` (0, 1, ...).
+
+        It is a number in the data order; skipped samples have no position.
+        """
         return self.skipped.sample_at(self.start.skip_samples, position)
 
     def batch_size(self, step: int) -> int:
@@ -152,27 +173,39 @@ class Plan:
         return self.samples_read(step) - self.samples_read(step - 1)
 
     def step_tokens(self, step: int) -> int:
-        """Return the number of tokens that `step` reads: its global batch size in packs times --seq-length."""
+        """Return the number of tokens that `step` reads.
+
+        It is the global batch size in packs times --seq-length.
+        """
         return self.settings.tokens_after(step) - self.settings.tokens_after(step - 1)
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
-        """Return a copy that skips exactly `skipped`, also in --skip-packs; `rewinds`: packs added by each rewind."""
+        """Return a copy that skips exactly `skipped`, also in --skip-packs.
+
+        Args:
+            rewinds: Packs added by each rewind.
+        """
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
         return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
 
     @property
     def log_interval(self) -> int:
-        """Return --log-interval; without it 10 if the run has over 1,000 steps and no phase below 10 steps, else 1."""
+        """Return the steps between rows of metrics.
+
+        Without --log-interval it is 10 if the run has over 1,000 steps and no phase below 10 steps,
+        else 1.
+        """
         interval = self.settings.output.log_interval
         shortest = min(len(phase) for phase in self.schedule.phases)
         return interval or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
 
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
-        """Return each corpus's share, packs, epochs, dropped share in the whole run, with steps of a branch's parent.
+        """Return the use of each corpus in the whole run.
 
-        A corpus that phases reach by several paths has the last one.
+        Steps of a branch's parent count. A corpus that phases reach by several paths has the last
+        one.
         """
         rows: dict[str, CorpusUsage] = {}
         for first, end, data in self._data_ranges():
@@ -206,7 +239,11 @@ class Plan:
             )
 
     def _data_ranges(self) -> list[tuple[int, int, RunData]]:
-        """Return (first sample, end sample, data) of each consecutive phases with the same packs."""
+        """Return the samples of each group of consecutive phases with the same packs.
+
+        Returns:
+            First sample, end sample and data of each group.
+        """
         ranges: list[tuple[int, int, RunData]] = []
         for phase, data in zip(self.settings.phase_configs, self._data_by_phase, strict=True):
             end = self._first_sample_after(phase.last_step)
@@ -218,10 +255,11 @@ class Plan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return by name, JSON-ready, the settings and data on which the weights after each step depend, equal for one run.
+        """Return the settings and data on which the weights after each step depend.
 
-        Layout, kernels, intervals, micro-batch and paths may differ in the same run, and weights by rounding. Skipped packs are
-        compared separately, by what has been read (`saw_same_data`).
+        They are JSON-ready, by name, and equal for one run. Layout, kernels, intervals, micro-batch
+        and paths may differ in the same run, and weights by rounding. Skipped packs are compared
+        separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings.phase_configs[-1].settings
         values = {
@@ -234,9 +272,8 @@ class Plan:
         has_blocks = any(data.has_blocks for data in (*self.earlier_data, self.data))
         return values | {
             "special_tokens": self.data.special_tokens.to_json(),
-            "data_order": "blocks"
-            if has_blocks
-            else "documents",  # the same for a small corpus with either flag
+            # The same for a small corpus with either flag.
+            "data_order": "blocks" if has_blocks else "documents",
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
             "objective_packages": self.schedule.packages(),
@@ -249,7 +286,10 @@ class Plan:
         }
 
     def _phase_rows(self) -> list[dict[str, Any]]:
-        """Return, by name, the values that differ between phases, with the last step of each; equal neighbors are one row."""
+        """Return the values that differ between phases, by name, in a row per phase.
+
+        Rows have the last step of their phase; equal neighbors are one row.
+        """
         rows: list[dict[str, Any]] = []
         for number, phase in enumerate(self.settings.phase_configs):
             values = flags.flatten(phase.settings)
@@ -268,7 +308,7 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json: format, version, model size, corpus usage, start, skipped packs, rewinds, identity."""
+        """Return the content of run.json."""
         return {
             "format": RUN_FORMAT,
             "megaenc": __version__,
@@ -284,7 +324,10 @@ class Plan:
 
 
 def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
-    """Return the entries of a run's identity that may change by phase; its `phases` has them if they do."""
+    """Return the entries of a run's identity that may change by phase.
+
+    The identity's `phases` has them if they do.
+    """
     entries = _identity_fields(settings)
     return ("data", *(name for name in phase_flags(settings) if name in entries))
 
@@ -313,10 +356,15 @@ def validation_objectives(
 ) -> dict[str, Objective]:
     """Return the objectives to validate under, by text.
 
-    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the schedule: clm and mlm in every
-    run, so that any two can be compared. The pseudo-perplexities of so many passes, if any, are last.
+    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the
+    schedule: clm and mlm in every run, so that any two can be compared. The pseudo-perplexities, if
+    any, are last.
 
-    Raises InputError for a wrong objective in `texts`, and for pseudo-perplexities without a mask token.
+    Args:
+        pseudo_perplexity_passes: Passes of each pseudo-perplexity; 0 for none.
+
+    Raises:
+        InputError: An objective in `texts` is wrong, or a pseudo-perplexity has no mask token.
     """
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:

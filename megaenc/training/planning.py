@@ -26,9 +26,16 @@ _NAMED_CORPORA = 6  # in lines about several
 
 
 def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -> Plan:
-    """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError.
+    """Return the Plan of the settings, which it checks.
 
-    `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
+    Without --data-path it uses demo/, built if missing.
+
+    Args:
+        given: Fields whose values were given and are no defaults (None: all), which may change
+            rotary positions of --init-from.
+
+    Raises:
+        InputError: Settings, data or parent run do not fit.
     """
     settings.check(get_world_size())
     if not settings.output.dry_run:
@@ -111,7 +118,10 @@ def _check_named_device(output: OutputConfig) -> None:
 
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
-    """Raise InputError for settings that need an accelerator if this machine has none, or that the one in --gpu lacks."""
+    """Raise InputError for settings that the device does not support.
+
+    It is this machine's or the one in --gpu. Some settings need an accelerator.
+    """
     gpu = settings.output.gpu
     fp8_format = settings.kernels.fp8_format
     if gpu:
@@ -133,7 +143,13 @@ def _open_validation_sets(
     vocabulary: Vocabulary,
     opened: dict[str, Corpus],
 ) -> tuple[ValidationSet, ...]:
-    """Open the corpora of --valid-data-path that are not in `opened`, none if validation is turned off. Raises InputError."""
+    """Open the corpora of --valid-data-path that are not in `opened`.
+
+    None are opened if validation is turned off.
+
+    Raises:
+        InputError: A corpus cannot be used.
+    """
     if not settings.eval_every:
         return ()
     train_fingerprints = {corpus.fingerprint for data in parts for corpus in data.corpora}
@@ -158,7 +174,7 @@ def _check_special_tokens(
 ) -> None:
     """Raise InputError for corpora with different special tokens.
 
-    Prints those of corpora that do not record them.
+    Those of corpora that do not record them are printed.
     """
     first = parts[0].corpora[0].prefix, parts[0].special_tokens
     for data in parts:
@@ -183,7 +199,8 @@ def _check_special_tokens(
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     """Return the DataConfig of each phase and the tokenizer's name.
 
-    Without --data-path, or without --tokenizer for a --data-path of only demo corpora, these are the demo's, built if missing.
+    Without --data-path, or without --tokenizer for a --data-path of only demo corpora, these are
+    the demo's, built if missing.
     """
     data_configs = [phase.settings.data for phase in settings.phase_configs]
     given = [data.data_path for data in data_configs if data.data_path]

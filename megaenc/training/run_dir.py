@@ -1,4 +1,7 @@
-"""The run directory: configuration, metadata, tokenizer and metrics files of one run, under a lock."""
+"""The run directory: configuration, metadata, tokenizer and metrics of one run.
+
+A lock protects it.
+"""
 
 import contextlib
 import json
@@ -31,7 +34,8 @@ from megaenc.training.run_lock import LOCK_FILE, RunLock
 if TYPE_CHECKING:  # readers of a run directory import this module without torch
     from megaenc.training.plan import Plan
 
-_PATIENCE = 120.0  # seconds; a network file system releases the locks of a lost machine after a minute or two
+# Seconds; a network file system releases the locks of a lost machine after a minute or two.
+_PATIENCE = 120.0
 CONFIG_FILE, RUN_FILE, TOKENIZER_DIR = "config.yaml", "run.json", "tokenizer"
 METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = (
     "metrics.jsonl",
@@ -43,16 +47,21 @@ STACKS_DIR = "stacks"
 
 
 class RunDir:
-    """Context for the run directory `--save`, locked and written by rank 0: configuration, metadata, tokenizer, metrics.
+    """Context for the run directory `--save`, locked and written by rank 0.
 
-    `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and kernels, `tokenizer/` a copy of the
-    tokenizer, `metrics.jsonl` a row per logged step, `validation.jsonl` one per validation (including step 0),
-    `stragglers.jsonl` one per straggler report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which goes
+    `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and
+    kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per logged step,
+    `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one per straggler
+    report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which is removed
     again, with new and empty directories, if the run is refused before.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
-        """Lock the directory and check that it is empty or holds this run; InputError otherwise."""
+        """Lock the directory and check that it is empty or holds this run.
+
+        Raises:
+            InputError: Another process holds the lock, or the directory holds something else.
+        """
         self.path = path
         self._has_begun = False
         with contextlib.ExitStack() as stack:
@@ -63,7 +72,10 @@ class RunDir:
             self._resources = stack.pop_all()
 
     def _release(self) -> None:
-        """Release the lock, and remove its file if it is new and the run has not begun."""
+        """Release the lock.
+
+        Its file is removed if it is new and the run has not begun.
+        """
         if not self._has_begun and self.lock.is_held():
             self.lock.remove()
         self.lock.release()
@@ -80,9 +92,10 @@ class RunDir:
         self._resources.__exit__(kind, error, trace)
 
     def begin(self, plan: "Plan", kernels: dict[str, Any], step: int) -> None:
-        """Write configuration, metadata and tokenizer of a run that is ready to train the step after `step`.
+        """Write configuration, metadata and tokenizer of a run that is ready to train.
 
-        Rows after `step` are dropped before. Temporary files of a killed start are removed.
+        Rows after `step`, the step before the next one, are dropped first. Temporary files of a
+        killed start are removed.
         """
         files = (
             RUN_FILE,
@@ -99,7 +112,11 @@ class RunDir:
         self._has_begun = True
 
     def write_plan(self, plan: "Plan", kernels: dict[str, Any]) -> None:
-        """Write run.json (metadata of `plan`, `kernels` in use), config.yaml and a missing tokenizer; nothing if one fails."""
+        """Write run.json, config.yaml and a missing tokenizer; nothing if one fails.
+
+        Args:
+            kernels: Kernels in use, for run.json.
+        """
         self.lock.check()
         preset = flags.flatten(get_preset(plan.settings.model))  # of which null overrides a value
         values = {
@@ -114,9 +131,8 @@ class RunDir:
         if values["phases"]:
             del values["objective_schedule"]
             values["phases"] = [yaml.safe_load(text) for text in values["phases"]]
-        with (
-            contextlib.ExitStack() as stack
-        ):  # whose contexts end, and give the names, in reverse order
+        # Its contexts end, and give the names, in reverse order.
+        with contextlib.ExitStack() as stack:
             if not (self.path / TOKENIZER_DIR).exists():
                 folder = stack.enter_context(atomic_dir(self.path / TOKENIZER_DIR))
                 plan.tokenizer.save_pretrained(folder)
@@ -129,9 +145,10 @@ class RunDir:
             )
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows after `step`, and a cut-off last row, from metrics.jsonl, validation.jsonl and stragglers.jsonl.
+        """Delete rows after `step`, and a cut-off last row, from all metrics files.
 
-        InputError, naming the line, for an invalid row before one up to `step`.
+        Raises:
+            InputError: A row before one up to `step` is invalid; the error names the line.
         """
         rows = {
             file: _read_rows(self.path / file, step)
@@ -144,7 +161,13 @@ class RunDir:
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
-        """Append `row` as a JSON line to the metrics file `file`, null for NaN and infinity; LocalInputError if it fails."""
+        """Append a row as a JSON line to the metrics file `file`.
+
+        NaN and infinity are written as null.
+
+        Raises:
+            LocalInputError: The file cannot be written.
+        """
         row = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
@@ -155,9 +178,10 @@ class RunDir:
                 stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Flush metrics.jsonl, validation.jsonl and stragglers.jsonl to the disk (fsync), before a checkpoint is saved.
+        """Flush all metrics files to the disk (fsync), before a checkpoint is saved.
 
-        LocalInputError if it fails.
+        Raises:
+            LocalInputError: A file cannot be flushed.
         """
         for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
             path = self.path / file
@@ -169,7 +193,13 @@ class RunDir:
 
 
 def _read_rows(file: Path, step: int) -> list[str] | None:
-    """Return the lines of steps up to `step` in a metrics file; None if it does not exist."""
+    """Return the lines of steps up to `step` in a metrics file.
+
+    None if the file does not exist.
+
+    Raises:
+        InputError: The file cannot be read, or a line before one up to `step` is invalid.
+    """
     try:
         lines = read_regular_file(file, file.stat().st_size).splitlines()
     except FileNotFoundError:
@@ -203,7 +233,10 @@ def _row_step(row: bytes) -> int | None:
 
 
 def _check_contents(path: Path, plan: "Plan") -> None:
-    """Raise InputError unless the directory is empty, holds what a refused or killed start leaves, or the run of `plan`."""
+    """Raise InputError unless the directory can be that of `plan`.
+
+    It is empty, holds what a refused or killed start leaves, or the run of `plan`.
+    """
     if (path / RUN_FILE).exists():
         _check_same_run(path, plan)
         return
@@ -238,9 +271,12 @@ def _check_same_run(path: Path, plan: "Plan") -> None:
 def describe_difference(
     recorded: dict[str, Any], current: dict[str, Any], names: tuple[str, str] = ("there", "here")
 ) -> str | None:
-    """Return text such as `seed is 1 there, 2 here` on the first differing field of two identities; None if they are equal.
+    """Return text on the first differing field of two identities; None if equal.
 
-    `names`: the words for `there` and `here`, such as ("on rank 0", "on rank 3").
+    It is such as `seed is 1 there, 2 here`.
+
+    Args:
+        names: Words for `there` and `here`, such as ("on rank 0", "on rank 3").
     """
     for name in dict.fromkeys((*current, *recorded)):
         values = recorded.get(name), current.get(name)

@@ -1,4 +1,7 @@
-"""The starting point of a run: new weights, a branch of another run, or another run's weights."""
+"""The starting point of a run: new weights, or those of another run.
+
+Those of another run are taken as a branch, or without its optimizer.
+"""
 
 import hashlib
 import json
@@ -11,14 +14,15 @@ from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 
 RUN_FORMAT = 1
-"""Format of a run directory, the field `format` of run.json: another number for one that this version cannot read."""
+"""Format of a run directory, the field `format` of run.json: another number for one that this
+version cannot read."""
 PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
 """Counters of metrics and checkpoints, summed from the run's first step on."""
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Earlier run or Hugging Face model that weights come from: its directory or name, step, schedule, tokens read."""
+    """Earlier run or Hugging Face model that weights come from."""
 
     run: str
     """Its directory or name, as given in the command."""
@@ -26,7 +30,8 @@ class Ancestor:
     schedule: str
     tokens: int
     family: str = ""
-    """Model type of a Hugging Face model, whose `schedule` is the objective of its architecture; empty for a run."""
+    """Model type of a Hugging Face model, whose `schedule` is the objective of its architecture;
+    empty for a run."""
     context: int = 0
     """Maximum sequence length of a Hugging Face model."""
     generation: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -34,14 +39,16 @@ class Ancestor:
     total: int = 0
     """Planned number of steps of the run: equal to `step` if it was complete; 0 if unknown."""
     config_fields: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of a Hugging Face model's config.json that exports keep: classifier pooling and ids of special tokens."""
+    """Fields of a Hugging Face model's config.json that exports keep: classifier pooling and ids of
+    special tokens."""
 
 
 @dataclass(frozen=True)
 class RunInit:
-    """Starting point of a run: new weights, a branch of another run, or its weights, with that run's step and counters.
+    """Starting point of a run: new weights, or step and counters of another run.
 
-    It is stored in run.json, so that a resume does not need the other run.
+    The run is a branch of the other, or has only its weights. The starting point is stored in
+    run.json, so that a resume does not need the other run.
     """
 
     kind: Literal["new", "branch", "weights"] = "new"
@@ -54,7 +61,8 @@ class RunInit:
     skip_samples: int = 0
     """Number of samples to skip before step 1."""
     tokens: int = 0
-    """Tokens that a branch's parent had read at step `at`; this and the next fields are the initial PROGRESS_FIELDS."""
+    """Tokens that a branch's parent had read at step `at`; this and the next fields are the initial
+    PROGRESS_FIELDS."""
     predicted_tokens: int = 0
     flops: float = 0.0
     skipped_updates: int = 0
@@ -66,18 +74,27 @@ class RunInit:
 
     @property
     def step(self) -> int:
-        """Return the number of the step before this run's first one: the branched step `at` for a branch, otherwise 0."""
+        """Return the step before this run's first one.
+
+        It is the branched step `at` for a branch, otherwise 0.
+        """
         return self.at if self.kind == "branch" else 0
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entries `start` and `skip_samples` of a run's identity; {} for new weights and no skipped samples."""
+        """Return the entries `start` and `skip_samples` of a run's identity.
+
+        There are none for new weights and no skipped samples.
+        """
         kind = {"branch": "branch at step", "weights": "weights of step"}.get(self.kind)
         start = {"start": f"{kind} {self.at} of run {self.parent}"} if kind else {}
         return start | ({"skip_samples": self.skip_samples} if self.skip_samples else {})
 
     def describe(self) -> str:
-        """Return console text such as `from new weights`, or `as a branch of runs/a at step 15`, for the starting point."""
+        """Return the starting point as text for the console.
+
+        It is such as `from new weights` or `as a branch of runs/a at step 15`.
+        """
         if self.kind == "branch":
             return f"as a branch of {self.run} at step {self.at:,}"
         text = (
@@ -97,7 +114,8 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
     """Return the content of a run's run.json `file` and the RunInit in it.
 
     Raises:
-        InputError: The file cannot be read, has the format of another version, or a field of `start` or `identity` is invalid.
+        InputError: The file cannot be read, has the format of another version, or a field of
+            `start` or `identity` is invalid.
     """
     from megaenc import flags  # lazily, because readers of run.json need no command line
 
@@ -134,5 +152,8 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
 
 
 def identity_digest(identity: dict[str, Any]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of the run identity `identity`, as sorted JSON."""
+    """Return the digest of a run's identity, equal for equal runs.
+
+    It is the first 16 hexadecimal digits of the SHA-256 of its sorted JSON.
+    """
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,12 +15,18 @@ _ACQUIRE_ATTEMPTS = 20  # while other processes may be removing the directory
 
 
 class RunLock(FileLock):
-    """Lock, by its file `.lock`, of the run directory `folder`, created if missing; held until `release` or process end."""
+    """Lock of a run directory by its file `.lock`.
+
+    The directory is created if missing. The lock is held until `release` or the end of the process.
+    """
 
     def __init__(self, folder: Path, patience: float = 0.0):
-        """Acquire the lock; InputError if that fails or another process still holds it after `patience` seconds.
+        """Acquire the lock, waiting up to `patience` seconds for another process.
 
         After a restart by torchrun, the replaced processes may still be exiting on another machine.
+
+        Raises:
+            InputError: Another process holds the lock, or it cannot be acquired.
         """
         super().__init__(folder / LOCK_FILE)
         self.folder = folder
@@ -37,7 +43,11 @@ class RunLock(FileLock):
             raise InputError(f"--save {folder}: {reason}") from None
 
     def _wait(self, patience: float) -> None:
-        """Try to acquire the lock for `patience` seconds, then raise InputError."""
+        """Try to acquire the lock for `patience` seconds.
+
+        Raises:
+            InputError: Another process still holds it.
+        """
         deadline, next_message = time.monotonic() + patience, time.monotonic() + _MESSAGE_AFTER
         while not self.acquire():
             if time.monotonic() >= deadline:
@@ -52,18 +62,26 @@ class RunLock(FileLock):
             time.sleep(0.1)
 
     def acquire(self) -> bool:
-        """Create directory and lock file if missing; return, without waiting, whether the lock was acquired; or OSError."""
+        """Return, without waiting, whether the lock was acquired.
+
+        Directory and lock file are created if missing.
+
+        Raises:
+            OSError: They cannot be created or locked.
+        """
         for _ in range(_ACQUIRE_ATTEMPTS):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process is removing the directories
+            # Another process may be removing the directories.
+            with contextlib.suppress(FileNotFoundError):
                 if not self.folder.exists():
                     self.folder.mkdir(parents=True, exist_ok=True)
                 return super().acquire()
         return super().acquire()
 
     def check(self) -> None:
-        """Raise InputError if the lock file was removed or replaced, as another process may then train in the directory."""
+        """Raise InputError if the lock file was removed or replaced.
+
+        Another process may then train in the directory.
+        """
         if not self.is_held():
             raise InputError(
                 f"{self.path}: found it removed or replaced, expected the lock of this run, which stops because another process "
@@ -71,7 +89,11 @@ class RunLock(FileLock):
             )
 
     def refresh(self) -> None:
-        """Raise InputError if the lock is lost, else set its file's time to now, because scratch disks purge old files."""
+        """Set the time of the lock file to now, because scratch disks purge old files.
+
+        Raises:
+            InputError: The lock is lost.
+        """
         self.check()
         os.utime(self._descriptor)
 

@@ -1,4 +1,7 @@
-"""Resolution of the packs that a run skips, from flags, run directory, parent run and rewinds."""
+"""Resolution of the packs that a run skips.
+
+They come from flags, run directory, parent run and rewinds.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,9 +17,15 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
-    """Return packs to skip (--skip-packs and rewinds, else as in --save or parent), rewinds' ranges; or InputError.
+    """Return the packs that a run skips.
 
-    InputError if `--skip-packs` differs from the recorded ones in what has been read already.
+    They are those of --skip-packs and rewinds, else those recorded in --save or in the parent.
+
+    Returns:
+        The packs, and the ranges of each rewind.
+
+    Raises:
+        InputError: `--skip-packs` differs from the recorded ones in what has been read already.
     """
     texts = plan.settings.data.skip_packs
     start = plan.start
@@ -44,7 +53,11 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 
 
 def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
-    """Return whether the checkpoint with the state.json `state` skipped the same packs, up to its step, as `plan` does."""
+    """Return whether a checkpoint skipped the same packs as `plan`, up to its step.
+
+    Args:
+        state: Content of its state.json.
+    """
     checkpoint_skips = SkippedPacks.parse(state.get("skip_packs", ()))
     return checkpoint_skips.reads_same(
         plan.skipped, plan.start.skip_samples, plan.samples_read(state["step"])
@@ -54,7 +67,10 @@ def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
 def _difference_error(
     source: str, reader: str, recorded: SkippedPacks, skipped: SkippedPacks
 ) -> InputError:
-    """Return the InputError that `source` recorded other packs than `skipped` among those that `reader` has read."""
+    """Return the error that `source` recorded other packs than `skipped`.
+
+    They differ among those that `reader` has read.
+    """
     texts = [" ".join(packs.texts) or "not given" for packs in (recorded, skipped)]
     return InputError(
         f"{source}: skip_packs is {texts[0]} there, {texts[1]} here; "
@@ -63,7 +79,10 @@ def _difference_error(
 
 
 def _read_recorded_skips(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
-    """Return skipped packs and rewinds in the run.json of `run`; (None, ()) if it is missing or invalid."""
+    """Return skipped packs and rewinds in the run.json of `run`.
+
+    (None, ()) if the file is missing or invalid.
+    """
     try:
         metadata = read_json_object(run / RUN_FILE)
         return SkippedPacks.parse(metadata.get("skip_packs", ())), tuple(
@@ -74,7 +93,10 @@ def _read_recorded_skips(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...
 
 
 def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
-    """Return the newest step up to the tracker's with a complete checkpoint that skipped the same as `recorded`; 0 for none."""
+    """Return the newest step whose checkpoint skipped the same packs as `recorded`.
+
+    Only complete checkpoints up to the tracker's step count; 0 for none.
+    """
     checkpoints = CheckpointDir(Path(plan.settings.output.save) / "checkpoints")
     for step in reversed(checkpoints.steps_up_to_tracker()):
         with contextlib.suppress(DamagedCheckpointError):  # reported on loading
@@ -85,9 +107,16 @@ def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
-    """Return `plan` skipping also the last --rewind-skip-iters steps' packs to `step`, after min(`checkpoint_steps`).
+    """Return `plan` skipping also the packs that led to a spike at `step`.
 
-    Raises InputError if --blend-max-epochs leaves too few packs for the steps then.
+    They are those of the last --rewind-skip-iters steps up to `step`, but only after the earliest
+    checkpoint.
+
+    Args:
+        checkpoint_steps: Steps of the checkpoints to which the run can return.
+
+    Raises:
+        InputError: --blend-max-epochs leaves too few packs for the steps then.
     """
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(checkpoint_steps, default=0)) + 1

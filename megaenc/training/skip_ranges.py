@@ -15,13 +15,19 @@ _MAX_LISTED_RANGES = 8  # in a console line
 
 @dataclass(frozen=True)
 class SkippedPacks:
-    """Set of sample numbers that a run skips, as sorted, disjoint, non-adjacent `ranges` (first, last), both inclusive."""
+    """Set of sample numbers that a run skips.
+
+    `ranges` are (first, last), both inclusive, sorted, disjoint and not adjacent.
+    """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the SkippedPacks of inclusive `ranges` (first, last) in any order, merging overlapping, adjacent ones."""
+        """Return the set of inclusive ranges (first, last) in any order.
+
+        Overlapping and adjacent ones are merged.
+        """
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
             if merged and first <= merged[-1][1] + 1:
@@ -32,12 +38,18 @@ class SkippedPacks:
 
     @classmethod
     def from_numbers(cls, numbers: Iterable[int]) -> Self:
-        """Return the SkippedPacks of exactly the sample numbers `numbers`, given in any order."""
+        """Return the set of the sample numbers `numbers`, given in any order."""
         return cls.from_ranges((number, number) for number in numbers)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:
-        """Return the SkippedPacks of --skip-packs values such as `1200-1215`, `1300`, or `none` alone. InputError if bad."""
+        """Return the set of --skip-packs values such as `1200-1215` or `1300`.
+
+        `none` as the only value is the empty set.
+
+        Raises:
+            InputError: A value is no number or range.
+        """
         ranges = []
         for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():
             match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
@@ -50,13 +62,16 @@ class SkippedPacks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the ranges as values of `--skip-packs`, such as ("1200-1215", "1300"); () without ranges."""
+        """Return the ranges as values of `--skip-packs`, such as ("1200-1215", "1300")."""
         return tuple(
             f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges
         )
 
     def format_short(self, separator: str = " ") -> str:
-        """Return the ranges as one text such as `1200-1215 1300`, joined by `separator`; `...` stands for those beyond 8."""
+        """Return the ranges as one text such as `1200-1215 1300`.
+
+        `separator` joins them; `...` stands for those beyond 8.
+        """
         return separator.join(
             self.texts
             if len(self.texts) <= _MAX_LISTED_RANGES
@@ -67,7 +82,10 @@ class SkippedPacks:
         return SkippedPacks.from_ranges(self.ranges + other.ranges)
 
     def sample_at(self, first: int, position: int) -> int:
-        """Return the number of the sample at `position` (0, 1, ...) among the unskipped samples from number `first` on."""
+        """Return the number of the sample at `position` among the unskipped ones.
+
+        Positions 0, 1, ... count the unskipped samples from number `first` on.
+        """
         sample = first + position
         for start, last in self.ranges:
             if start > sample:
@@ -76,16 +94,25 @@ class SkippedPacks:
         return sample
 
     def end_sample(self, first: int, count: int) -> int:
-        """Return 1 + the number of the last of `count` unskipped samples from number `first` on; `first` if `count` is 0."""
+        """Return the number after the last of `count` unskipped samples.
+
+        They begin at number `first`, which is returned if `count` is 0.
+        """
         return self.sample_at(first, count - 1) + 1 if count else first
 
     def clip(self, start: int, stop: int) -> "SkippedPacks":
-        """Return the SkippedPacks of the skipped numbers from `start` to `stop` - 1 only, cutting ranges that go beyond."""
+        """Return the skipped numbers from `start` to `stop` - 1 as a set.
+
+        Ranges that go beyond are cut.
+        """
         clipped = ((max(first, start), min(last, stop - 1)) for first, last in self.ranges)
         return SkippedPacks(tuple((first, last) for first, last in clipped if first <= last))
 
     def describe(self) -> str:
-        """Return the end of a console line such as `; 17 packs left out: 1200-1215 1300`; empty text without ranges."""
+        """Return the end of a console line about the skipped packs; empty without any.
+
+        It is such as `; 17 packs left out: 1200-1215 1300`.
+        """
         return (
             f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: {self.format_short()}"
             if self.ranges
@@ -94,11 +121,14 @@ class SkippedPacks:
 
     @property
     def pack_count(self) -> int:
-        """Return the number of skipped packs (samples), summed over all ranges."""
+        """Return the number of skipped packs (samples) in all ranges."""
         return sum(last + 1 - first for first, last in self.ranges)
 
     def reads_same(self, other: "SkippedPacks", first: int, count: int) -> bool:
-        """Return whether `self` and `other` skip the same samples from number `first` until `count` unskipped ones are read."""
+        """Return whether two sets skip the same samples among those that are read.
+
+        Samples are read from number `first` on, until `count` unskipped ones are read.
+        """
         end = self.end_sample(first, count)
         return self.clip(first, end) == other.clip(first, end)
 

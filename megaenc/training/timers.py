@@ -23,9 +23,8 @@ SAVE = "save"
 class StepTimers:
     """Seconds spent in each part of a step on this rank.
 
-    `wall` has wall-clock time, `processor` the CPU time of this thread.
-
-    Parts end where a step synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
+    `wall` has wall-clock time, `processor` the CPU time of this thread. Parts end where a step
+    synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class StepTimers:
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the wall-clock and CPU seconds inside the context to the sums of `part`."""
+        """Add the seconds inside the context to the sums of `part`."""
         wall = time.perf_counter()
         processor = time.thread_time()
         yield
@@ -64,9 +63,8 @@ class StepTimers:
 def memory_usage(backend: Backend) -> dict[str, float]:
     """Return this process's memory in GiB by metric name.
 
-    With a GPU: its peaks, allocated and reserved, and the host's.
-
-    On a CPU only `memory_gib`, the resident host memory.
+    With a GPU these are its peaks, allocated and reserved, and the resident host memory; on a CPU
+    only `memory_gib`, the resident host memory.
     """
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:

@@ -53,20 +53,26 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of the training loop: completion, --exit-interval, a callback, a stop or a rewind."""
+    """End of the training loop.
+
+    It is completion, --exit-interval, a callback, a stop or a rewind.
+    """
 
     is_stopped: bool = False
     """True if a signal or the time limit ended it before the last step."""
     rewound_plan: Plan | None = None
-    """Plan of a rewind after a loss spike, by which the last checkpoint that it allows is to be resumed."""
+    """Plan of a rewind after a loss spike, by which the last checkpoint that it allows is to be
+    resumed."""
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train or resume `plan`; return whether no signal or time limit stopped it.
+    """Train or resume a run, and save it if --save is given.
 
-    It ends with the last step or by --exit-interval.
+    The newest checkpoint in --save is resumed. The run ends with the last step, by --exit-interval
+    or a callback, or if a signal or time limit stops it.
 
-    The newest checkpoint in --save is resumed, and a stopped run saved first if --save is given.
+    Returns:
+        False if a signal or time limit stopped it before the last step.
     """
     output = plan.settings.output
     save = Path(output.save) if output.save else None
@@ -78,9 +84,8 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
             opened: list[RunDir] = []
             run_dir = None
             if save:
-                broadcast_call(
-                    lambda: opened.append(RunDir(save, plan))
-                )  # all ranks raise its InputError
+                # All ranks raise the InputError of RunDir.
+                broadcast_call(lambda: opened.append(RunDir(save, plan)))
                 run_dir = stack.enter_context(opened[0]) if opened else None
                 checkpoints = CheckpointManager(
                     save / "checkpoints",
@@ -172,7 +177,8 @@ class Trainer:
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
         """Build the engine; load a checkpoint or the initial weights.
 
-        `saved_state`: state.json of the checkpoint to resume; None for a new run.
+        Args:
+            saved_state: state.json of the checkpoint to resume; None for a new run.
         """
         self.plan = plan
         self.backend = run.backend
@@ -222,13 +228,14 @@ class Trainer:
         return callbacks
 
     def request_stop(self, reason: str) -> None:
-        """End the run after this step, saved; all ranks must ask for it."""
+        """End the run after this step, saved; all ranks must request it."""
         self.stop_reason = reason
 
     def train_step(self, step: int) -> StepReport:
         """Train `step` and report it to the callbacks.
 
-        Raises InputError after too many skipped steps.
+        Raises:
+            InputError: Too many steps were skipped.
         """
         plan = self.plan
         progress = self.progress
@@ -270,9 +277,10 @@ class Trainer:
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
 
-        Return the plan, after writing it to the run directory.
+        The plan is written to the run directory.
 
-        None if --max-rewinds is used up, or if the run would then have too few packs.
+        Returns:
+            The plan; None if --max-rewinds is used up, or if the run would then have too few packs.
         """
         if len(self.plan.rewinds) >= self.plan.settings.health.max_rewinds:
             return None
@@ -331,7 +339,11 @@ class Trainer:
 def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
     """Load the checkpoint or weights that `start` names into `engine`.
 
-    Return the state.json of a branch's checkpoint, otherwise {}.
+    Returns:
+        The state.json of a branch's checkpoint, otherwise {}.
+
+    Raises:
+        InputError: The checkpoint is damaged, or is not the one that `start` names.
     """
     if not start.run:
         return {}

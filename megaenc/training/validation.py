@@ -59,9 +59,8 @@ class Validator:
     def _count_named_samples(self, packs: BlendedDataset) -> int:
         """Return the packs to read of a named set.
 
-        It is the same text in each phase, and no token is read twice.
-
-        There is at least one pack, which repeats the text of a set that is smaller.
+        It is the same text in each phase, and no token is read twice. There is at least one pack,
+        which repeats the text of a set that is smaller.
         """
         first = self.plan.settings.phase_configs[0].settings
         tokens = (
@@ -73,14 +72,19 @@ class Validator:
     def __call__(
         self, engine: Engine, before_pass: Callable[[], object] = lambda: None
     ) -> dict[str, Any]:
-        """Return `held_out`, a digest of the text, and scores by `objectives`.
+        """Return the scores of the engine's model under each objective.
 
-        The scores are loss, accuracy and most_frequent.
+        An objective on a named set is `NAME/OBJECTIVE`. Scores are loss, accuracy and
+        most_frequent, the accuracy of always predicting the most frequent label. If the validation
+        text has several ranges of positions or corpora, `by_position` and `by_corpus` are the
+        losses of each (`TokenGroups`). A pseudo-perplexity also has `perplexity`.
 
-        An objective on a named set is `NAME/OBJECTIVE`. most_frequent is the accuracy of always predicting the most frequent
-        label. If the validation text has several ranges of positions or corpora, `by_position` and `by_corpus` are the losses of
-        each (`TokenGroups`). A pseudo-perplexity also has `perplexity`. `before_pass` is called before each set and each pass
-        of a pseudo-perplexity after the first.
+        Args:
+            before_pass: Called before each set and each pass of a pseudo-perplexity after the
+                first.
+
+        Returns:
+            `held_out`, a digest of the text, and the scores by `objectives`.
         """
         engine.enter_phase(self.step)
         scores = {}

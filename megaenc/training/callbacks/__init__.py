@@ -1,4 +1,4 @@
-"""Callbacks of a run, which observe its steps: metrics, profiles, loss spikes, stragglers, and those of other packages."""
+"""Callbacks of a run: metrics, profiles, loss spikes, stragglers, and plug-ins."""
 
 from megaenc.training.callbacks.base import Callback, StepReport
 

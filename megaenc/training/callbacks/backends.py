@@ -1,6 +1,7 @@
-"""Logging backends for TensorBoard and Weights & Biases, fed by background threads whose errors do not stop the run.
+"""Logging backends for TensorBoard and Weights & Biases.
 
-`log(group, row)` logs a row under names that begin with `group`/. `drop_rows_after(step)`, also called before the first row,
+Background threads feed them, whose errors do not stop the run. `log(group, row)` logs a row under
+names that begin with `group`/. `drop_rows_after(step)`, also called before the first row,
 invalidates rows of later steps.
 """
 
@@ -28,14 +29,18 @@ from megaenc.training.run_dir import RunDir
 from megaenc.training.run_init import identity_digest
 
 WANDB_ID = "wandb_run_id"
-"""File of the run directory with the id of the run at Weights & Biases, under which it is resumed."""
+"""File of the run directory with the id of the run at Weights & Biases, under which it is
+resumed."""
 
 TENSORBOARD_RUN = "megaenc_run"
 """File of the TensorBoard directory with the digest of the run that writes to it."""
 
 
 def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
-    """Return the started TensorBoard and Weights & Biases loggers that flags of `plan` request; [] on ranks except 0."""
+    """Return the started loggers that flags of `plan` request.
+
+    There are none on ranks except 0.
+    """
     monitoring = plan.settings.monitoring
     save = plan.settings.output.save
     if get_rank():
@@ -58,10 +63,17 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
 
 
 class TensorBoardLogger:
-    """Logger that writes a run's rows (numbers as float64, texts, config) to TensorBoard event files in one directory."""
+    """Logger that writes a run's rows and flags to TensorBoard event files.
+
+    Numbers are float64. All files are in one directory.
+    """
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
-        """Claim `folder` for the run with the digest `run`; InputError if another run has written to it."""
+        """Claim the directory `folder` for the run with the digest `run`.
+
+        Raises:
+            InputError: Another run has written to it.
+        """
         marker = Path(folder) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
             raise InputError(
@@ -75,7 +87,10 @@ class TensorBoardLogger:
         self._texts: dict[str, str] = {}
 
     def drop_rows_after(self, step: int) -> None:
-        """Start a new event file that makes TensorBoard drop rows after `step` of older files, and write the flags to it."""
+        """Start an event file that drops rows after `step` of older files.
+
+        TensorBoard ignores those rows then. The file begins with the flags.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer:
@@ -83,12 +98,14 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(self._folder, purge_step=step + 1)
         self._texts = {}
         lines = yaml.safe_dump(self._config, sort_keys=False).splitlines()
-        self._writer.add_text(
-            "config", "\n".join("    " + line for line in lines), step + 1
-        )  # indented: code in Markdown
+        # Indented lines are code in Markdown.
+        self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Write the numbers and changed texts of `row` as events of its step, under names such as `group`/loss."""
+        """Write the numbers and changed texts of `row` as events of its step.
+
+        Their names are such as `group`/loss.
+        """
         step = row["step"]
         for name, value in flatten_row(row, group).items():
             if not isinstance(value, str):
@@ -107,7 +124,10 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Logger of rows to a Weights & Biases run; without API key or network to local files, for `wandb sync`."""
+    """Logger of rows to a Weights & Biases run.
+
+    Without API key or network it logs to local files, for `wandb sync`.
+    """
 
     def __init__(
         self,
@@ -117,7 +137,10 @@ class WandbLogger:
         config: dict[str, Any],
         patience: int = 30,
     ):
-        """Start or resume the run `run_id`; offline without API key or if the server does not answer in `patience` seconds."""
+        """Start or resume the Weights & Biases run `run_id`.
+
+        It is offline without API key or if the server does not answer in `patience` seconds.
+        """
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -162,7 +185,10 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Log the numbers and texts of `row` with its step to the Weights & Biases run, under names such as `group`/loss."""
+        """Log the numbers and texts of `row` with its step.
+
+        Their names are such as `group`/loss.
+        """
         self._run.log({"step": row["step"], **flatten_row(row, group)})
 
     def drop_rows_after(self, step: int) -> None:
@@ -177,7 +203,10 @@ class WandbLogger:
 
 
 class BackgroundLogger:
-    """Background thread that builds a logger and makes queued calls of its methods; errors end the logger, not the run."""
+    """Background thread that builds a logger and makes queued calls of its methods.
+
+    Errors end the logger, not the run.
+    """
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self._name = name
@@ -188,18 +217,24 @@ class BackgroundLogger:
         self._thread.start()
 
     def submit(self, method: str, *arguments: Any) -> None:
-        """Queue the call `method(*arguments)` of the logger for the background thread, without waiting for it."""
+        """Queue the call `method(*arguments)` of the logger, without waiting for it."""
         self._calls.put((method, arguments, threading.Event()))
 
     def flush(self, seconds: float = 5.0) -> None:
-        """Wait up to `seconds` until the logger has flushed all queued rows; return at once if it is not open yet."""
+        """Wait up to `seconds` until the logger has flushed all queued rows.
+
+        Return at once if it is not open yet.
+        """
         is_done = threading.Event()
         if self._is_open.is_set():
             self._calls.put(("flush", (), is_done))
             is_done.wait(seconds)
 
     def close(self, seconds: float = 90.0) -> None:
-        """Close the logger after its queued calls, waiting up to `seconds`; print a warning if it takes longer."""
+        """Close the logger after its queued calls, waiting up to `seconds`.
+
+        A warning is printed if it takes longer.
+        """
         self.submit("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -208,7 +243,10 @@ class BackgroundLogger:
             )
 
     def _work(self) -> None:
-        """Build the logger and make the queued calls until it is closed; drop it after an error."""
+        """Build the logger and make the queued calls until it is closed.
+
+        It is dropped after an error.
+        """
         logger = None
         method = ""
         try:
@@ -232,7 +270,11 @@ class BackgroundLogger:
 
 
 def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
-    """Return finite numbers and texts of nested `row` by path such as validation/mlm/loss (no `step`, `objectives`)."""
+    """Return finite numbers and texts of a nested row by path.
+
+    A path is such as validation/mlm/loss: the level `objectives` is elided, keeping its children,
+    and `step` is skipped.
+    """
     values: dict[str, float | str] = {}
     for name, value in row.items():
         path = group if name == "objectives" else f"{group}/{name}"
@@ -248,7 +290,10 @@ def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
 
 
 def _read_wandb_id(run_dir: RunDir | None) -> str:
-    """Return the Weights & Biases id in the run directory, created if missing; a random id without a run directory."""
+    """Return the Weights & Biases id in the run directory, created if missing.
+
+    It is random without a run directory.
+    """
     if not run_dir:
         return secrets.token_hex(4)
     file = run_dir.path / WANDB_ID

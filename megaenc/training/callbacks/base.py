@@ -1,4 +1,4 @@
-"""Base class of callbacks, which observe the steps, validations and saves of a run."""
+"""Base class of callbacks, which observe steps, validations and saves of a run."""
 
 import inspect
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class StepReport:
 class Callback:
     """Observer of a run: override the hooks that are needed.
 
-    All ranks call each hook together, so that a hook may use collectives. It observes: weights, gradients and random numbers
-    stay as they are. A callback is also a context manager, which is entered before the first step and left after the last one
-    or an error.
+    All ranks call each hook together, so that a hook may use collectives. It observes: weights,
+    gradients and random numbers stay as they are. A callback is also a context manager, which is
+    entered before the first step and left after the last one or an error.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -57,7 +57,13 @@ class Callback:
         """Observe that `step` begins."""
 
     def before_optimizer(self, step: int, metrics: "BatchSums") -> None:
-        """Observe `metrics` of `step`, sums over all ranks, and gradients, which are neither divided nor clipped yet."""
+        """Observe sums and gradients of `step` before the optimizer's step.
+
+        Gradients are neither divided nor clipped yet.
+
+        Args:
+            metrics: Sums over all ranks.
+        """
 
     def after_step(self, report: StepReport) -> None:
         """Observe the end of a step."""
@@ -72,11 +78,14 @@ class Callback:
         """Observe that a save after `step` begins."""
 
     def after_save(self, step: int) -> None:
-        """Observe that the save after `step` is complete or, with --async-save, goes on in the background."""
+        """Observe that the save after `step` is complete.
+
+        With --async-save it continues in the background.
+        """
 
 
 def _find_defect(name: str, kind: Any) -> str:
-    """Return why an object cannot be a callback, or an empty string if it can."""
+    """Return why an object cannot be a callback; empty if it can."""
     is_callback = isinstance(kind, type) and issubclass(kind, Callback)
     return "" if is_callback else "is no subclass of megaenc.training.callbacks.Callback"
 

@@ -15,10 +15,9 @@ MIN_RECENT_LOSSES = 32
 def compute_deviations(loss: float, recent: Sequence[float]) -> float:
     """Return the robust standard deviations of `loss` above `recent` losses.
 
-    They are counted from the median, and negative below it.
-
-    The deviation is 1.4826 times the median absolute deviation (the standard deviation of normal noise), and at least a
-    thousandth of the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
+    They are counted from the median, and negative below it. The deviation is 1.4826 times the
+    median absolute deviation (the standard deviation of normal noise), and at least a thousandth of
+    the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
     """
     center = median(recent)
     spread = 1.4826 * median(abs(other - center) for other in recent)
@@ -34,12 +33,14 @@ class RecentLosses:
         """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add a finite loss; return its deviations above recent ones.
+        """Add a loss of `objective`; return its deviations above recent ones.
 
-        They are those of `objective`. Return None with fewer than MIN_RECENT_LOSSES of them, or if the loss is not finite.
+        The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is
+        cleared first: the model has changed in the meantime.
 
-        The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
-        has changed in the meantime.
+        Returns:
+            Deviations (`compute_deviations`); None with fewer than MIN_RECENT_LOSSES recent losses,
+            or if the loss is not finite, which is not added.
         """
         if loss is None or not math.isfinite(loss):
             return None
@@ -53,7 +54,7 @@ class RecentLosses:
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
     """Return the line that reports a loss spike.
 
-    With --max-rewinds it has the number of the rewind, or says that none is left.
+    With --max-rewinds it has the number of the rewind, or reports that none is left.
     """
     allowed = plan.settings.health.max_rewinds
     rewinds = len(plan.rewinds)

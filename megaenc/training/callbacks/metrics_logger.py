@@ -22,24 +22,29 @@ _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE
 
 
 class MetricsLogger(Callback):
-    """Callback that logs steps and validations to the run directory, logging backends and a progress line."""
+    """Callback that logs steps and validations of a run.
+
+    They go to the run directory, logging backends and a progress line.
+    """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):
-        """Open the loggers. `run_dir` is set on rank 0 of a run with `--save`."""
+        """Open the loggers.
+
+        Args:
+            run_dir: Run directory; None on ranks except 0 and without --save.
+        """
         super().__init__(trainer)
         plan = trainer.plan
         self._run_dir = run_dir
         self._loggers = open_loggers(plan, run_dir)
         monitoring = plan.settings.monitoring
         save = plan.settings.output.save
-        self._has_outputs = bool(
-            save or monitoring.tensorboard_dir or monitoring.wandb_project
-        )  # the same on all ranks
+        # The same on all ranks.
+        self._has_outputs = bool(save or monitoring.tensorboard_dir or monitoring.wandb_project)
         peak = trainer.backend.peak_flops(plan.dtype)
         total_peak, unknown_count = reduce_over_ranks([peak, not peak], ReduceOp.SUM, torch.float64)
-        self._peak = (
-            0.0 if unknown_count else total_peak
-        )  # FLOP/s of the devices of all ranks; 0 if one is unknown
+        # FLOP/s of the devices of all ranks; 0 if one is unknown.
+        self._peak = 0.0 if unknown_count else total_peak
         self._line = ProgressLine(
             plan.schedule.text_at(trainer.start_step + 1), total=plan.settings.total_iters
         )
@@ -59,7 +64,10 @@ class MetricsLogger(Callback):
             logger.close()
 
     def after_step(self, report: StepReport) -> None:
-        """Log a row if one is due, or if the step is the last, a spike or skipped; update the progress line."""
+        """Log a row of metrics if one is due, and update the progress line.
+
+        One is due at each interval, at the last step, and at a spike or skipped step.
+        """
         plan = self.trainer.plan
         step = report.step
         result = report.result
@@ -93,14 +101,17 @@ class MetricsLogger(Callback):
         self.log(VALIDATION_FILE, {"step": step, **self.trainer.progress, **scores})
 
     def log(self, file: str, row: dict[str, Any]) -> None:
-        """Write `row` to the metrics file `file` of the run directory and to the loggers."""
+        """Write `row` to the metrics file `file` and to the loggers."""
         if self._run_dir:
             self._run_dir.append_row(file, row)
         for logger in self._loggers:
             logger.submit("log", _GROUPS[file], row)
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows of steps after `step` from logging backends, before those steps are repeated."""
+        """Delete rows of steps after `step` from logging backends.
+
+        Those steps are repeated.
+        """
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
 

@@ -28,7 +28,7 @@ class Profiler(Callback):
     """
 
     def __init__(self, trainer: "Trainer"):
-        """Choose the steps. Print a line if they are over."""
+        """Choose the steps to profile, and print a line if they are over."""
         super().__init__(trainer)
         monitoring = trainer.plan.settings.monitoring
         start_step = trainer.start_step
@@ -65,7 +65,7 @@ class Profiler(Callback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Write trace and table of a run that ends in between."""
+        """Write trace and table of a run that ends before the last chosen step."""
         self._finish()
 
     def _finish(self) -> None:

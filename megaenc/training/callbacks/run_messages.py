@@ -20,11 +20,13 @@ def format_model(plan: Plan) -> str:
 
 
 def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
-    """Return the three lines of text at the start of a run.
+    """Return the lines of text at the start of a run.
 
-    They name model, devices, kernels, the step after which it is resumed (`resumed`; 0: none), phases, --save and corpora.
+    They name model, devices, kernels, starting point, phases, --save and corpora.
 
-    `kernels`: `Engine.kernel_metadata`.
+    Args:
+        kernels: `Engine.kernel_metadata`.
+        resumed: Step after which the run is resumed; 0 for none.
     """
     settings = plan.settings
     phases = plan.schedule.phases
@@ -79,9 +81,12 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
 def format_run_footer(
     step: int, total: int, loss: float | None, save: str, stop_reason: str | None
 ) -> str:
-    """Return the last line of a run.
+    """Return the last line of a run: step, loss and directory.
 
-    It has step, loss ("no target" for None), `save`, and `stop_reason` if the run ends before `total`.
+    Args:
+        loss: Loss of the last step; None if it had no target.
+        save: Run directory; empty without one.
+        stop_reason: Reason for the end, reported if it is before step `total`.
     """
     saved = f", saved in {save}" if save else ""
     stopped = ""

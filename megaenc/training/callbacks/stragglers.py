@@ -1,11 +1,14 @@
 """Detection of ranks that slow down the others, without waiting times.
 
-A step takes equally long on all ranks, because they wait for each other. The work of a rank is measured by:
+A step takes equally long on all ranks, because they wait for each other. The work of a rank is
+measured by:
 
 - data: wall-clock time of building its micro-batches;
-- compute: on a CPU the processor time of its thread in forward, backward and optimizer step; on an accelerator the device time of
-  the forward passes of its stage, which only wait for its tensor-parallel group;
-- probe: a small matrix product that needs no other rank, which detects a slow device within such a group.
+- compute: on a CPU the processor time of its thread in forward, backward and optimizer step; on an
+  accelerator the device time of the forward passes of its stage, which only wait for its
+  tensor-parallel group;
+- probe: a small matrix product that needs no other rank, which detects a slow device within such a
+  group.
 """
 
 import socket
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
     from megaenc.training.trainer import Trainer
 
 SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
-"""Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and ranks in a report."""
+"""Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and
+ranks in a report."""
 
 RANK_FIELDS = np.dtype(
     [
@@ -44,7 +48,10 @@ RANK_FIELDS = np.dtype(
 
 
 class StragglerDetector(Callback):
-    """Callback of --log-straggler: detector of slow ranks, which it compares every --straggler-interval steps."""
+    """Callback of --log-straggler: detector of slow ranks.
+
+    It compares them every --straggler-interval steps.
+    """
 
     def __init__(self, trainer: "Trainer"):
         super().__init__(trainer)
@@ -60,14 +67,14 @@ class StragglerDetector(Callback):
         self._data_seconds = 0.0
         self._compute_seconds = 0.0
         self._steps = -1  # the first step, with its setup, is not measured
-        self._slow_reports_R = np.zeros(
-            dist.get_world_size(), dtype=np.int64
-        )  # consecutive ones of each rank
+        # Consecutive reports in which each rank was slow.
+        self._slow_reports_R = np.zeros(dist.get_world_size(), dtype=np.int64)
 
     def after_step(self, report: StepReport) -> None:
-        """Add this rank's times of a step, but the first; log the slowest ranks if a report is due.
+        """Add this rank's times of a step, and report the slowest ranks if due.
 
-        A line is printed for each rank that was slow in CONSECUTIVE_REPORTS reports.
+        The first step is not measured. A line is printed for each rank that was slow in
+        CONSECUTIVE_REPORTS reports.
         """
         step = report.step
         engine = self.trainer.engine
@@ -133,14 +140,14 @@ class StragglerDetector(Callback):
 def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare the seconds of `ranks` with the median of comparable ones.
 
-    Data and probe are the same work for all ranks; compute is compared among the ranks of a pipeline stage. The median of two
-    is the faster one.
+    Data and probe are the same work for all ranks; compute is compared among the ranks of a
+    pipeline stage. The median of two is the faster one.
 
     Args:
         ranks: RANK_FIELDS[R].
 
     Returns:
-        float64[R] and str[R].
+        Each rank's ratio to the median, float64[R], and the work in which it is slow, str[R].
     """
     data_R = ranks["data_seconds"]
     compute_R = ranks["compute_seconds"]
@@ -160,7 +167,6 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lower_median(values: np.ndarray) -> float:
-    """Return the median of `values`, the lower one of two in the middle."""
     return float(np.quantile(values, 0.5, method="lower"))
 
 

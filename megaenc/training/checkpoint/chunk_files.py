@@ -1,9 +1,9 @@
 """Files of a checkpoint: chunks of tensors by rank, and their index.
 
 The format is that of torch's distributed checkpoints and of megatron-core: `__3_0.distcp` holds the
-chunks of rank 3 as archives of torch.save, `.metadata` their places. `index.json` has the same places
-as plain text, and the bytes at which elements begin. megaenc reads only these, so that nothing is
-unpickled.
+chunks of rank 3 as archives of torch.save, `.metadata` their places. `index.json` has the same
+places as plain text, and the bytes at which elements begin. megaenc reads only these, so that
+nothing is unpickled.
 """
 
 import json
@@ -80,7 +80,7 @@ class StoredChunk:
 
     @property
     def columns(self) -> range:
-        """Return the columns of a row."""
+        """Return the columns of the tensor that each row of the chunk has."""
         return range(self.global_offset[-1], self.corner[-1]) if len(self.shape) > 1 else range(1)
 
 
@@ -88,9 +88,12 @@ _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 
 
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
-    """Write and sync the chunks of `rank`, and an index of them for `publish_chunks`.
+    """Write and sync the chunks of `rank`, and an index of them.
 
-    Raises OSError.
+    `publish_chunks` reads the index.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     file, places = folder / f"__{rank}_0.distcp", []
     digests: Digests = {}
@@ -123,7 +126,8 @@ def _rank_index(folder: Path, rank: int) -> Path:
 def _host_tensor(chunk: ShardedTensor) -> torch.Tensor:
     """Return the elements of `chunk` as a tensor in host memory.
 
-    They are not copied if they are there. The tensor's storage holds nothing else, because torch.save writes whole storages.
+    They are not copied if they are there. The tensor's storage holds nothing else, because
+    torch.save writes whole storages.
     """
     values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
     return torch.from_numpy(values.numpy()).view(chunk.dtype).view(_box_shape(chunk))
@@ -170,6 +174,7 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
     Raises:
         OSError: A file cannot be read or written.
         RuntimeError: The chunks of a tensor overlap or leave elements out.
+        InputError: The index is larger than a load would read.
     """
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
         texts = pool.map(lambda rank: _rank_index(folder, rank).read_bytes(), range(ranks))
@@ -241,9 +246,14 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
 
 
 def read_index(folder: Path, digests: Digests) -> bytes:
-    """Return the index of a checkpoint, checked; InputError if no save wrote it.
+    """Return the index of a checkpoint, checked.
 
-    `digests`: those of the checkpoint's files.
+    Args:
+        digests: Digests of the checkpoint's files.
+
+    Raises:
+        CheckpointReadError: The file cannot be read.
+        InputError: No save wrote it.
     """
     file = folder / INDEX_FILE
     try:
@@ -263,7 +273,9 @@ def read_index(folder: Path, digests: Digests) -> bytes:
 def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk]]:
     """Return the updates made and the chunks of the index `content`.
 
-    Raises ValueError, KeyError, TypeError or AttributeError if it is none.
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: `content` is no index of files in
+            `digests`.
     """
     index = parse_json(content)
     if type(index["optimizer_step"]) is not int or index["optimizer_step"] < 0:
@@ -274,7 +286,8 @@ def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk
 def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
     """Return the chunk of a JSON object.
 
-    Raises ValueError if it is none in files of `digests`.
+    Raises:
+        ValueError: The object is no chunk in files of `digests`.
     """
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
@@ -300,7 +313,6 @@ def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
 
 
 def _group_by_key(chunks: Iterable[StoredChunk]) -> dict[str, list[StoredChunk]]:
-    """Return the chunks of each tensor."""
     tensors = defaultdict(list)
     for chunk in chunks:
         tensors[chunk.key].append(chunk)
@@ -318,7 +330,11 @@ class ChunkReader:
         return any(key.startswith(prefix) for key in self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor; InputError if there is none of that name."""
+        """Return the shape of a whole tensor.
+
+        Raises:
+            InputError: The checkpoint has no tensor of that name.
+        """
         if key not in self._tensors:
             raise InputError(
                 f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's model"
@@ -328,15 +344,16 @@ class ChunkReader:
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
         """Fill the `data` of `chunks`, converted to its data type, with threads.
 
-        Rows that the checkpoint's vocabulary lacks become zero. Raises InputError if a file cannot be
-        read or elements are missing.
+        Rows that the checkpoint's vocabulary lacks become zero.
+
+        Raises:
+            InputError: A file cannot be read, or elements are missing.
         """
         with name_machine(), ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(self._read_chunk, chunks):
                 pass
 
     def _read_chunk(self, chunk: ShardedTensor) -> None:
-        """Fill the `data` of one chunk."""
         stored_shape, expected_shape = self.shape(chunk.key), tuple(chunk.global_shape)
         size = np.array(_box_shape(chunk))
         if chunk.allow_shape_mismatch:  # in the number of rows
@@ -388,7 +405,11 @@ class ChunkReader:
 
 
 def _read_into(stream: BinaryIO, view: memoryview) -> None:
-    """Fill `view` from `stream`; OSError at the end of the file."""
+    """Fill `view` from `stream`.
+
+    Raises:
+        OSError: The file ends before.
+    """
     while view:
         count = stream.readinto(view)
         if not count:

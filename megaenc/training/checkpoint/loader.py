@@ -33,9 +33,9 @@ from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 from megaenc.training.skip_policy import saw_same_data
 
-_SEND_BYTES = (
-    32 << 20
-)  # of parts of tensors that are copied into one buffer to be sent; at most one part more
+# Size of parts of tensors that are copied into one buffer to be sent, which has at most one part
+# more.
+_SEND_BYTES = 32 << 20
 
 
 class CheckpointLoader(CheckpointDir):
@@ -45,13 +45,13 @@ class CheckpointLoader(CheckpointDir):
     """The step verified last, its optimizer's updates, and a reader of its tensors."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Verify a checkpoint on all ranks together; return its state.json.
+        """Verify a checkpoint on all ranks together, and return its state.json.
 
         Raises:
             DamagedCheckpointError: A file has changed.
             CheckpointReadError: A rank cannot read a file.
-            InputError: The checkpoint belongs to a run with another `identity`, or its index was not
-                written by a save.
+            InputError: The checkpoint belongs to a run with another `identity`, or its index was
+                not written by a save.
         """
         state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -76,7 +76,7 @@ class CheckpointLoader(CheckpointDir):
     def open_verified(self, step: int) -> tuple[int, ChunkReader]:
         """Return the optimizer's updates and a reader of the tensors of a checkpoint.
 
-        It is verified, if it was not before, on all ranks together.
+        All ranks call this together. The checkpoint is verified if it was not before.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -84,9 +84,15 @@ class CheckpointLoader(CheckpointDir):
         return updates, reader
 
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
-        """Return state.json of the newest intact checkpoint that `plan` can resume; None without any, InputError if all bad.
+        """Verify the newest intact checkpoint that `plan` can resume.
 
         All ranks call this together. Damaged checkpoints are reported on the console.
+
+        Returns:
+            Its state.json; None without a checkpoint.
+
+        Raises:
+            InputError: All checkpoints are damaged.
         """
         damage = None
         for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):
@@ -103,21 +109,30 @@ class CheckpointLoader(CheckpointDir):
         return None
 
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
-        """Return whether checkpoint `step` skipped the same packs up to there as `plan`; `if_damaged` if damaged."""
+        """Return whether the checkpoint of `step` skipped the same packs as `plan`.
+
+        Packs up to `step` are compared.
+
+        Args:
+            if_damaged: Result for a damaged checkpoint.
+        """
         try:
             return saw_same_data(plan, self.read_state(step))
         except DamagedCheckpointError:
             return if_damaged
 
     def compatible_steps(self, plan: Plan) -> list[int]:
-        """Return the sorted steps of complete checkpoints that skipped the same packs, up to their step, as `plan`."""
+        """Return the sorted steps of checkpoints that skipped the same packs as `plan`.
+
+        Packs up to each step are compared. Incomplete checkpoints are left out.
+        """
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
         """Load a checkpoint, which it verifies, from any layout into `engine`.
 
-        All ranks call this together. They read each byte of the tensors once, but for a tied embedding
-        that the last pipeline stage has too, and send it to the ranks that hold the same.
+        All ranks call this together. They read each byte of the tensors once, but for a tied
+        embedding that the last pipeline stage has too, and send it to the ranks that hold the same.
         """
         updates, reader = self.open_verified(step)
         _load_tensors(engine, reader, list_engine_state(engine))
@@ -185,7 +200,9 @@ def load_model_weights(
 
     The module is not divided over ranks.
 
-    Raises InputError if it is damaged, cannot be read, or is of another run than `identity`.
+    Raises:
+        InputError: The checkpoint is damaged, cannot be read, or belongs to another run than
+            `identity`.
     """
     verify_weights(checkpoints, step, identity)
     _, reader = checkpoints.open_verified(step)
@@ -198,7 +215,11 @@ def verify_weights(
     identity: dict[str, Any] | None = None,
     flag: str = "--ckpt-step",
 ) -> dict[str, Any]:
-    """Verify a checkpoint and return its state.json; InputError, with the other steps for `flag`, if it is damaged."""
+    """Verify a checkpoint and return its state.json.
+
+    Raises:
+        InputError: It is damaged; the error names the other steps for `flag`.
+    """
     try:
         return checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:

@@ -41,7 +41,11 @@ from megaenc.training.skip_policy import saw_same_data
 
 
 def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
-    """Write this rank's chunks. Raises InputError if they cannot be written."""
+    """Write the chunks of `rank`.
+
+    Raises:
+        InputError: They cannot be written.
+    """
     if not folder.is_dir():
         raise InputError(
             f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes share"
@@ -56,7 +60,10 @@ def _is_done_on_all_ranks(future: Future) -> bool:
 
 
 class CheckpointManager(CheckpointLoader):
-    """Checkpoint directory of a running run, in which it saves (also in the background), loads and deletes checkpoints."""
+    """Checkpoint directory of a running run.
+
+    The run saves, also in the background, loads and deletes checkpoints in it.
+    """
 
     def __init__(
         self,
@@ -66,14 +73,15 @@ class CheckpointManager(CheckpointLoader):
         keep_steps: Collection[int] = (),
         before_publish: Callable[[], None] | None = None,
     ):
-        """Manage the checkpoints in `folder`; the `keep` arguments are those of `checkpoints_to_delete`.
+        """Manage the checkpoints in `folder`, of which rules decide which are kept.
 
         Args:
             folder: Directory of the checkpoints, which need not exist.
             keep_last: Number of newest checkpoints to keep.
             keep_every: Number of whose multiples all steps are kept.
             keep_steps: Further steps to keep.
-            before_publish: Called on rank 0 before a checkpoint gets its final name, which an InputError prevents.
+            before_publish: Called on rank 0 before a checkpoint gets its final name, which an
+                InputError prevents.
         """
         super().__init__(folder)
         self._keep = (keep_last, keep_every)
@@ -88,14 +96,15 @@ class CheckpointManager(CheckpointLoader):
         """Directory of a running save, which this rank removes after an error."""
         self._saved_step = 0
         """Step of a running save."""
-        self._whole: dict[
-            int, dict[str, Any]
-        ] = {}  # fields of state.json of checkpoints found to be whole
+        # Fields of state.json of checkpoints found to be whole.
+        self._whole: dict[int, dict[str, Any]] = {}
 
     def retarget_tracker(self, plan: Plan) -> None:
-        """Reset the tracker, if its step did not skip `plan`'s packs, to the newest earlier one that did; delete if none.
+        """Reset the tracker to the newest checkpoint that skipped the packs of `plan`.
 
-        Exports read the tracker. A tracked checkpoint without these packs stays. For rank 0.
+        Nothing changes if the tracked checkpoint did. Only earlier checkpoints are tracked instead;
+        without any, the tracker is deleted. Exports read the tracker. A tracked checkpoint without
+        these packs stays. For rank 0.
         """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
@@ -107,11 +116,18 @@ class CheckpointManager(CheckpointLoader):
             (self.folder / TRACKER_FILE).unlink()
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
-        """Save the checkpoint of `step` with `progress`, set the tracker and delete old ones; only begin it unless `block`.
+        """Save the checkpoint of `step`, set the tracker and delete old checkpoints.
 
-        `progress` goes to state.json. All ranks call this together, on the main thread. Without `block` a thread writes from a
-        copy: call `finish_save` until done. A running save is finished first. An InputError leaves nothing of the new checkpoint
-        and all others unchanged.
+        All ranks call this together, on the main thread. A running save is finished first.
+
+        Args:
+            progress: Further entries of state.json.
+            block: Whether to finish the save. If not, a thread writes from a copy: call
+                `finish_save` until done.
+
+        Raises:
+            InputError: The checkpoint is not saved. Nothing is left of it, and all others are
+                unchanged.
         """
         self.finish_save()
         state = {
@@ -144,13 +160,19 @@ class CheckpointManager(CheckpointLoader):
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save has begun and is not finished by `finish_save` yet; the same on all ranks."""
+        """Return whether a save has begun and `finish_save` has not finished it.
+
+        The answer is the same on all ranks.
+        """
         return self._writing is not None or self._publishing is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Finish a running save, on all ranks together; `block=False` only halves done on all ranks. Raises its errors.
+        """Finish a running save.
 
-        All ranks call this together, on the main thread.
+        All ranks call this together, on the main thread. It raises the errors of the save.
+
+        Args:
+            block: Whether to wait. If not, only halves that are done on all ranks are finished.
         """
         if self._writing is not None and (block or _is_done_on_all_ranks(self._writing)):
             futures.wait([self._writing])
@@ -171,7 +193,10 @@ class CheckpointManager(CheckpointLoader):
 
     @contextlib.contextmanager
     def _report_unsaved(self) -> Iterator[None]:
-        """Add to an InputError in the context that the step is not saved, and remove its files; on rank 0, which prints it."""
+        """Add to an InputError in the context that the step is not saved.
+
+        Rank 0, which prints the error, also removes the files of the step.
+        """
         try:
             yield
         except InputError as error:
@@ -185,7 +210,10 @@ class CheckpointManager(CheckpointLoader):
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the weights of a whole module as the checkpoint of step 0.
 
-        The module is not divided over ranks. `identity`: that of the run.
+        The module is not divided over ranks.
+
+        Args:
+            identity: Identity of the run.
         """
         attempt = self._create_attempt_dir(0)
         _write_chunks(
@@ -197,7 +225,10 @@ class CheckpointManager(CheckpointLoader):
 
     @contextlib.contextmanager
     def drain_saves(self) -> Iterator[None]:
-        """Finish a running save at the end of the context; after an error that not all ranks share, only wait for it."""
+        """Finish a running save at the end of the context.
+
+        After an error that not all ranks share, only wait for it.
+        """
         try:
             yield
         except BaseException as error:
@@ -212,19 +243,22 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
 
     def remove_attempt(self) -> None:
-        """Delete the directory of a save interrupted by an error of one rank, if any, once no other rank writes to it."""
+        """Delete the directory of a save that an error of one rank has interrupted.
+
+        No other rank may still write to it.
+        """
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
 
     def _describe_last_checkpoint(self) -> str:
-        """Return the end of the message that a step is not saved: the last step that is, and how to resume."""
+        """Return the last step that is saved and how to resume, as the end of a message."""
         earlier = [step for step in self.steps() if step < self._saved_step]
         if not earlier:
             return "and no step before it"
         return f"step {earlier[-1]} is: give the same command again when the cause is gone"
 
     def _create_attempt_dir(self, step: int) -> Path:
-        """Create and return a hidden directory for the files of the checkpoint of `step`."""
+        """Create a hidden directory for the files of a checkpoint; return its path."""
         attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"
         with convert_write_errors(self.folder, name_host=True):
             attempt.mkdir(parents=True)
@@ -238,9 +272,10 @@ class CheckpointManager(CheckpointLoader):
         updates: int,
         plan: Plan | None = None,
     ) -> None:
-        """Make a checkpoint that all `ranks` have written permanent; do nothing except on rank 0.
+        """Make a checkpoint that all `ranks` have written permanent, on rank 0.
 
-        Add indexes and state.json, rename the directory, update the tracker and delete old checkpoints.
+        Add indexes and state.json, rename the directory, update the tracker and delete old
+        checkpoints. Other ranks do nothing.
         """
         if get_rank() > 0:
             return
@@ -277,16 +312,20 @@ class CheckpointManager(CheckpointLoader):
         return fields
 
     def _remove(self, path: Path) -> None:
-        """Delete a checkpoint, hidden first so that an interrupted deletion leaves nothing that looks like one."""
+        """Delete a checkpoint.
+
+        It is hidden first, so that an interrupted deletion leaves nothing that looks like one.
+        """
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
-        """Delete on rank 0, under keep rules, checkpoints before `newest` that they drop, are damaged or skipped other packs.
+        """Delete checkpoints before `newest` by the rules of `checkpoints_to_delete`.
 
-        Damaged ones and those with skipped packs do not count as kept. Nothing is deleted without keep rules or if `newest` is
-        incomplete. Later steps stay, and so do checkpoints that currently cannot be read or deleted.
+        Those that are damaged or skipped other packs than `plan` are deleted too, and do not count
+        as kept. Nothing is deleted without rules or if `newest` is incomplete. Later steps stay,
+        and so do checkpoints that currently cannot be read or deleted. For rank 0.
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
@@ -308,7 +347,10 @@ class CheckpointManager(CheckpointLoader):
                 self._remove(self.path(step))
 
     def remove_leftovers(self) -> None:
-        """Delete hidden directories and temporary files of interrupted saves and deletions from the checkpoint directory."""
+        """Delete what interrupted saves and deletions have left in the directory.
+
+        These are hidden directories and temporary files.
+        """
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
             remove_path(stale)
 
@@ -319,10 +361,15 @@ def checkpoints_to_delete(
     keep_every: int | None,
     keep_steps: Collection[int] = (),
 ) -> list[int]:
-    """Return steps of `older` but its `keep_last` - 1 newest, multiples of `keep_every`, `keep_steps`; [] without rules.
+    """Return the steps of `older` that no rule keeps; none without rules.
 
-    `older` are the checkpoints before a newly saved one, which counts in `keep_last` (default 1). Without `keep_last` and
-    `keep_every` there is no rule.
+    Without `keep_last` and `keep_every` there is no rule.
+
+    Args:
+        older: Steps of the checkpoints before a newly saved one.
+        keep_last: Number of newest checkpoints to keep, with the newly saved one; 1 unless given.
+        keep_every: Number of whose multiples all steps are kept.
+        keep_steps: Further steps to keep.
     """
     if keep_last is None and keep_every is None:
         return []

@@ -1,1 +1,1 @@
-"""Coordination of ranks: collective calls, signal handling, the watchdog and the diagnosis of skipped steps."""
+"""Coordination of ranks: collective calls, signals, watchdog, skipped steps."""

@@ -1,4 +1,7 @@
-"""Propagation of results and errors across ranks, so that no rank waits for one that has ended."""
+"""Propagation of results and errors across ranks.
+
+No rank waits for one that has ended.
+"""
 
 import contextlib
 import dataclasses
@@ -21,19 +24,24 @@ from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
+# Paths, whose content is compared instead.
 _NODE_LOCAL_FIELDS = (
     "config",
     "data_path",
     "valid_data_path",
     "tokenizer",
-)  # paths, whose content is compared instead
+)
 _INPUT_ERROR_KEY = "megaenc/wrong"
 _FAILED_KEY = "megaenc/failed"
 _REPORTED_KEY = "megaenc/told"
 
 
 def call_on_all(function: Callable[[], Result]) -> Result:
-    """Call `function` on all ranks; return its result on this one, or raise on all the lowest failing rank's InputError."""
+    """Call `function` on all ranks, and return its result on this one.
+
+    Raises:
+        InputError: The lowest failing rank's error, on all ranks.
+    """
     result, error = _call_catching_input_error(function)
     errors, _ = gather_lowest(error)
     for lowest in errors.values():
@@ -42,7 +50,11 @@ def call_on_all(function: Callable[[], Result]) -> Result:
 
 
 def broadcast_call(function: Callable[[], Result]) -> Result:
-    """Call `function` on rank 0 only; return its result, or raise its InputError, on every rank."""
+    """Call `function` on rank 0 only, and return its result on every rank.
+
+    Raises:
+        InputError: The error of `function`, on every rank.
+    """
     result, error = broadcast_object(
         _call_catching_input_error(function) if get_rank() == 0 else None
     )
@@ -62,7 +74,10 @@ def _call_catching_input_error(
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise InputError on all ranks, naming field and rank, if ranks differ in flags (not paths), identity or start."""
+    """Raise InputError on all ranks if their plans differ, naming field and rank.
+
+    Flags except paths, identity and starting point are compared.
+    """
     values = {
         name: value
         for name, value in flags.flatten(plan.settings).items()
@@ -80,9 +95,11 @@ def check_same_plan(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
-    """End all ranks if one raises in the context, unless all raise InputError: it calls `clean_up` and raises, others exit.
+    """End all ranks if one raises an error in the context.
 
-    The others exit silently with code 2, even from a collective, once the rank that failed first has called `clean_up`.
+    The rank that fails calls `clean_up` and raises. The others exit silently with code 2, even from
+    a collective, once the rank that failed first has called `clean_up`. An InputError that all
+    ranks raise ends them without that.
     """
     if dist.get_world_size() == 1:
         try:
@@ -121,9 +138,7 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
 def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_seconds: float) -> None:
     """Exit with code 2 after an error of another rank is reported.
 
-    Return when `has_ended` is set.
-
-    Also returns if the store's process is gone, as collectives then fail too.
+    Return when `has_ended` is set, or if the store's process is gone, as collectives then fail too.
     """
     with contextlib.suppress(RuntimeError):
         while not has_ended.wait(poll_seconds):

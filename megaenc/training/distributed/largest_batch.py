@@ -26,7 +26,8 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     """Return `plan` with the most packs that fit in place of each `auto`.
 
-    `engine` has it afterwards. All ranks call it together, before the first step. The weights stay as they are.
+    All ranks call this together, before the first step. `engine` gets the plan too; its weights
+    stay as they are.
     """
     state_size = sum(
         weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
@@ -61,8 +62,13 @@ def find_largest_batch(
 ) -> int:
     """Return the largest of the ascending `candidates` that fits on every rank.
 
-    It fits under all objectives; the first candidate if none does. All ranks call it together, and try the same. `room`: bytes
-    for tensors; `packs`: data, by default of the first phase, read from sample `first` on.
+    It fits under all objectives; the first candidate if none does. All ranks call this together,
+    and try the same.
+
+    Args:
+        room: Bytes for tensors.
+        packs: Data set, by default of the first phase.
+        first: Number of the first sample to read.
     """
 
     def too_large(count: int) -> bool:

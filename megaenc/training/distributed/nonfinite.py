@@ -17,11 +17,12 @@ _NAMED_RANKS = 8
 
 
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
-    """Rerun each pack of `step` to find non-finite ones.
+    """Rerun each pack of `step` to find those with a non-finite loss or gradient.
 
-    Return two texts, the cause and a remedy.
+    All ranks call this together. Weights and optimizer are unchanged.
 
-    All ranks call this together and get the same texts. Weights and optimizer are unchanged.
+    Returns:
+        Two texts, the cause and a remedy, the same on all ranks.
     """
     plan = engine.plan
     objectives = [objective for _, objective in plan.schedule.objectives(step)]
@@ -67,7 +68,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
     """Print the cause of the skipped `step`.
 
-    Raises InputError on all ranks if `skipped_count` exceeds --max-skipped-updates.
+    Raises:
+        InputError: `skipped_count` exceeds --max-skipped-updates, on all ranks.
     """
     cause, remedy = diagnose_nonfinite_step(engine, step)
     limit = engine.plan.settings.health.max_skipped_updates
@@ -83,9 +85,8 @@ def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_c
 def _format_ranks_with_hosts(is_named: bool) -> str:
     """Return text such as `rank 3 (node-1)` for the ranks that pass True.
 
-    It has the lowest if they are many, and is empty if there are none.
-
-    All ranks call this together.
+    All ranks call this together. If these ranks are many, only the lowest are named; the text is
+    empty if there are none.
     """
     hosts, count = gather_lowest(socket.gethostname() if is_named else None, limit=_NAMED_RANKS)
     if not count:

@@ -1,4 +1,4 @@
-"""Graceful stop of a run on all ranks at the same step, after a signal or a time limit."""
+"""Graceful stop of all ranks at the same step, after a signal or a time limit."""
 
 import signal
 import time
@@ -15,13 +15,19 @@ _REQUESTS = (*_SIGNALS, _TIME_LIMIT)
 
 
 class SignalHandler:
-    """Context that records SIGTERM, SIGINT, SIGUSR1 or `minutes` passed, for `votes`; a second SIGINT kills at once.
+    """Context that records requests to stop: signals or a time limit.
 
-    After a request, other signals are ignored, also after the context. For the main thread.
+    The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. After a request,
+    other signals are ignored, also after the context. For the main thread.
     """
 
     def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
-        """Request the end after `minutes` too, if given; `handle_signals=False` does not change signal handlers."""
+        """Set up the handler before the context begins.
+
+        Args:
+            minutes: Time after which the end is requested, too; None for no limit.
+            handle_signals: Whether to record signals; if not, their handlers are unchanged.
+        """
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes = minutes
         self._signals = _SIGNALS if handle_signals else ()
@@ -36,23 +42,22 @@ class SignalHandler:
         """Record the request; restore the default handler for a second SIGINT."""
         self._requested_signal = number
         if number == signal.SIGINT:
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # the kernel's handler, which does not wait for a collective
+            # The kernel's handler does not wait for a collective.
+            signal.signal(number, signal.SIG_DFL)
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             if not (self._requested_signal or self._reason):
                 signal.signal(number, before)
             elif signal.getsignal(number) == self._on_signal:
-                signal.signal(
-                    number, signal.SIG_IGN
-                )  # unlike a Python handler, this lasts until the end of the process
+                # Unlike a Python handler, this lasts until the end of the process.
+                signal.signal(number, signal.SIG_IGN)
 
     def votes(self) -> list[int]:
-        """Return 1 for each reason, a signal or the time limit, for which this rank requests the end, 0 for the others.
+        """Return 1 for each reason for which this rank requests the end, 0 for others.
 
-        The list is empty, on all ranks, if there can be no request.
+        Reasons are the signals and the time limit. The list is empty, on all ranks, if there can be
+        no request.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -61,7 +66,14 @@ class SignalHandler:
         return [int(request == reason) for reason in _REQUESTS]
 
     def stop_reason(self, votes: Sequence[float]) -> str | None:
-        """Return the signal or `--exit-duration-in-mins N` that ends the run, by the sum of all ranks' `votes`, else None."""
+        """Return the signal or time limit that ends the run.
+
+        Args:
+            votes: Sums of all ranks' `votes`.
+
+        Returns:
+            Name of the signal, or `--exit-duration-in-mins N`; None if nothing ends the run.
+        """
         self._reason = max(
             (reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0
         )
@@ -70,10 +82,11 @@ class SignalHandler:
         return signal.Signals(self._reason).name if self._reason else None
 
     def wait_for_launcher(self) -> None:
-        """Wait a few seconds for this rank's own signal if the run ends by a SIGTERM that ranks on other nodes have got.
+        """Wait for this rank's own SIGTERM if that of other nodes ends the run.
 
-        When a node joins, the torchruns of the others send SIGTERM to their workers one shortly after the other. Workers that end
-        before their torchrun has noticed the join would count as failed.
+        When a node joins, the torchruns of the others send SIGTERM to their workers one shortly
+        after the other. Workers that end before their torchrun has noticed the join would count as
+        failed. The wait ends after a few seconds.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while (

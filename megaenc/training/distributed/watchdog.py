@@ -1,4 +1,7 @@
-"""The watchdog that ends a hanging run and writes the stack traces of all threads of all ranks."""
+"""The watchdog that ends a hanging run and writes stack traces of all threads.
+
+Each rank writes its own.
+"""
 
 import contextlib
 import faulthandler
@@ -27,33 +30,51 @@ _LIBRARY = Path(threading.__file__).parent
 _MAX_REPORT_BYTES = 1 << 16
 _MAX_PLACES = 4  # in the line about a hang, and stacks on standard error
 _MIN_STARTUP_SECONDS = 600.0  # the first step compiles kernels and reads files for the first time
-_REPORT_SECONDS = (
-    10.0  # to wait for the reports of other ranks; half of `fallback_delay` if that is less
-)
+# To wait for the reports of other ranks; half of `fallback_delay` if that is less.
+_REPORT_SECONDS = 10.0
 
 
 def fallback_delay(limit: float) -> float:
-    """Return the seconds after a watchdog's `limit` at which `faulthandler` takes over: half of `limit`, from 5 to 30."""
+    """Return the seconds after `limit` at which `faulthandler` takes over.
+
+    Args:
+        limit: Time limit of the watchdog in seconds.
+
+    Returns:
+        Half of `limit`, from 5 to 30.
+    """
     return min(30.0, max(5.0, limit / 2))
 
 
 def startup_timeout(limit: float) -> float:
-    """Return the seconds allowed for the first step, validation, save or load: 3 * `limit` (of later ones), at least 600."""
+    """Return the seconds allowed for the first step, validation, save or load.
+
+    Args:
+        limit: Seconds allowed for later ones.
+
+    Returns:
+        Three times `limit`, at least 600.
+    """
     return max(3 * limit, _MIN_STARTUP_SECONDS)
 
 
 def process_group_timeout(minutes: float) -> timedelta:
-    """Return the timeout of collectives, longer than a watchdog of `minutes` needs at startup to report a hang and exit."""
+    """Return the timeout of collectives under a watchdog of `minutes`.
+
+    It is longer than the watchdog needs at startup to report a hang and exit.
+    """
     return timedelta(seconds=startup_timeout(60 * minutes) + 2 * fallback_delay(60 * minutes))
 
 
 class Watchdog:
-    """Context that, `minutes` after the last `beat`, writes the stacks of all ranks to `folder` and exits with code 70.
+    """Context that ends the run `minutes` after the last `beat`, with stack traces.
 
-    The stacks go to `folder`/rank_00003.txt (without a folder those of one rank at each position to standard error). A thread
-    makes the other ranks do the same and waits for them, because a launcher kills all ranks when the first exits. One rank prints
-    a line with each rank's position. If the hanging thread holds the GIL, `faulthandler` writes the stacks to standard error
-    `fallback_delay` later and exits with code 1. For the main thread of one process group.
+    The stacks of each rank go to `folder`/rank_00003.txt; without a folder those of one rank at
+    each position go to standard error. The exit code is 70. A thread makes the other ranks do the
+    same and waits for them, because a launcher kills all ranks when the first exits. One rank
+    prints a line with each rank's position. If the hanging thread holds the GIL, `faulthandler`
+    writes the stacks to standard error `fallback_delay` later and exits with code 1. For the main
+    thread of one process group.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
@@ -82,7 +103,12 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, kind: str, step: int) -> None:
-        """Restart the time limit as activity `kind` ("save", ...) of `step` begins; the first of a kind gets longer."""
+        """Restart the time limit, as an activity begins.
+
+        Args:
+            kind: Kind of activity, such as "save"; the first of a kind gets longer.
+            step: Step of the activity.
+        """
         limit = self._limit if kind in self._earlier_kinds else startup_timeout(self._limit)
         self._earlier_kinds.add(kind)
         now = time.monotonic()
@@ -93,21 +119,19 @@ class Watchdog:
         """Poll for a timeout of this or another rank until the context ends."""
         while not self._has_left.wait(self._poll):
             has_other_timed_out = False
-            with contextlib.suppress(
-                RuntimeError
-            ):  # if the store's process is gone, collectives fail
+            # If the store's process is gone, collectives fail.
+            with contextlib.suppress(RuntimeError):
                 has_other_timed_out = self._store.check([_KEY])
             if has_other_timed_out or time.monotonic() > self._activity[3]:
                 self._terminate()
 
     def _terminate(self) -> None:
-        """Write the stack traces, exchange reports with the other ranks, print the line and end this process."""
+        """Write and exchange reports about a hang, and end this process."""
         self._ending = True
         faulthandler.cancel_dump_traceback_later()
         seconds = _REPORT_SECONDS + 5 * self._margin
-        force_exit = threading.Timer(
-            seconds, os._exit, (EXIT_HUNG,)
-        )  # in case store or file system hang too
+        # Store or file system may hang, too.
+        force_exit = threading.Timer(seconds, os._exit, (EXIT_HUNG,))
         force_exit.daemon = True
         force_exit.start()
         kind, step, since, _ = self._activity
@@ -125,9 +149,8 @@ class Watchdog:
                 f"{_KEY}/{get_rank()}", json.dumps(report | {"stacks": folder or "standard error"})
             )
             self._store.set(_KEY, "")
-            is_reporter = (
-                self._store.add(f"{_KEY}/reports", 1) == 1
-            )  # one rank reads the others' reports
+            # One rank reads the others' reports.
+            is_reporter = self._store.add(f"{_KEY}/reports", 1) == 1
             if is_reporter:
                 self._await_reports(min(_REPORT_SECONDS, self._margin / 2))
                 reports = self._read_reports()
@@ -140,23 +163,25 @@ class Watchdog:
             self._print_stacks_if_example(head)
         with contextlib.suppress(RuntimeError):
             if is_reporter:
-                self._await_reports(
-                    2 * self._margin
-                )  # gives silent ranks time for the fallback's stack traces
+                # Silent ranks get time for the fallback's stack traces.
+                self._await_reports(2 * self._margin)
                 self._store.set(f"{_KEY}/end", "")
             self._store.wait([f"{_KEY}/end"], timedelta(seconds=4 * self._margin))
         os._exit(EXIT_HUNG)
 
     def _print_stacks_if_example(self, head: str) -> None:
-        """Print the stack traces below `head` to standard error if this rank is to stand for those at its position."""
+        """Print this rank's stack traces if it stands for those at its position.
+
+        They go to standard error, below `head`.
+        """
         examples = [get_rank()]  # if nobody says so in time
         with contextlib.suppress(RuntimeError, ValueError):
             self._store.wait([f"{_KEY}/examples"], timedelta(seconds=2 * self._margin))
             parsed = parse_json(self._store.get(f"{_KEY}/examples")[:_MAX_REPORT_BYTES])
             examples = parsed if isinstance(parsed, list) else examples
         if get_rank() in examples:
-            # In one write, as the other examples print at the same time and `faulthandler` writes word by word. Every disk may be
-            # full.
+            # In one write, as the other examples print at the same time and `faulthandler` writes
+            # word by word. Every disk may be full.
             with open(
                 os.memfd_create("megaenc-stacks"), "w+", encoding="utf-8", errors="replace"
             ) as file:
@@ -165,15 +190,19 @@ class Watchdog:
                 print(f"{head}\n{file.read()}", file=sys.__stderr__, end="", flush=True)
 
     def _write_stacks(self, head: str) -> str:
-        """Write the stack traces of this process below `head`; return the directory, or "" without one or if it hangs."""
+        """Write the stack traces of this process below `head`; return the directory.
+
+        The directory is an empty text if there is none or if writing hangs.
+        """
         written_to = []
 
         def write_file() -> None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                # Each attempt appends an entry.
                 with open(
                     self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8"
-                ) as file:  # one entry per attempt
+                ) as file:
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
@@ -205,7 +234,10 @@ class Watchdog:
 
 
 def _parse_report(value: bytes) -> dict[str, Any]:
-    """Return the report of a rank in `value`, printable, and "unknown" for invalid fields, as anybody can write to the store."""
+    """Return the report of a rank in `value`, with printable texts.
+
+    Invalid fields are "unknown", as anybody can write to the store.
+    """
     parsed: Any = None
     with contextlib.suppress(ValueError):
         parsed = parse_json(value[:_MAX_REPORT_BYTES])
@@ -223,7 +255,10 @@ def _parse_report(value: bytes) -> dict[str, Any]:
 
 
 def _group_by_place(reports: dict[int, dict[str, Any]]) -> list[tuple[str, list[int]]]:
-    """Return the ranks at each position, the rarest position, likely the cause, first."""
+    """Return the ranks at each position, the rarest position first.
+
+    The rarest is likely the cause.
+    """
     places: dict[str, list[int]] = {}
     for number, report in sorted(reports.items()):
         places.setdefault(f"{report['at']}, {report['doing']}", []).append(number)
@@ -257,12 +292,18 @@ _ACTIVITY_PREFIXES = {
 
 
 def format_activity(kind: str, step: int) -> str:
-    """Return an activity as text such as `save of step 5` or `validation after step 5`; others such as `start` as is."""
+    """Return an activity as text such as `save of step 5`.
+
+    Kinds that have no step, such as `start`, are returned as they are.
+    """
     return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
 
 def _main_thread_location() -> str:
-    """Return the position of the main thread outside the standard library: `all_reduce (distributed_c10d.py:2810)`."""
+    """Return the position of the main thread outside the standard library.
+
+    It is text such as `all_reduce (distributed_c10d.py:2810)`.
+    """
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame.f_back and Path(frame.f_code.co_filename).parent == _LIBRARY:
         frame = frame.f_back
