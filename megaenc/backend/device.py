@@ -129,7 +129,8 @@ def detect_backend() -> Backend:
     if torch.cuda.is_available():
         if get_local_rank() >= torch.cuda.device_count():
             raise InputError(
-                f"{get_local_world_size()} processes on a machine with {torch.cuda.device_count()} accelerators: "
+                f"{get_local_world_size()} processes on a machine with "
+                f"{torch.cuda.device_count()} accelerators: "
                 "expected one process each (torchrun --nproc-per-node)"
             )
         device = torch.device("cuda", get_local_rank())
@@ -184,7 +185,8 @@ def _measure_gemm_flops(dtype: torch.dtype) -> float:
     from time import perf_counter
 
     for size in (128, 256, 512, 1024):
-        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        a = torch.ones(size, size, dtype=dtype)
+        b = torch.ones(size, size, dtype=dtype)
         best = float("inf")
         for _ in range(20):  # so many that other processes slow down only some of them
             start = perf_counter()

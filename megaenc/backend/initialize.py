@@ -75,26 +75,31 @@ def check_launcher_variables() -> None:
         value = os.environ.get(name, "")
         if value and not value.isdecimal():
             raise InputError(
-                f"{name}: found {value!r} in the environment, expected a whole number; torchrun sets it"
+                f"{name}: found {value!r} in the environment, expected a whole number; torchrun "
+                "sets it"
             )
     if is_launched() and get_rank() >= get_world_size():
         raise InputError(
-            f"RANK: found {get_rank()} in the environment, expected less than WORLD_SIZE, {get_world_size()}"
+            f"RANK: found {get_rank()} in the environment, expected less than WORLD_SIZE, "
+            f"{get_world_size()}"
         )
     if not is_launched() and get_world_size() > 1:
         place = "in the environment without RANK"
         raise InputError(
-            f"WORLD_SIZE: found {get_world_size()} {place}, expected both, as torchrun sets them, or neither"
+            f"WORLD_SIZE: found {get_world_size()} {place}, expected both, as torchrun sets them, "
+            "or neither"
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if is_launched() and not os.environ.get(name):
             raise InputError(
-                f"{name}: missing in the environment, which has RANK: start with torchrun, or unset RANK"
+                f"{name}: missing in the environment, which has RANK: start with torchrun, or "
+                "unset RANK"
             )
     tasks = os.environ.get("SLURM_NTASKS", "")
     if not is_launched() and tasks.isdecimal() and int(tasks) > 1:
         print(
-            f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; docker/slurm has job files for all"
+            f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; "
+            "docker/slurm has job files for all"
         )
 
 

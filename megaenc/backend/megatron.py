@@ -32,7 +32,8 @@ def check_megatron_version(version: str | None = None) -> str:
     if version not in KNOWN_VERSIONS:
         known = " or ".join(KNOWN_VERSIONS)
         raise InputError(
-            f"megatron-core {version} is installed, expected {known}: pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+            f"megatron-core {version} is installed, expected {known}: pip install "
+            f"megatron-core=={KNOWN_VERSIONS[-1]}"
         )
     return version
 

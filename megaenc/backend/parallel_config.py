@@ -83,7 +83,8 @@ class ParallelConfig:
         pipeline = self.pipeline_model_parallel_size
         if world_size % (tensor * pipeline):
             raise InputError(
-                f"{world_size} processes cannot be laid out as tensor parallel {tensor} x pipeline parallel {pipeline}: "
+                f"{world_size} processes cannot be laid out as tensor parallel {tensor} x "
+                f"pipeline parallel {pipeline}: "
                 f"expected a multiple of {tensor * pipeline} (torchrun --nproc-per-node)"
             )
         if self.sequence_parallel and tensor == 1:
@@ -94,7 +95,8 @@ class ParallelConfig:
             self.use_distributed_optimizer and self.overlap_grad_reduce
         ):
             raise InputError(
-                "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"
+                "--overlap-param-gather: needs --use-distributed-optimizer and "
+                "--overlap-grad-reduce"
             )
 
     def check_device(self) -> None:
@@ -133,19 +135,23 @@ class ParallelConfig:
         if self.pipeline_model_parallel_layout:
             if each:
                 raise InputError(
-                    "--num-layers-per-virtual-pipeline-stage: found with --pipeline-model-parallel-layout, expected one of them"
+                    "--num-layers-per-virtual-pipeline-stage: found with "
+                    "--pipeline-model-parallel-layout, expected one of them"
                 )
             return _parse_pipeline_layout(self.pipeline_model_parallel_layout, num_layers, stages)
         if each:
             if num_layers % (each * stages) or num_layers == each * stages:
                 raise InputError(
-                    f"--num-layers-per-virtual-pipeline-stage: found {each}, but {num_layers} layers on {stages} stages are not "
-                    f"two or more chunks of {each} on each; for uneven chunks give --pipeline-model-parallel-layout"
+                    f"--num-layers-per-virtual-pipeline-stage: found {each}, but {num_layers} "
+                    f"layers on {stages} stages are not "
+                    f"two or more chunks of {each} on each; for uneven chunks give "
+                    "--pipeline-model-parallel-layout"
                 )
             return (each,) * (num_layers // each)
         if num_layers < stages:
             raise InputError(
-                f"--pipeline-model-parallel-size: found {stages}, expected at most the {num_layers} layers"
+                f"--pipeline-model-parallel-size: found {stages}, expected at most the "
+                f"{num_layers} layers"
             )
         return _even_split(num_layers, stages)
 
@@ -174,17 +180,17 @@ class ParallelConfig:
 
         The error names the flag.
         """
-        full, selective = (self.recompute_granularity == name for name in ("full", "selective"))
-        for flag, value, granularity, is_selected in (
-            ("--recompute-modules", self.recompute_modules, "selective", selective),
-            ("--recompute-method", self.recompute_method, "full", full),
-            ("--recompute-num-layers", self.recompute_num_layers, "full", full),
+        for flag, value, granularity in (
+            ("--recompute-modules", self.recompute_modules, "selective"),
+            ("--recompute-method", self.recompute_method, "full"),
+            ("--recompute-num-layers", self.recompute_num_layers, "full"),
         ):
-            if value and not is_selected:
+            if value and self.recompute_granularity != granularity:
                 raise InputError(
-                    f"{flag}: needs --recompute-granularity {granularity}, found {self.recompute_granularity or 'none'}"
+                    f"{flag}: needs --recompute-granularity {granularity}, found "
+                    f"{self.recompute_granularity or 'none'}"
                 )
-        if not full:
+        if self.recompute_granularity != "full":
             return
         method, number = self.full_recompute
         split = self.layers_per_chunk(num_layers)
@@ -192,11 +198,13 @@ class ParallelConfig:
             # megatron-core would read past the last layer.
             if method == "uniform" and layers % number:
                 raise InputError(
-                    f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage"
+                    f"--recompute-num-layers: found {number}, expected a divisor of the {layers} "
+                    "layers of a stage"
                 )
         if number > max(split):
             raise InputError(
-                f"--recompute-num-layers: found {number}, expected at most the {max(split)} layers of a stage"
+                f"--recompute-num-layers: found {number}, expected at most the {max(split)} "
+                "layers of a stage"
             )
 
     @property
@@ -257,10 +265,12 @@ def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int
     parts = expanded.split("|")
     if "".join(parts) != f"E{'t' * num_layers}L":
         raise InputError(
-            f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts"
+            f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between "
+            "parts"
         )
     if len(parts) % stages or not all(parts):
         raise InputError(
-            f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of them empty"
+            f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of "
+            "them empty"
         )
     return tuple(part.count("t") for part in parts)

@@ -92,7 +92,8 @@ def select_attention(
             return name
         if requested != "auto":
             raise InputError(
-                f"--attention-backend {requested}: {failure}; expected a backend that works here, or auto"
+                f"--attention-backend {requested}: {failure}; expected a backend that works here, "
+                "or auto"
             )
         if available_count:
             failures.append(f"{name} is not used: {failure}")

@@ -95,7 +95,8 @@ class CheckpointDir:
             ) from None
         if not text.isdecimal():
             raise InputError(
-                f"{tracker}: found {text!r}, expected the number of a step; remove the file to use the newest"
+                f"{tracker}: found {text!r}, expected the number of a step; remove the file to "
+                "use the newest"
             )
         return int(text)
 
@@ -155,7 +156,8 @@ class CheckpointDir:
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(
-                f"{path / STATE_FILE}: not written by a save ({error!r}); the checkpoint is incomplete"
+                f"{path / STATE_FILE}: not written by a save ({error!r}); the checkpoint is "
+                "incomplete"
             ) from None
         if damage:
             raise DamagedCheckpointError(f"{damage}; the checkpoint is incomplete")
@@ -178,12 +180,11 @@ class CheckpointDir:
         The tracked step is included even if its checkpoint is missing. Without a tracker file all
         steps are returned. Later checkpoints may be left from before a rewind.
         """
-        tracked, steps = self.tracked_step(), self.steps()
-        return (
-            steps
-            if tracked is None
-            else sorted({step for step in steps if step < tracked} | {tracked})
-        )
+        tracked = self.tracked_step()
+        steps = self.steps()
+        if tracked is None:
+            return steps
+        return sorted({step for step in steps if step < tracked} | {tracked})
 
 
 DIGEST_FIELD = "sha256"
@@ -269,5 +270,8 @@ def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> st
         digest = digests[name]["sha256"]
         if digest != entry["sha256"]:
             expected_digest = str(entry["sha256"])[:12]
-            return f"{folder / name}: its content changed (SHA-256 {digest[:12]}..., expected {expected_digest}...)"
+            return (
+                f"{folder / name}: its content changed (SHA-256 {digest[:12]}..., expected "
+                f"{expected_digest}...)"
+            )
     return None

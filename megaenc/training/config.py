@@ -105,10 +105,13 @@ class PretrainConfig:
 
         The error names the flag.
         """
-        if self.phases:
-            self._check_phases(world_size)
-        else:
+        if not self.phases:
             self._check_settings(world_size)
+        for number, phase in enumerate(self.phase_configs if self.phases else (), 1):
+            try:
+                phase.settings._check_settings(world_size)
+            except InputError as error:
+                raise InputError(f"phase {number}: {error}") from None
         self._check_length()
         self.monitoring.check(self.output.save, self.total_iters, world_size)
         build_learning_rate(self)
@@ -147,9 +150,16 @@ class PretrainConfig:
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
-                f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
+                f"--train-tokens: found {self.train_tokens} together with --train-iters "
+                f"{self.train_iters}, expected one of them"
             )
-        self._check_window()
+        window = self.shape.window_size
+        length = self.data.seq_length
+        if window is not None and window >= length:
+            raise InputError(
+                f"--window-size: found {window}, expected less than --seq-length {length}; local "
+                "layers would attend globally"
+            )
         if (
             self.micro_batch_size == "auto"
             and self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
@@ -158,26 +168,6 @@ class PretrainConfig:
             # One rank that runs out of memory would leave the others of its replica waiting.
             problem = "measures a model on one device, found tensor or pipeline parallelism"
             raise InputError(f"--micro-batch-size auto: {problem}; expected a number of packs")
-
-    def _check_phases(self, world_size: int) -> None:
-        """Raise InputError, naming the phase, for settings it cannot have."""
-        for number, phase in enumerate(self.phase_configs, 1):
-            try:
-                phase.settings._check_settings(world_size)
-            except InputError as error:
-                raise InputError(f"phase {number}: {error}") from None
-
-    def _check_window(self) -> None:
-        """Raise InputError if the window of local layers is as long as a pack.
-
-        They would attend globally.
-        """
-        window = self.shape.window_size
-        length = self.data.seq_length
-        if window is not None and window >= length:
-            raise InputError(
-                f"--window-size: found {window}, expected less than --seq-length {length}; local layers would attend globally"
-            )
 
     def _check_length(self) -> None:
         """Raise InputError if the run has too many steps or tokens."""
@@ -192,7 +182,8 @@ class PretrainConfig:
             raise InputError(f"{flag}, expected at most {_MOST_STEPS:,} steps")
         if tokens > _MOST_TOKENS:
             raise InputError(
-                f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a step); "
+                f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a "
+                "step); "
                 f"expected at most {_MOST_TOKENS:,}"
             )
 
@@ -210,7 +201,8 @@ class PretrainConfig:
             )
         if passes > longest:
             raise InputError(
-                f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
+                f"{flag}: expected at most --seq-length {longest}, with which one token of a "
+                "document is hidden at a time"
             )
 
     def _check_blend_temperature(self) -> None:
@@ -222,7 +214,8 @@ class PretrainConfig:
         ]
         if phases and not any(has_group(data.data_path) for data in phases):
             raise InputError(
-                f"--blend-temperature {phases[0].blend_temperature:g}: found no group of corpora in --data-path, expected a "
+                f"--blend-temperature {phases[0].blend_temperature:g}: found no group of corpora "
+                "in --data-path, expected a "
                 "pattern such as 'data/*_text_document', or corpora without weights"
             )
 
@@ -238,14 +231,16 @@ class PretrainConfig:
         tensor = self.layout.tensor_model_parallel_size
         if "activation" in self.layout.recompute_modules:
             raise InputError(
-                f"--recompute-modules activation: has no effect with {flag}, which saves the activation's output in 8 bits; "
+                f"--recompute-modules activation: has no effect with {flag}, which saves the "
+                "activation's output in 8 bits; "
                 "leave one of them out"
             )
         shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
         for name, (rows, columns) in self.shape.linear_shapes(tensor).items():
             if rows % FLOAT8_ALIGNMENT or columns % FLOAT8_ALIGNMENT:
                 raise InputError(
-                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_ALIGNMENT}: change the "
+                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of "
+                    f"{FLOAT8_ALIGNMENT}: change the "
                     "widths or drop --fp8-format"
                 )
 
@@ -261,7 +256,8 @@ class PretrainConfig:
             raise InputError(f"{flag}: expected SAMPLES of at most {_MOST_GROWING_STEPS:,} x START")
         if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
             raise InputError(
-                f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {self.global_batch_size}"
+                f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size "
+                f"{self.global_batch_size}"
             )
 
     @property
@@ -426,9 +422,12 @@ _MOST_STEPS = 10**9  # a thousand times the steps of the longest known runs
 _MOST_TOKENS = 2**62  # positions in the data are int64
 _MOST_GROWING_STEPS = 10**6  # the first sample of each is held in memory
 
-DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, in one process or under torchrun.
-
-Without flags it trains the tiny preset on the demo corpus. Each flag is also a key of the YAML file given as --config."""
+DESCRIPTION = (
+    "Pretrain an encoder with CLM, MLM or any schedule of them, in one process or under torchrun."
+    "\n\n"
+    "Without flags it trains the tiny preset on the demo corpus. Each flag is also a key of the "
+    "YAML file given as --config."
+)
 
 
 def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
@@ -499,7 +498,8 @@ def _check_schedule(phases: Any, schedule: Any) -> None:
     """
     if phases and schedule is not None:
         raise InputError(
-            f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase"
+            f"--objective-schedule: found {schedule} together with phases, expected `objective` "
+            "of each phase"
         )
 
 

@@ -93,7 +93,8 @@ class OptimizerConfig:
         for name in ("muon_momentum", "muon_num_ns_steps") if self.optimizer != "muon" else ():
             if (value := getattr(self, name)) != getattr(OptimizerConfig, name):
                 raise InputError(
-                    f"--{name.replace('_', '-')}: found {value} with --optimizer {self.optimizer}, expected --optimizer muon"
+                    f"--{name.replace('_', '-')}: found {value} with --optimizer "
+                    f"{self.optimizer}, expected --optimizer muon"
                 )
 
 
@@ -130,11 +131,13 @@ class StartConfig:
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
                 raise InputError(
-                    f"--{at}-at {step}: found no --{at}-from, expected the run directory of this step"
+                    f"--{at}-at {step}: found no --{at}-from, expected the run directory of this "
+                    "step"
                 )
         if self.branch_from and self.init_from:
             raise InputError(
-                f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, expected one of them (--branch-from "
+                f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, "
+                "expected one of them (--branch-from "
                 "continues a run, --init-from loads only its weights)"
             )
         if self.skip_samples == "parent" and not (self.init_from or self.branch_from):
@@ -273,7 +276,8 @@ class MonitoringConfig:
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:
                 raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: found no --wandb-project, expected the project to log to"
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: found no --wandb-project, "
+                    "expected the project to log to"
                 )
         if self.wandb_project and not (save or self.wandb_save_dir):
             raise InputError(
@@ -288,7 +292,8 @@ class MonitoringConfig:
             )
         if not 1 <= self.profile_step_start <= self.profile_step_end <= steps:
             raise InputError(
-                f"--profile-step-start {self.profile_step_start} --profile-step-end {self.profile_step_end}: expected first and "
+                f"--profile-step-start {self.profile_step_start} --profile-step-end "
+                f"{self.profile_step_end}: expected first and "
                 f"last step of a trace, within the run's 1 to {steps}"
             )
         if (

@@ -44,7 +44,8 @@ def print_dry_run(plan: Plan) -> None:
     if settings.output.gpu:
         processes += f" on {settings.output.gpu}"
     console.print(
-        f"{format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}"
+        f"{format_model(plan)}, {processes}: "
+        f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}"
     )
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
@@ -62,7 +63,8 @@ def print_dry_run(plan: Plan) -> None:
         else "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
     )
     console.print(
-        f"special tokens of a document: {special.describe(plan.tokenizer)} ({special.mode}){remedy}",
+        f"special tokens of a document: {special.describe(plan.tokenizer)} "
+        f"({special.mode}){remedy}",
         soft_wrap=True,
     )
     console.print(_phase_table(plan))
@@ -80,8 +82,8 @@ def print_dry_run(plan: Plan) -> None:
             validation += ", in packs of the phase's length,"
         validation += f" under {', '.join(plan.validation_objectives)}"
     optimizer = settings.optimizer.optimizer
-    rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
-    console.print(f"learning rate: {rate}")
+    other = "" if optimizer == "adamw" else f"; optimizer {optimizer}"
+    console.print(f"learning rate: {plan.learning_rate.describe()}{other}")
     console.print(f"validation: {validation}", soft_wrap=True)
     backend = detect_backend()
     try:
@@ -115,7 +117,8 @@ def _corpus_table(plan: Plan) -> Table:
     if others:
         epochs = [row.epochs for row in others]
         table.add_row(
-            f"... {len(others):,} smaller corpora, {sum(row.packs == 0 for row in others):,} without a pack",
+            f"... {len(others):,} smaller corpora, {sum(row.packs == 0 for row in others):,} "
+            "without a pack",
             _format_share(sum(row.share for row in others)),
             f"{sum(row.tokens for row in others):,}",
             f"{sum(row.packs for row in others):,}",
@@ -141,9 +144,8 @@ def _phase_table(plan: Plan) -> Table:
     table = _new_table("phase", "steps", "tokens", "tokens so far", *changing)
     phases = plan.schedule.phases
     for phase in phases[:_TABLE_PHASES]:
-        before, after = (
-            plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step)
-        )
+        before = plan.settings.tokens_after(phase.first_step - 1)
+        after = plan.settings.tokens_after(phase.last_step)
         settings = plan.settings.phase_at(phase.first_step).settings
         cells = [
             f"{phase.first_step:,} to {phase.last_step:,}",

@@ -140,7 +140,8 @@ class LearningRateSchedule:
     def __post_init__(self) -> None:
         if self.warmup + self.decay > self.total:
             raise InputError(
-                f"warm-up of {self.warmup} and decay of {self.decay} steps do not fit in the {self.total} steps of the run: "
+                f"warm-up of {self.warmup} and decay of {self.decay} steps do not fit in the "
+                f"{self.total} steps of the run: "
                 "lower --lr-warmup-iters or --lr-wsd-decay-iters (or the fractions)"
             )
         object.__setattr__(self, "_remaining", DECAY_STYLES.find(self.style))
@@ -254,7 +255,10 @@ class LearningRateSchedule:
         if not self.decay:
             return text
         style = "" if self.style == LearningRateConfig.lr_wsd_decay_style else f" ({self.style})"
-        return f"{text}, down over the last {self.decay:,} steps{style} to {self(self.total):.4g} in the last"
+        return (
+            f"{text}, down over the last {self.decay:,} steps{style} to {self(self.total):.4g} in "
+            "the last"
+        )
 
 
 @dataclass(frozen=True)
@@ -342,7 +346,8 @@ def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> Non
             ) from error
         if not is_finite:
             raise InputError(
-                f"{flag}: decay style `{name}` is {value} after {elapsed:g} of the decay, expected a number"
+                f"{flag}: decay style `{name}` is {value} after {elapsed:g} of the decay, "
+                "expected a number"
             )
 
 
@@ -361,5 +366,6 @@ def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> Non
         flag = f"--{field.name.replace('_', '-')}"
         expected = WSD if field.name in WSD_FLAGS else "another style"
         raise InputError(
-            f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}"
+            f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no "
+            f"{flag}"
         )

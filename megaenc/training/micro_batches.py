@@ -72,19 +72,18 @@ class TokenGroups:
         Args:
             sums: Losses and counts of the groups, float64[2, G].
         """
-        names = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
-        scored = [
-            (name, loss / count) if count else None
-            for name, loss, count in zip((*names, *self.corpora), *sums, strict=True)
-        ]
-        ranges, corpora = (
-            dict(filter(None, part)) for part in (scored[: len(names)], scored[len(names) :])
-        )
-        return {
-            kind: losses
-            for kind, losses in (("by_position", ranges), ("by_corpus", corpora))
-            if len(losses) > 1
-        }
+        ranges = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
+        edge = len(ranges)
+        losses = {}
+        for kind, names, part in (
+            ("by_position", ranges, sums[:, :edge]),
+            ("by_corpus", self.corpora, sums[:, edge:]),
+        ):
+            scored = zip(names, *part, strict=True)
+            means = {name: loss / count for name, loss, count in scored if count}
+            if len(means) > 1:
+                losses[kind] = means
+        return losses
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,8 @@ class Muon(_ShardAwareOptimizer):
                 if s.param is not None and s.group == number and not s.parts
             ]
             self.update_adamw(vectors, group, group["lr"])
-        replicas, rank = (
-            (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
-        )
+        replicas = self.replica_group.size() if self.replica_group else 1
+        rank = self.replica_group.rank() if self.replica_group else 0
         matrices = self._order_matrices(replicas)
         for first in range(0, len(matrices), replicas):
             numbers = matrices[first : first + replicas]

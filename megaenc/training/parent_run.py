@@ -198,11 +198,12 @@ class ParentRun:
             at: Step of this run whose values are compared with those of the plan's first step, if
                 they change by phase.
         """
-        identities = [self.identity, plan.identity]
+        parents = self.identity
+        current = plan.identity
         if at is not None:
-            identities = [identity_at(self.identity, at), identity_at(plan.identity, 1)]
-        parents, current = ({name: values.get(name) for name in names} for values in identities)
-        if mismatch := describe_difference(parents, current):
+            parents = identity_at(parents, at)
+            current = identity_at(current, 1)
+        if mismatch := describe_difference(parents, current, fields=names):
             raise InputError(f"{self.flag}: {mismatch}; {reason}")
 
 
@@ -217,11 +218,8 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     """
     config = settings.start
     run_file = Path(settings.output.save) / RUN_FILE
-    run, at = (
-        (config.branch_from, config.branch_at)
-        if config.branch_from
-        else (config.init_from, config.init_at)
-    )
+    run = config.branch_from or config.init_from
+    at = config.branch_at if config.branch_from else config.init_at
     if not run or not settings.output.save:
         return None
     try:
@@ -244,13 +242,15 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     """
     if parent.is_converted:
         raise InputError(
-            f"{parent.flag}: holds converted weights without optimizer state; expected --init-from {parent.run}"
+            f"{parent.flag}: holds converted weights without optimizer state; expected "
+            f"--init-from {parent.run}"
         )
     settings = plan.settings
     at = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
     if at >= settings.total_iters:
         raise InputError(
-            f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}"
+            f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected "
+            f"--train-iters beyond {at}"
         )
     free = {*_FREE_IN_BRANCH, *phase_identity(settings)}
     shared_fields = [
@@ -264,7 +264,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     skip = settings.start.skip_samples
     if isinstance(skip, int) and skip != parent.start.skip_samples:
         raise InputError(
-            f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, expected the same for a branch"
+            f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, "
+            "expected the same for a branch"
         )
     _check_phases(plan, parent, at)
     _check_schedule(plan, parent, at)
@@ -274,7 +275,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
         parent.skipped, parent.start.skip_samples, parent.settings.samples_after(at)
     ):
         raise InputError(
-            f"--branch-at {at}: {parent.run} has since rewound and skipped packs that this step read; choose another step"
+            f"--branch-at {at}: {parent.run} has since rewound and skipped packs that this step "
+            "read; choose another step"
         )
     progress |= {
         "skip_samples": parent.start.skip_samples,
@@ -305,16 +307,16 @@ def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
         for identity in (plan.identity, parent.identity)
         for row in identity.get("phases", ())
     }
+    names = phase_identity(plan.settings)
     for step in sorted(
         {1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}
     ):
-        parents, current = (
-            {name: identity_at(identity, step).get(name) for name in phase_identity(plan.settings)}
-            for identity in (parent.identity, plan.identity)
-        )
-        if mismatch := describe_difference(parents, current):
+        parents = identity_at(parent.identity, step)
+        current = identity_at(plan.identity, step)
+        if mismatch := describe_difference(parents, current, fields=names):
             raise InputError(
-                f"{parent.flag}: {mismatch} at step {step}; a branch must have the value of its parent up to --branch-at {at}: "
+                f"{parent.flag}: {mismatch} at step {step}; a branch must have the value of its "
+                f"parent up to --branch-at {at}: "
                 "give the parent's steps as the first of `phases`, and the new value in the next"
             )
 
@@ -334,7 +336,8 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     if step:
         raise InputError(
             f"--branch-at {at}: step {step} trains {plan.schedule.describe_step(step)} here and "
-            f"{parent_schedule.describe_step(step)} in {parent.run}; expected an --objective-schedule equal to it up to "
+            f"{parent_schedule.describe_step(step)} in {parent.run}; expected an "
+            "--objective-schedule equal to it up to "
             f"step {at}"
         )
     packages = plan.schedule.packages()
@@ -347,8 +350,10 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     }:
         if packages.get(name) != parent_packages.get(name):
             raise InputError(
-                f"{parent.flag}: objective `{name}` is {parent_packages.get(name) or 'of megaenc'} there, "
-                f"{packages.get(name) or 'of megaenc'} here; expected the package or files that the parent was trained with"
+                f"{parent.flag}: objective `{name}` is "
+                f"{parent_packages.get(name) or 'of megaenc'} there, "
+                f"{packages.get(name) or 'of megaenc'} here; expected the package or files that "
+                "the parent was trained with"
             )
 
 
@@ -368,10 +373,10 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
             f"{parent.flag}: its learning rate cannot be computed here ({error})"
         ) from None
     installed = parents.identity
-    recorded = {name: parent.identity.get(name) for name in installed}
-    if mismatch := describe_difference(recorded, installed):
+    if mismatch := describe_difference(parent.identity, installed, fields=installed):
         raise InputError(
-            f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent was trained with"
+            f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent "
+            "was trained with"
         )
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
@@ -379,15 +384,21 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
     if isinstance(parents, LearningRateSchedule) and step > parents.last_peak:
         steps = [step for step in parent.checkpoints.steps() if step <= parents.last_peak]
         raise InputError(
-            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {parents.last_peak}), and a branch "
-            f"continues at the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
+            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step "
+            f"{parents.last_peak}), and a branch "
+            f"continues at the peak; expected one of {_format_steps(steps)}, or --init-from to "
+            "take only its weights"
         )
     expected = parents.describe()
     if isinstance(parents, LearningRateSchedule):
         end = plan_end - at + 1
-        expected = f"--lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most {end} steps"
+        expected = (
+            f"--lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most "
+            f"{end} steps"
+        )
     raise InputError(
-        f"--branch-at {at}: the learning rate of step {step} is {parents(step):g} in {parent.run}, {schedule(step):g} here; "
+        f"--branch-at {at}: the learning rate of step {step} is {parents(step):g} in "
+        f"{parent.run}, {schedule(step):g} here; "
         f"expected its own up to step {at}: {expected}"
     )
 

@@ -235,12 +235,14 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     if not isinstance(objective, str):
         problem = "missing" if objective is None else f"found {objective!r}"
         raise InputError(
-            f"{source}: field `objective`: {problem}, expected an objective, mixture or sum such as mlm(mask=0.3)"
+            f"{source}: field `objective`: {problem}, expected an objective, mixture or sum such "
+            "as mlm(mask=0.3)"
         )
     given = [name for name in _LENGTHS if values.get(name) is not None]
     if len(given) != 1:
         raise InputError(
-            f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them"
+            f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, "
+            "expected one of them"
         )
     settings = dataclasses.replace(config, phases=(), objective_schedule=objective)
     settings = flags.replace_fields(drop_replaced(settings, values), values, source=source)
@@ -252,7 +254,8 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
             and not has_group(settings.data.data_path)
         ):
             raise InputError(
-                f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a group of corpora in data_path, "
+                f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a "
+                "group of corpora in data_path, "
                 "expected a pattern such as 'data/*_text_document', or corpora without weights"
             )
     except InputError as error:
@@ -264,6 +267,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     # A sole phase without amount begins with it.
     if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():
         raise InputError(
-            f"{source}: field `objective`: found {objective}, expected one objective, mixture or sum without an amount"
+            f"{source}: field `objective`: found {objective}, expected one objective, mixture or "
+            "sum without an amount"
         )
     return settings

@@ -233,8 +233,10 @@ class Plan:
                 steps, data.train.first_sample + data.train.samples, key=self._first_sample_after
             )
             raise InputError(
-                f"--blend-max-epochs {data.max_epochs}: all corpora end after {data.train.samples:,} packs, in step "
-                f"{possible + 1:,} of {self.settings.total_iters:,}; expected a run or phase that ends with step {possible:,}, "
+                f"--blend-max-epochs {data.max_epochs}: all corpora end after "
+                f"{data.train.samples:,} packs, in step "
+                f"{possible + 1:,} of {self.settings.total_iters:,}; expected a run or phase that "
+                f"ends with step {possible:,}, "
                 "more text or more epochs"
             )
 

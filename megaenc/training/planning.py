@@ -11,12 +11,11 @@ from megaenc.data.packing.blended_dataset import list_prefixes, parse_data_path
 from megaenc.data.packing.builder import RunData, check_same_special_tokens
 from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
-from megaenc.training.config_groups import DataConfig, OutputConfig
+from megaenc.training.config_groups import DataConfig
 from megaenc.training.parent_run import record_run_init, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
@@ -40,28 +39,43 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     settings.check(get_world_size())
     if not settings.output.dry_run:
         check_device(settings, detect_backend())
-    _check_named_device(settings.output)
+    gpu = settings.output.gpu
+    if gpu and not settings.output.dry_run:
+        raise InputError(
+            "--gpu: found without --dry-run; a run takes the devices of its machines, so leave "
+            "the flag out"
+        )
+    if gpu and not peak_bf16_flops(gpu):
+        raise InputError(
+            f"--gpu: found {gpu}, expected a device type such as h100 or mi250x, which `--help` "
+            "lists"
+        )
     learning_rate = build_learning_rate(settings)
+
+    # Tokenizer and schedule.
     data_configs, tokenizer_name = _resolve_data(settings)
     prefixes = [prefix for data in data_configs for prefix in list_prefixes(data.data_path)]
-    for prefix in dict.fromkeys(
-        (*prefixes, *parse_valid_data_path(settings.output.valid_data_path).values())
-    ):
+    validation_paths = parse_valid_data_path(settings.output.valid_data_path)
+    for prefix in dict.fromkeys((*prefixes, *validation_paths.values())):
         refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
         raise InputError(
-            "--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name"
+            "--tokenizer: missing, expected the tokenizer that the corpus was built with: a "
+            "directory or a name"
         )
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = read_vocabulary(tokenizer)
     rows = settings.shape.vocab_size
     if rows is not None and rows < vocabulary.size:
         raise InputError(
-            f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
+            f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of "
+            f"--tokenizer {tokenizer_name}"
         )
     schedule = Schedule.build(
         settings.schedule_text, settings.total_iters, vocabulary, settings.seed
     )
+
+    # Corpora of each phase, and of validations.
     corpora: dict[str, Corpus] = {}
     opened = {
         data: RunData.open(
@@ -78,9 +92,25 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         )
         for data in dict.fromkeys(data_configs)
     }
-    validation_sets = _open_validation_sets(settings, list(opened.values()), vocabulary, corpora)
-    _check_special_tokens(list(opened.values()), validation_sets)
-    by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
+    parts = list(opened.values())
+    train_fingerprints = {corpus.fingerprint for data in parts for corpus in data.corpora}
+    validation_sets = []
+    for name, prefix in validation_paths.items() if settings.eval_every else ():
+        validation_sets.append(
+            ValidationSet.open(
+                name,
+                prefix,
+                vocabulary,
+                split=settings.data.split,
+                order=settings.data.data_order,
+                train_fingerprints=train_fingerprints,
+                opened=corpora,
+            )
+        )
+    _check_special_tokens(parts, validation_sets)
+
+    # Plan, and its starting point and skipped packs.
+    by_phase = [opened[data] for data in data_configs] if len(parts) > 1 else parts
     plan = Plan(
         settings,
         vocabulary,
@@ -89,13 +119,13 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         schedule,
         learning_rate,
         earlier_data=tuple(by_phase[:-1]),
-        validation_sets=validation_sets,
+        validation_sets=tuple(validation_sets),
     )
     objectives = (
         schedule.initial_objectives() | schedule.final_objectives() | plan.validation_objectives
     )
     for objective in objectives.values():
-        for data in opened.values():
+        for data in parts:
             for sample in range(2):
                 check_targets(objective, data.train[sample], settings.seed)
     start = resolve_run_init(plan, given)
@@ -103,18 +133,6 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     plan = plan.with_skipped(*resolve_skip_ranges(plan))
     plan.check_supply()
     return plan
-
-
-def _check_named_device(output: OutputConfig) -> None:
-    """Raise InputError for a `--gpu` that is unknown or that a run would ignore."""
-    if output.gpu and not output.dry_run:
-        raise InputError(
-            "--gpu: found without --dry-run; a run takes the devices of its machines, so leave the flag out"
-        )
-    if output.gpu and not peak_bf16_flops(output.gpu):
-        raise InputError(
-            f"--gpu: found {output.gpu}, expected a device type such as h100 or mi250x, which `--help` lists"
-        )
 
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
@@ -127,46 +145,16 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
     if gpu:
         if fp8_format and not has_float8(gpu):
             raise InputError(
-                f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag out"
+                f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag "
+                "out"
             )
         return
     settings.layout.check_device()
     if settings.has_auto_micro_batches and backend.is_cpu:
         raise InputError(
-            "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none; expected a number of packs"
+            "--micro-batch-size auto: fills the memory of an accelerator, and this machine has "
+            "none; expected a number of packs"
         )
-
-
-def _open_validation_sets(
-    settings: PretrainConfig,
-    parts: Sequence[RunData],
-    vocabulary: Vocabulary,
-    opened: dict[str, Corpus],
-) -> tuple[ValidationSet, ...]:
-    """Open the corpora of --valid-data-path that are not in `opened`.
-
-    None are opened if validation is turned off.
-
-    Raises:
-        InputError: A corpus cannot be used.
-    """
-    if not settings.eval_every:
-        return ()
-    train_fingerprints = {corpus.fingerprint for data in parts for corpus in data.corpora}
-    validation_sets = []
-    for name, prefix in parse_valid_data_path(settings.output.valid_data_path).items():
-        validation_sets.append(
-            ValidationSet.open(
-                name,
-                prefix,
-                vocabulary,
-                split=settings.data.split,
-                order=settings.data.data_order,
-                train_fingerprints=train_fingerprints,
-                opened=opened,
-            )
-        )
-    return tuple(validation_sets)
 
 
 def _check_special_tokens(
@@ -192,7 +180,8 @@ def _check_special_tokens(
         print_rank_0(f"{prefix}: records no special tokens; by its documents {mode}")
     if len(prefixes) > _NAMED_CORPORA:
         print_rank_0(
-            f"{len(prefixes) - _NAMED_CORPORA:,} more corpora record no special tokens; by their documents {mode}"
+            f"{len(prefixes) - _NAMED_CORPORA:,} more corpora record no special tokens; by their "
+            f"documents {mode}"
         )
 
 
@@ -224,7 +213,8 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
                 raise InputError(f"--dry-run: demo/ holds no {missing} yet; {hint}")
     if settings.data.tokenizer:
         raise InputError(
-            "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
+            "--data-path: missing, expected the prefix of a corpus built with --tokenizer "
+            "(tools/preprocess_data.py)"
         )
     ensure_demo(folder, parts=parts)
     path = (str(demo.data_prefix),)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,12 +37,12 @@ if TYPE_CHECKING:  # readers of a run directory import this module without torch
 
 # Seconds; a network file system releases the locks of a lost machine after a minute or two.
 _PATIENCE = 120.0
-CONFIG_FILE, RUN_FILE, TOKENIZER_DIR = "config.yaml", "run.json", "tokenizer"
-METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = (
-    "metrics.jsonl",
-    "validation.jsonl",
-    "stragglers.jsonl",
-)
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+TOKENIZER_DIR = "tokenizer"
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+STRAGGLERS_FILE = "stragglers.jsonl"
 STACKS_DIR = "stacks"
 """Directory of the stacks of a hang, possibly of one before the run began."""
 
@@ -217,7 +218,8 @@ def _read_rows(file: Path, step: int) -> list[str] | None:
     invalid = steps.index(None) if None in steps else len(lines)
     if numbers and invalid < numbers[-1]:
         raise InputError(
-            f"{file}: line {invalid + 1}: found {lines[invalid][:60]!r}, expected a JSON object with a `step`; "
+            f"{file}: line {invalid + 1}: found {lines[invalid][:60]!r}, expected a JSON object "
+            "with a `step`; "
             "correct or remove the line"
         )
     return [lines[number].decode("utf-8") for number in numbers]
@@ -237,21 +239,14 @@ def _check_contents(path: Path, plan: "Plan") -> None:
 
     It is empty, holds what a refused or killed start leaves, or the run of `plan`.
     """
-    if (path / RUN_FILE).exists():
-        _check_same_run(path, plan)
+    if not (path / RUN_FILE).exists():
+        for name in sorted(file.name for file in path.iterdir()):
+            if name not in (LOCK_FILE, STACKS_DIR) and not name.endswith(".tmp"):
+                raise InputError(
+                    f"--save {path}: not a run directory: holds {name} but no {RUN_FILE}; give a "
+                    "new or empty directory"
+                )
         return
-    names = sorted(file.name for file in path.iterdir())
-    other_files = [
-        name for name in names if name not in (LOCK_FILE, STACKS_DIR) and not name.endswith(".tmp")
-    ]
-    if other_files:
-        raise InputError(
-            f"--save {path}: not a run directory: holds {other_files[0]} but no {RUN_FILE}; give a new or empty directory"
-        )
-
-
-def _check_same_run(path: Path, plan: "Plan") -> None:
-    """Raise InputError if run.json belongs to a different run than `plan`."""
     metadata, _ = read_run_metadata(path / RUN_FILE)
     rewinds = metadata.get("rewinds", [])
     if not isinstance(rewinds, list):
@@ -260,16 +255,21 @@ def _check_same_run(path: Path, plan: "Plan") -> None:
         )
     if mismatch := describe_difference(metadata["identity"], plan.identity):
         raise InputError(
-            f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory"
+            f"--save {path} holds a different run: {mismatch}; give the same value or choose "
+            "another directory"
         )
     if tuple(rewinds) != plan.rewinds:  # by the previous holder of the lock
         raise InputError(
-            f"--save {path}: the run rewound at a loss spike while this command was starting; give it again"
+            f"--save {path}: the run rewound at a loss spike while this command was starting; "
+            "give it again"
         )
 
 
 def describe_difference(
-    recorded: dict[str, Any], current: dict[str, Any], names: tuple[str, str] = ("there", "here")
+    recorded: dict[str, Any],
+    current: dict[str, Any],
+    names: tuple[str, str] = ("there", "here"),
+    fields: Iterable[str] | None = None,
 ) -> str | None:
     """Return text on the first differing field of two identities; None if equal.
 
@@ -277,12 +277,14 @@ def describe_difference(
 
     Args:
         names: Words for `there` and `here`, such as ("on rank 0", "on rank 3").
+        fields: Fields to compare; all unless given.
     """
-    for name in dict.fromkeys((*current, *recorded)):
-        values = recorded.get(name), current.get(name)
-        if values[0] != values[1]:
-            recorded_text, current_text = (
-                truncate_text("not given" if value is None else str(value), 60) for value in values
-            )
-            return f"{name} is {recorded_text} {names[0]}, {current_text} {names[1]}"
+    for name in dict.fromkeys((*current, *recorded)) if fields is None else fields:
+        if recorded.get(name) != current.get(name):
+            texts = []
+            for identity, place in zip((recorded, current), names, strict=True):
+                value = identity.get(name)
+                text = "not given" if value is None else str(value)
+                texts.append(f"{truncate_text(text, 60)} {place}")
+            return f"{name} is {', '.join(texts)}"
     return None

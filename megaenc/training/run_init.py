@@ -128,7 +128,8 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
             "resume, branch and export it with that version, or begin anew in another directory"
         )
         raise InputError(
-            f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of megaenc wrote this run: {remedy}"
+            f"{file}: field `format`: found {text}, expected {RUN_FORMAT}; another version of "
+            f"megaenc wrote this run: {remedy}"
         )
     identity = metadata.get("identity")
     if not identity or not isinstance(identity, dict):

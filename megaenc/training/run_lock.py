@@ -37,7 +37,10 @@ class RunLock(FileLock):
                 self.remove()
                 reason = f"cannot be locked ({error.strerror}); expected a file system with locks"
             elif os.path.exists(self.path):
-                reason = f"{LOCK_FILE}: {error.strerror}; expected a file that you may write, as its owner can allow"
+                reason = (
+                    f"{LOCK_FILE}: {error.strerror}; expected a file that you may write, as its "
+                    "owner can allow"
+                )
             else:
                 reason = f"{error.strerror}; expected a writable directory"
             raise InputError(f"--save {folder}: {reason}") from None
@@ -48,16 +51,19 @@ class RunLock(FileLock):
         Raises:
             InputError: Another process still holds it.
         """
-        deadline, next_message = time.monotonic() + patience, time.monotonic() + _MESSAGE_AFTER
+        deadline = time.monotonic() + patience
+        next_message = time.monotonic() + _MESSAGE_AFTER
         while not self.acquire():
             if time.monotonic() >= deadline:
                 raise InputError(
-                    f"--save {self.folder}: another process is training in this directory; wait for it or choose another"
+                    f"--save {self.folder}: another process is training in this directory; wait "
+                    "for it or choose another"
                 )
             if time.monotonic() >= next_message:
                 next_message = deadline
                 print_rank_0(
-                    f"--save {self.folder}: another process holds its lock; waiting up to {patience:.0f} s"
+                    f"--save {self.folder}: another process holds its lock; waiting up to "
+                    f"{patience:.0f} s"
                 )
             time.sleep(0.1)
 
@@ -84,8 +90,10 @@ class RunLock(FileLock):
         """
         if not self.is_held():
             raise InputError(
-                f"{self.path}: found it removed or replaced, expected the lock of this run, which stops because another process "
-                "may write to the directory: give the same command again when no other process is left"
+                f"{self.path}: found it removed or replaced, expected the lock of this run, which "
+                "stops because another process "
+                "may write to the directory: give the same command again when no other process "
+                "is left"
             )
 
     def refresh(self) -> None:

@@ -55,7 +55,8 @@ class SkippedPacks:
             match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
             if not match or int(match[2] or match[1]) < int(match[1]):
                 raise InputError(
-                    f"--skip-packs {text}: expected the number of a pack (1300) or a range of numbers (1200-1215)"
+                    f"--skip-packs {text}: expected the number of a pack (1300) or a range of "
+                    "numbers (1200-1215)"
                 )
             ranges.append((int(match[1]), int(match[2] or match[1])))
         return cls.from_ranges(ranges)
@@ -114,7 +115,8 @@ class SkippedPacks:
         It is such as `; 17 packs left out: 1200-1215 1300`.
         """
         return (
-            f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: {self.format_short()}"
+            f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: "
+            f"{self.format_short()}"
             if self.ranges
             else ""
         )

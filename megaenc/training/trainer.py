@@ -212,20 +212,16 @@ class Trainer:
             broadcast_call(lambda: run.run_dir.begin(plan, kernels, last_step))
         self.logger = MetricsLogger(self, run.run_dir)
         self.logger.drop_rows_after(last_step)
-        self.callbacks = self._build_callbacks()
-
-    def _build_callbacks(self) -> list[Callback]:
-        """Return the callbacks of the run: its own, then those of --callbacks."""
-        monitoring = self.plan.settings.monitoring
-        callbacks: list[Callback] = [ProgressBeats(self)]
+        monitoring = plan.settings.monitoring
+        self.callbacks: list[Callback] = [ProgressBeats(self)]
+        """Callbacks of the run: its own, then those of --callbacks."""
         if monitoring.profile:
-            callbacks.append(Profiler(self))
-        callbacks.append(self.logger)
+            self.callbacks.append(Profiler(self))
+        self.callbacks.append(self.logger)
         if monitoring.log_straggler:
-            callbacks.append(StragglerDetector(self))
+            self.callbacks.append(StragglerDetector(self))
         for kind, options in parse_callbacks(monitoring.callbacks):
-            callbacks.append(kind(self, **options))
-        return callbacks
+            self.callbacks.append(kind(self, **options))
 
     def request_stop(self, reason: str) -> None:
         """End the run after this step, saved; all ranks must request it."""
@@ -356,12 +352,14 @@ def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
         ) from None
     if identity_digest(saved_state["identity"]) != start.parent:
         raise InputError(
-            f"{parent.path(start.at)} is a checkpoint of a different run than {start.run}; choose another"
+            f"{parent.path(start.at)} is a checkpoint of a different run than {start.run}; choose "
+            "another"
         )
     if start.kind == "branch":
         if not saw_same_data(engine.plan, saved_state):
             raise InputError(
-                f"{parent.path(start.at)} was replaced by one trained on other packs; give the same command again"
+                f"{parent.path(start.at)} was replaced by one trained on other packs; give the "
+                "same command again"
             )
         parent.load(engine, start.at)
         return saved_state

@@ -77,7 +77,8 @@ class TensorBoardLogger:
         marker = Path(folder) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
             raise InputError(
-                f"--tensorboard-dir {folder}: holds the events of another run, expected a separate directory"
+                f"--tensorboard-dir {folder}: holds the events of another run, expected a "
+                "separate directory"
             )
         marker.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(marker, run + "\n")
@@ -171,7 +172,8 @@ class WandbLogger:
         elif not wandb.api.api_key:  # init would prompt for one
             self._run = init_run("offline")
             print_rank_0(
-                f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, `wandb sync` uploads it"
+                f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, "
+                "`wandb sync` uploads it"
             )
         else:
             try:
@@ -180,7 +182,8 @@ class WandbLogger:
                 wandb.teardown()  # releases the id
                 self._run = init_run("offline")
                 print_rank_0(
-                    f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, `wandb sync` uploads it"
+                    f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, "
+                    "`wandb sync` uploads it"
                 )
         self._run.define_metric("*", step_metric="step")
 

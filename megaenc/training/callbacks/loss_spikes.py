@@ -63,5 +63,8 @@ def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
         if rewinds < allowed
         else f"; all of --max-rewinds {allowed} are used"
     )
-    spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
+    spike = (
+        f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent "
+        "ones"
+    )
     return spike + (action if allowed else "")

@@ -42,7 +42,8 @@ class Profiler(Callback):
         self._step = start_step
         if start_step >= self._last:
             print_rank_0(
-                f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, nothing is profiled"
+                f"--profile: steps {monitoring.profile_step_start} to {self._last} are over, "
+                "nothing is profiled"
             )
 
     def before_step(self, step: int) -> None:
@@ -89,9 +90,11 @@ class Profiler(Callback):
             finished.export_chrome_trace(str(trace))
             trace.rename(self._folder / f"{name}.json.gz")
             print_rank_0(
-                f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt next to it the table"
+                f"--profile: {self._folder / name}.json.gz is the trace "
+                "(https://ui.perfetto.dev), the .txt next to it the table"
             )
         except OSError as error:
             print_rank_0(
-                f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run continues without it"
+                f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run "
+                "continues without it"
             )

@@ -16,7 +16,10 @@ _MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is wo
 def format_model(plan: Plan) -> str:
     """Return name, number of parameters and precision of the model as text."""
     millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
-    return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
+    return (
+        f"{plan.settings.model_name}: {millions:.1f}M parameters in "
+        f"{'bf16' if plan.settings.bf16 else 'fp32'}"
+    )
 
 
 def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
@@ -31,9 +34,15 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     settings = plan.settings
     phases = plan.schedule.phases
     rows = plan.corpus_usage
-    computed = f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by {kernels['attention']}"
+    computed = (
+        f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by "
+        f"{kernels['attention']}"
+    )
     if not backend.is_cpu:
-        computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
+        computed += (
+            "; fused kernels: "
+            f"{', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
+        )
     start = f"resuming after step {resumed}" if resumed else plan.start.describe()
     phase_text = ", ".join(
         f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES]
@@ -55,8 +64,10 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     )
     uneven = "".join(f"\n  {line}" for line in describe_uneven_shares(settings))
     return (
-        f"{format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
-        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} tokens a step; saved to {save}\n"
+        f"{format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), "
+        f"{start}\n"
+        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} "
+        f"tokens a step; saved to {save}\n"
         f"  {data_text}{plan.skipped.describe()}{uneven}"
     )
 
@@ -72,7 +83,8 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
         if excess > _MAX_EXCESS:
             even = max(1, round(batch / ranks)) * ranks
             lines.append(
-                f"--global-batch-size {batch}: the ranks with most packs have {100 * excess:.0f} % more than the mean, which all "
+                f"--global-batch-size {batch}: the ranks with most packs have {100 * excess:.0f} "
+                "% more than the mean, which all "
                 f"others wait for; {even} packs are equal shares"
             )
     return lines
@@ -92,4 +104,7 @@ def format_run_footer(
     stopped = ""
     if stop_reason and step < total:
         stopped = f"; stopped by {stop_reason}" + (", the same command resumes it" if save else "")
-    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"
+    return (
+        f"step {step} of {total}: "
+        f"{'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"
+    )

@@ -28,9 +28,12 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
 if TYPE_CHECKING:
     from megaenc.training.trainer import Trainer
 
-SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
-"""Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and
-ranks in a report."""
+SLOW_RATIO = 1.2
+"""Ratio to the median from which a rank is slow."""
+CONSECUTIVE_REPORTS = 3
+"""Number of consecutive reports that make a slow rank a straggler."""
+REPORTED_RANKS = 4
+"""Number of ranks in a report."""
 
 RANK_FIELDS = np.dtype(
     [
@@ -115,8 +118,10 @@ class StragglerDetector(Callback):
         stragglers = np.flatnonzero(self._slow_reports_R == CONSECUTIVE_REPORTS)
         for row in [rows[rank] for rank in stragglers[:REPORTED_RANKS]]:
             print_rank_0(
-                f"straggler: rank {row['rank']} on {row['host']} (tensor {row['tensor']}, pipeline {row['pipeline']}, "
-                f"data {row['data']}) took {row['ratio']:.2f} times the median of comparable ranks in "
+                f"straggler: rank {row['rank']} on {row['host']} (tensor {row['tensor']}, "
+                f"pipeline {row['pipeline']}, "
+                f"data {row['data']}) took {row['ratio']:.2f} times the median of comparable "
+                "ranks in "
                 f"{CONSECUTIVE_REPORTS} consecutive reports, mostly in {row['slow_in']}"
             )
         if len(stragglers) > REPORTED_RANKS:

@@ -95,13 +95,18 @@ def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> No
     Raises:
         OSError: A file cannot be written.
     """
-    file, places = folder / f"__{rank}_0.distcp", []
+    file = folder / f"__{rank}_0.distcp"
+    places = []
     digests: Digests = {}
     if chunks:
         with open(file, "wb") as stream:
             for chunk in chunks:
                 start = stream.tell()
-                torch.save(_host_tensor(chunk), stream)
+                # Not copied if in host memory already. The storage holds nothing else, because
+                # torch.save writes whole storages.
+                values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
+                elements = torch.from_numpy(values.numpy()).view(chunk.dtype)
+                torch.save(elements.view(_box_shape(chunk)), stream)
                 places.append((start, stream.tell() - start))
             stream.flush()
             os.fsync(stream.fileno())
@@ -121,16 +126,6 @@ def _rank_index(folder: Path, rank: int) -> Path:
     The file is there until the checkpoint is published.
     """
     return folder / f"__{rank}_0.json"
-
-
-def _host_tensor(chunk: ShardedTensor) -> torch.Tensor:
-    """Return the elements of `chunk` as a tensor in host memory.
-
-    They are not copied if they are there. The tensor's storage holds nothing else, because
-    torch.save writes whole storages.
-    """
-    values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
-    return torch.from_numpy(values.numpy()).view(chunk.dtype).view(_box_shape(chunk))
 
 
 def _box_shape(chunk: ShardedTensor) -> tuple[int, ...]:
@@ -187,7 +182,8 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
     content = json.dumps({"optimizer_step": optimizer_step, "chunks": entries}).encode()
     if len(content) > MAX_TEXT:  # no load would read it
         raise InputError(
-            f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save on fewer ranks"
+            f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save "
+            "on fewer ranks"
         )
     (folder / INDEX_FILE).write_bytes(content)
     _write_metadata(folder, chunks)
@@ -201,7 +197,8 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
 
 def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
     """Write the index of `chunks` for torch's and megatron-core's readers."""
-    tensors, storage = {}, {}
+    tensors = {}
+    storage = {}
     for key, stored in _group_by_key(chunks).items():
         boxes = [
             dcp.ChunkStorageMetadata(torch.Size(each.global_offset), torch.Size(each.shape))
@@ -220,7 +217,8 @@ def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
 
 def check_coverage(chunks: Sequence[StoredChunk]) -> None:
     """Raise RuntimeError unless the chunks of a tensor hold each of its elements once."""
-    shape, elements = chunks[0].global_shape, 0
+    shape = chunks[0].global_shape
+    elements = 0
     active: list[StoredChunk] = []  # those with rows in common with the current chunk
     for chunk in sorted(chunks, key=lambda each: each.global_offset):
         is_inside = chunk.global_shape == shape and all(
@@ -323,7 +321,8 @@ class ChunkReader:
     """Reader of rectangles of tensors, which may lie across any stored chunks."""
 
     def __init__(self, folder: Path, chunks: Iterable[StoredChunk]):
-        self._folder, self._tensors = folder, _group_by_key(chunks)
+        self._folder = folder
+        self._tensors = _group_by_key(chunks)
 
     def has(self, prefix: str) -> bool:
         """Return whether the name of a tensor begins with `prefix`."""
@@ -337,7 +336,8 @@ class ChunkReader:
         """
         if key not in self._tensors:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's model"
+                f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's "
+                "model"
             )
         return self._tensors[key][0].global_shape
 
@@ -354,7 +354,8 @@ class ChunkReader:
                 pass
 
     def _read_chunk(self, chunk: ShardedTensor) -> None:
-        stored_shape, expected_shape = self.shape(chunk.key), tuple(chunk.global_shape)
+        stored_shape = self.shape(chunk.key)
+        expected_shape = tuple(chunk.global_shape)
         size = np.array(_box_shape(chunk))
         if chunk.allow_shape_mismatch:  # in the number of rows
             expected_shape = (
@@ -363,9 +364,11 @@ class ChunkReader:
             )
         if stored_shape != expected_shape:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, expected {expected_shape}"
+                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, "
+                f"expected {expected_shape}"
             )
-        target, offset = chunk.data.view(tuple(size)), np.array(chunk.global_offset)
+        target = chunk.data.view(tuple(size))
+        offset = np.array(chunk.global_offset)
         missing = math.prod(np.clip(np.array(stored_shape) - offset, 0, size).tolist())
         if missing < target.numel():
             target.zero_()
@@ -373,11 +376,12 @@ class ChunkReader:
         starts = np.maximum([each.global_offset for each in stored], offset)
         stops = np.minimum([each.corner for each in stored], offset + size)
         for number in np.flatnonzero((starts < stops).all(1)):
-            start, stop = starts[number] - offset, stops[number] - offset
+            start = starts[number]
+            stop = stops[number]
             values = self._read_box(
-                stored[number], starts[number] - stored[number].global_offset, stop - start
+                stored[number], start - stored[number].global_offset, stop - start
             )
-            target[tuple(map(slice, start, stop))].copy_(values)
+            target[tuple(map(slice, start - offset, stop - offset))].copy_(values)
             missing -= values.numel()
         if missing > 0:
             raise InputError(
@@ -387,14 +391,16 @@ class ChunkReader:
     def _read_box(self, chunk: StoredChunk, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
         """Return the rectangle of `size` at `start` of a stored chunk."""
         dtype = _DTYPES[chunk.dtype]
-        width, (columns, *_) = chunk.shape[-1], reversed(size.tolist())
+        width = chunk.shape[-1]
+        columns = int(size[-1])
         first_row = int(start[-2]) if len(start) > 1 else 0
         rows = math.prod(size.tolist()) // columns
         pieces = [(first_row + row, columns) for row in range(rows)]
         if columns == width:
             pieces = [(first_row, rows * columns)]
         buffer = torch.empty(rows * columns, dtype=dtype)
-        view, done = memoryview(buffer.view(torch.uint8).numpy()), 0
+        view = memoryview(buffer.view(torch.uint8).numpy())
+        done = 0
         file = self._folder / chunk.file
         with name_file(file), open(file, "rb", buffering=0) as stream:
             for row, count in pieces:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megaenc.backend.reductions import gather_lowest
 from megaenc.console import print_rank_0
@@ -54,8 +53,8 @@ class CheckpointLoader(CheckpointDir):
                 not written by a save.
         """
         state = broadcast_call(lambda: self.read_state(step))
-        path, names = self.path(step), sorted(state["files"])
-        mine = names[get_rank() :: dist.get_world_size()]
+        path = self.path(step)
+        mine = sorted(state["files"])[get_rank() :: dist.get_world_size()]
 
         def find_own_damage() -> str | None:
             with name_machine():
@@ -66,7 +65,8 @@ class CheckpointLoader(CheckpointDir):
             raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
             raise InputError(
-                f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value"
+                f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the "
+                "same value"
             )
         index = broadcast_call(lambda: read_index(path, state["files"]))
         updates, chunks = parse_index(index, state["files"])
@@ -156,10 +156,8 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
 
     Each rank reads its share, and receives what others have read.
     """
-    tensor_ranks, replicas = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
-    )
+    tensor_ranks = parallel_state.get_tensor_model_parallel_group()
+    replicas = parallel_state.get_data_parallel_group()
     copied = [
         tensor for tensor in tensors if tensor_ranks.size() > 1 and tensor.is_on_all_tensor_ranks
     ]
@@ -240,7 +238,8 @@ class WeightReader:
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):
         """Read by `reader` with names and shapes of `module`, a model on one rank."""
-        self._reader, self._weights = reader, list_module_state(module)
+        self._reader = reader
+        self._weights = list_module_state(module)
         self._prefix = MASTER_PREFIX if reader.has(MASTER_PREFIX) else ""
 
     def read(self, name: str) -> torch.Tensor:
@@ -248,22 +247,21 @@ class WeightReader:
 
         Rows that pad the vocabulary are as saved, or missing.
         """
-        parts = [self._read_part(shard) for shard in self._weights[name].shards]
+        parts = []
+        for shard in self._weights[name].shards:
+            key = self._prefix + shard.key
+            shape = tuple(shard.local_shape)
+            if shard.allow_shape_mismatch:  # the vocabulary's padding depends on the layout
+                shape = tuple(map(min, shape, self._reader.shape(key)))
+            values = torch.empty(shape, dtype=torch.float32)
+            part = dataclasses.replace(
+                shard,
+                key=key,
+                data=values,
+                dtype=values.dtype,
+                local_shape=shape,
+                axis_fragmentations=None,
+            )
+            self._reader.read([part])
+            parts.append(values)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _read_part(self, shard: ShardedTensor) -> torch.Tensor:
-        """Return the float32 elements of one place of a weight."""
-        key, shape = self._prefix + shard.key, tuple(shard.local_shape)
-        if shard.allow_shape_mismatch:  # the vocabulary's padding depends on the layout
-            shape = tuple(map(min, shape, self._reader.shape(key)))
-        values = torch.empty(shape, dtype=torch.float32)
-        part = dataclasses.replace(
-            shard,
-            key=key,
-            data=values,
-            dtype=values.dtype,
-            local_shape=shape,
-            axis_fragmentations=None,
-        )
-        self._reader.read([part])
-        return values

@@ -48,7 +48,8 @@ def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> N
     """
     if not folder.is_dir():
         raise InputError(
-            f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes share"
+            f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes "
+            "share"
         )
     with convert_write_errors(folder, name_host=True):
         write_chunks(folder, rank, chunks)
@@ -202,9 +203,12 @@ class CheckpointManager(CheckpointLoader):
         except InputError as error:
             if get_rank() == 0:
                 self.remove_attempt()
-                error = type(error)(
-                    f"{error}; step {self._saved_step} is not saved, {self._describe_last_checkpoint()}"
-                )
+                last = "and no step before it"
+                earlier = [step for step in self.steps() if step < self._saved_step]
+                if earlier:
+                    remedy = "give the same command again when the cause is gone"
+                    last = f"step {earlier[-1]} is: {remedy}"
+                error = type(error)(f"{error}; step {self._saved_step} is not saved, {last}")
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
@@ -249,13 +253,6 @@ class CheckpointManager(CheckpointLoader):
         """
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
-
-    def _describe_last_checkpoint(self) -> str:
-        """Return the last step that is saved and how to resume, as the end of a message."""
-        earlier = [step for step in self.steps() if step < self._saved_step]
-        if not earlier:
-            return "and no step before it"
-        return f"step {earlier[-1]} is: give the same command again when the cause is gone"
 
     def _create_attempt_dir(self, step: int) -> Path:
         """Create a hidden directory for the files of a checkpoint; return its path."""
@@ -329,8 +326,11 @@ class CheckpointManager(CheckpointLoader):
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
-        useful, useless = [], set()
-        for step in (step for step in self.steps() if step < newest):
+        useful = []
+        useless = set()
+        for step in self.steps():
+            if step >= newest:
+                break
             state = self._whole.get(step)
             try:
                 state = state or self._remember_whole(self.read_state(step))

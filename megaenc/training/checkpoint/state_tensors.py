@@ -79,18 +79,18 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
     axes = len(shard.local_shape)
     width = shard.local_shape[1] if axes == 2 else 1
     limit = MAX_CHUNK_BYTES // values.element_size()
-    before, corner = (
-        shard.global_offset[: shard.prepend_axis_num],
-        shard.global_offset[shard.prepend_axis_num :],
-    )
+    before = shard.global_offset[: shard.prepend_axis_num]
+    corner = shard.global_offset[shard.prepend_axis_num :]
     position = 0
     while position < values.numel():
         row, column = divmod(start + position, width)
         size = min(values.numel() - position, limit)
         if column or size < width:
-            rows, columns = 1, min(width - column, size)
+            rows = 1
+            columns = min(width - column, size)
         else:
-            rows, columns = size // width, width
+            rows = size // width
+            columns = width
         yield dataclasses.replace(
             shard,
             data=values[position : position + rows * columns].view((rows, columns)[:axes]),
@@ -153,7 +153,8 @@ def equal_shares(engine: Engine, rank: int) -> list[range]:
     """
     ranks = parallel_state.get_data_parallel_world_size()
     sizes = [weight.numel() for chunk in engine.chunks for weight in chunk.parameters()]
-    start, stop = (sum(sizes) * each // ranks for each in (rank, rank + 1))
+    start = sum(sizes) * rank // ranks
+    stop = sum(sizes) * (rank + 1) // ranks
     shares = []
     for size in sizes:
         shares.append(range(max(0, min(start, size)), max(0, min(stop, size))))

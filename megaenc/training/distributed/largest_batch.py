@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
@@ -14,7 +13,6 @@ from megaenc.console import print_rank_0
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Objective
-from megaenc.training.config import PretrainConfig
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 
@@ -41,9 +39,14 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
             sizes.append(phase.settings.packs_at_once)
             continue
         engine.enter_phase(phase.first_step)
-        candidates = _list_candidates(phase.settings, engine.sampler.size)
-        data = plan.data_at(phase.first_step).train, plan.first_sample(phase.first_step)
-        sizes.append(find_largest_batch(engine, objectives, candidates, room, *data))
+        largest = min(
+            engine.sampler.largest_share,
+            largest_indexable(phase.settings.shape, phase.settings.data.seq_length),
+        )
+        packs = plan.data_at(phase.first_step).train
+        first = plan.first_sample(phase.first_step)
+        candidates = range(1, 1 + max(1, largest))
+        sizes.append(find_largest_batch(engine, objectives, candidates, room, packs, first))
     plan = dataclasses.replace(plan, settings=settings.with_micro_batch_sizes(sizes))
     engine.plan = plan
     engine.enter_phase(1)
@@ -112,11 +115,3 @@ def discard_batch(engine: Engine) -> None:
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
     """Return the most packs whose activations 32-bit kernels can index."""
     return MAX_TENSOR_SIZE // (seq_length * max(shape.mlp_input_size, shape.query_size))
-
-
-def _list_candidates(settings: PretrainConfig, replicas: int) -> range:
-    """Return the sizes up to the largest of `replicas`' shares of a batch."""
-    share = math.ceil(settings.global_batch_size / replicas)
-    return range(
-        1, 1 + max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length)))
-    )

@@ -50,15 +50,24 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     if not packs:
         places = _format_ranks_with_hosts(not loss_was_finite)
         where = f"; in the step itself the loss of {places} was not finite" if places else ""
-        cause = f"from none of its {pack_count} packs when each is run separately, which points to the hardware{where}"
+        cause = (
+            f"from none of its {pack_count} packs when each is run separately, which points to "
+            f"the hardware{where}"
+        )
         return cause, "give the same command again, on other machines if it happens again"
     if len(packs) == pack_count > 1:
-        remedy = "start over or branch from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
+        remedy = (
+            "start over or branch from an earlier checkpoint with a lower --lr or longer "
+            "--lr-warmup-iters"
+        )
         return f"from each of its {pack_count} packs: the weights have diverged", remedy
     corpora = {data.corpora[data.train.corpus_of_sample(sample)].prefix for sample in packs}
     places = _format_ranks_with_hosts(bool(faulty_here))
     faulty = SkippedPacks.from_numbers(packs)
-    cause = f"from pack{'s' * (len(packs) > 1)} {faulty.format_short()} of {', '.join(sorted(corpora))} on {places}"
+    cause = (
+        f"from pack{'s' * (len(packs) > 1)} {faulty.format_short()} of "
+        f"{', '.join(sorted(corpora))} on {places}"
+    )
     return (
         cause,
         f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}",

@@ -135,11 +135,14 @@ class Watchdog:
         force_exit.daemon = True
         force_exit.start()
         kind, step, since, _ = self._activity
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
-        head += f"{socket.gethostname()}, {format_activity(kind, step)}"
+        activity = format_activity(kind, step)
+        head = (
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, "
+            f"process {os.getpid()} on {socket.gethostname()}, {activity}"
+        )
         folder = self._write_stacks(head)
         report = {
-            "doing": format_activity(kind, step),
+            "doing": activity,
             "at": _main_thread_location(),
             "quiet": time.monotonic() - since,
         }
@@ -153,7 +156,10 @@ class Watchdog:
             is_reporter = self._store.add(f"{_KEY}/reports", 1) == 1
             if is_reporter:
                 self._await_reports(min(_REPORT_SECONDS, self._margin / 2))
-                reports = self._read_reports()
+                reports = {}
+                for rank in range(get_world_size()):
+                    if self._store.check([f"{_KEY}/{rank}"]):
+                        reports[rank] = _parse_report(self._store.get(f"{_KEY}/{rank}"))
                 print(_format_hang(reports), file=sys.stderr, flush=True)
                 self._store.set(
                     f"{_KEY}/examples",
@@ -223,15 +229,6 @@ class Watchdog:
         ):
             time.sleep(self._poll / 4)
 
-    def _read_reports(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the ranks that have sent one, by rank."""
-        keys = {rank: f"{_KEY}/{rank}" for rank in range(get_world_size())}
-        return {
-            rank: _parse_report(self._store.get(key))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
-
 
 def _parse_report(value: bytes) -> dict[str, Any]:
     """Return the report of a rank in `value`, with printable texts.
@@ -273,12 +270,16 @@ def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
     if silent := sorted(set(range(get_world_size())) - set(reports)):
         parts.insert(
             0,
-            f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)",
+            f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process "
+            "is gone)",
         )
     quiet = max(report["quiet"] for report in reports.values())
     directories = ", ".join(sorted({report["stacks"] for report in reports.values()}))
     time_text = f"{quiet / 60:.3g} minutes" if quiet >= 60 else f"{quiet:.0f} seconds"
-    return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {directories}"
+    return (
+        f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in "
+        f"{directories}"
+    )
 
 
 _ACTIVITY_PREFIXES = {
@@ -312,7 +313,10 @@ def _main_thread_location() -> str:
 
 def _format_ranks(numbers: list[int]) -> str:
     """Return text such as `rank 1` or `ranks 0, 2-191`, long lists shortened."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.from_numbers(numbers).format_short(', ')}"
+    return (
+        f"rank{'s' if len(numbers) > 1 else ''} "
+        f"{SkippedPacks.from_numbers(numbers).format_short(', ')}"
+    )
 
 
 class ProgressBeats(Callback):
