@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: machine description, processes, summaries and the JSON report."""
+"""Helpers of all benchmarks: machine, processes, summaries and the JSON report."""
 
 import importlib.metadata
 import json
@@ -37,7 +37,10 @@ _PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory in GiB, accelerators, load, package versions and time."""
+    """Return processor, memory, accelerators, load, package versions and time.
+
+    Memory is in GiB.
+    """
     import torch
 
     return {
@@ -61,7 +64,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def peak_resident_bytes() -> float:
-    """Return the peak resident memory of this process, in bytes, since it started its program.
+    """Return the peak resident bytes of this process since it started its program.
 
     getrusage would report the parent's value if that was larger at the fork.
     """
@@ -75,7 +78,7 @@ def run_processes(
     *environments: Mapping[str, str],
     seconds: float | None = None,
 ) -> list[Any]:
-    """Call `work(item)` in a new process for each of `environments`, all at once, and return their results.
+    """Call `work(item)` in a new process for each of `environments`, all at once.
 
     Args:
         work: Function of a module.
@@ -139,7 +142,11 @@ def _receive(receiver: Connection, name: str) -> Any:
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise InputError for the first of the fields `names` of `config` that is not above 0."""
+    """Check that the fields `names` of `config` are above 0.
+
+    Raises:
+        InputError: A field is not; the message names the first one.
+    """
     for name in names:
         if not getattr(config, name) > 0:
             raise InputError(

@@ -1,9 +1,10 @@
-"""Measure memory and time of converting a preset with random weights from and to a Hugging Face folder.
+"""Measure memory and time of converting presets from and to Hugging Face folders.
 
     python benchmarks/conversion.py --model 1b --output conversion.json
 
-Each conversion runs in a new process, whose peak resident memory is measured; converting a tiny model gives the memory of the
-program without weights. Needs disk space for three times the weights.
+Weights are random. Each conversion runs in a new process, whose peak resident memory is measured;
+converting a tiny model gives the memory of the program without weights. Needs disk space for three
+times the weights.
 """
 
 import dataclasses
@@ -45,7 +46,10 @@ class ConversionBenchConfig:
 
 
 def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
-    """Write a Hugging Face EuroBERT folder of a preset, or of a tiny model for `none`, with one random shard per layer."""
+    """Write a Hugging Face EuroBERT folder with random weights, one shard per layer.
+
+    `name` is a preset, or `none` for a tiny model.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -88,7 +92,10 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
 
 
 def run_in_new_process(function: Callable, *arguments) -> None:
-    """Call `function` in a new process, so that its memory does not count in the peak of later child processes."""
+    """Call `function` in a new process.
+
+    Its memory does not count in the peak of later child processes.
+    """
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -114,7 +121,7 @@ def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, 
 
 
 def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
-    """Return seconds and peak memory by direction, with their ratios to the size of the weights."""
+    """Return seconds, peak memory and its ratio to the weights' size, by direction."""
     run_in_new_process(write_source, work / "small" / "hf", "none", 300, settings.dtype)
     run_in_new_process(
         write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype

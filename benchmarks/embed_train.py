@@ -1,11 +1,13 @@
-"""Compare the contrastive training steps of megaenc and of sentence-transformers' CachedMultipleNegativesRankingLoss.
+"""Compare contrastive training steps of megaenc and sentence-transformers.
 
     python benchmarks/embed_train.py --model hf/a --pairs pairs.jsonl --output embed_train.json
 
-Both start from the same weights in one process and take the same steps on the same pairs: forward, backward and AdamW in float32,
-texts tokenized before. sentence-transformers pads each column of a batch to its longest text, as its collator does, and uses the
-fastest of --mini-batch-sizes. The losses of the first batch must agree to 1e-4; then both take turns, first one, then the other.
-Pairs that repeat a text are left out, as only megaenc masks false negatives and embeds equal texts once.
+The loss of sentence-transformers is CachedMultipleNegativesRankingLoss. Both start from the same
+weights in one process and take the same steps on the same pairs: forward, backward and AdamW in
+float32, texts tokenized before. sentence-transformers pads each column of a batch to its longest
+text, as its collator does, and uses the fastest of --mini-batch-sizes. The losses of the first
+batch must agree to 1e-4; then both take turns, first one, then the other. Pairs that repeat a text
+are left out, as only megaenc masks false negatives and embeds equal texts once.
 """
 
 import dataclasses
@@ -105,7 +107,10 @@ class PaddedContender:
         self.mini_batch_size = config.mini_batch_sizes[0]
 
     def prepare(self, batch: int) -> Callable[[], float]:
-        """Return the step on a batch: a function that returns the loss; texts are tokenized and padded here."""
+        """Return the step on a batch as a function that returns the loss.
+
+        Texts are tokenized and padded before the step.
+        """
         import torch
         from sentence_transformers import losses
         from sentence_transformers.util import batch_to_device
@@ -168,7 +173,11 @@ def select_pairs(pairs: list[Any], negatives: int) -> list[Any]:
 
 
 def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
-    """Return times of both contenders by round, speeds and ratios; InputError for too few pairs or other losses."""
+    """Return times of both contenders by round, speeds and ratios.
+
+    Raises:
+        InputError: There are too few pairs, or the losses differ.
+    """
     import torch
     from torch import nn
 

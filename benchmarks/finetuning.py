@@ -1,10 +1,11 @@
-"""Compare the fine-tuning runs per hour of `megaenc finetune grid` and of transformers' Trainer with the study's settings.
+"""Compare fine-tuning runs per hour of `megaenc finetune grid` and the Trainer.
 
     python benchmarks/finetuning.py --model hf/a --dataset path/to/sc/sst2 --output finetuning.json
 
-The Trainer pads batches of 4 texts, accumulates 8 gradients and runs once at a time with all threads. Times include startup,
-imports and evaluation of all runs; the order alternates between rounds. Text classification with local folders of model and
-data. The Trainer needs `pip install accelerate`.
+transformers' Trainer has the study's settings: it pads batches of 4 texts, accumulates 8 gradients
+and runs once at a time with all threads. Times include startup, imports and evaluation of all runs;
+the order alternates between rounds. Text classification with local folders of model and data. The
+Trainer needs `pip install accelerate`.
 """
 
 import json
@@ -120,7 +121,7 @@ def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
 
 
 def run_trainer(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[float]]:
-    """Run the Trainer once per seed in sequence; return total seconds and test accuracies."""
+    """Run the Trainer once per seed; return total seconds and test accuracies."""
     program = (
         f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
     )
@@ -173,7 +174,10 @@ def run_grid(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[flo
 
 
 def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
-    """Return runs per hour of both contenders, ratios by round, and accuracies with confidence intervals over seeds."""
+    """Return runs per hour, their ratios by round, and accuracies of both contenders.
+
+    Accuracies have confidence intervals over seeds.
+    """
     sides = {"trainer": run_trainer, "grid": run_grid}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     scores: dict[str, list[float]] = {name: [] for name in sides}

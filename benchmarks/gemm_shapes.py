@@ -1,11 +1,12 @@
-"""Measure the matrix products and elementwise kernels of a layer on one GPU, each against what the card can do.
+"""Measure the matrix products and elementwise kernels of a layer on one GPU.
 
     python benchmarks/gemm_shapes.py --output shapes.json
 
-Products are those of the presets' layers with micro-batches that filled an H200, forward and both gradients, in bfloat16, with
-each library for them that torch offers and, with --autotune, by torch.compile. They are compared with a large square product.
-Elementwise kernels are megaenc's, compared with a copy. Each row is printed as soon as it is measured.
---device cpu --packs 1 tries the script without a GPU.
+Products are those of the presets' layers with micro-batches that filled an H200, forward and both
+gradients, in bfloat16, with each library for them that torch offers and, with --autotune, by
+torch.compile. They are compared with a large square product. Elementwise kernels are megaenc's,
+compared with a copy. Each row is printed as soon as it is measured. --device cpu --packs 1 tries
+the script without a GPU.
 """
 
 import dataclasses
@@ -78,7 +79,10 @@ class Stopwatch:
 
 
 def measure_references(size: int, watch: Stopwatch, device: torch.device) -> tuple[float, float]:
-    """Return the TFLOP/s of a square bfloat16 product of `size` rows, and the TB/s of a copy."""
+    """Return the TFLOP/s of a square bfloat16 product, and the TB/s of a copy.
+
+    The product has `size` rows.
+    """
     square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product_seconds = watch.measure(lambda: square @ square)
     source = torch.empty(
@@ -135,7 +139,10 @@ def measure_products(
 def build_kernels(
     shape: ModelConfig, tokens: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return megaenc's elementwise kernels by name: a call, and the bytes that it has to read and write."""
+    """Return a call of each elementwise kernel and the bytes that it moves, by name.
+
+    The kernels are megaenc's; the bytes are those that a kernel has to read and write.
+    """
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
     from megaenc.model.kernels.glu import glu
     from megaenc.model.kernels.norm import layer_norm, rms_norm

@@ -2,13 +2,16 @@
 
     benchmarks/gpu.sh --output gpu
 
-machine: the device, its rate of a large matrix product and of a copy. correctness: loss and gradients of a micro-batch against
-float32 on the host, for causal and bidirectional attention and heads of 64 and 96. speed: training of the 1b, 610m and 210m
-models, MLM 40 % and CLM, on documents of 12 to 2,048 tokens in micro-batches that fill the memory; where the time of a step goes;
-how often the host waits for the device. peer: transformers and megaenc on the same documents, 610m under MLM.
+machine: the device, its rate of a large matrix product and of a copy. correctness: loss and
+gradients of a micro-batch against float32 on the host, for causal and bidirectional attention and
+heads of 64 and 96. speed: training of the 1b, 610m and 210m models, MLM 40 % and CLM, on documents
+of 12 to 2,048 tokens in micro-batches that fill the memory; where the time of a step goes; how
+often the host waits for the device. peer: transformers and megaenc on the same documents, 610m
+under MLM.
 
-Each figure is printed and written to the output folder as soon as it is measured: results.jsonl holds all values, results.txt the
-printed lines, libraries.log what libraries print. --seconds is the time that is measured: starting and compiling do not count.
+Each figure is printed and written to the output folder as soon as it is measured: results.jsonl
+holds all values, results.txt the printed lines, libraries.log what libraries print. --seconds is
+the time that is measured: starting and compiling do not count.
 """
 
 import contextlib
@@ -75,7 +78,8 @@ MLM = "mlm(mask=0.4)"
 PARTS = ("correctness", "speed", "peer")
 PROCESS_SECONDS = 600.0
 """Time after which a part hangs."""
-# Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for older torch.
+# Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for
+# older torch.
 DEVICE_ENVIRONMENT = {
     name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 }
@@ -84,10 +88,11 @@ HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 @dataclass(frozen=True)
 class GpuBenchConfig:
-    """Flags of `benchmarks/gpu.sh`: folder for results, device, parts, time, models and kernels."""
+    """Flags of `benchmarks/gpu.sh`: output, device, parts, time, models and kernels."""
 
     output: str = "gpu"
-    """folder for results.jsonl, results.txt and libraries.log; results are added to those of an earlier call"""
+    """folder for results.jsonl, results.txt and libraries.log; results are added to those of an
+    earlier call"""
     device: Literal["auto", "cpu"] = "auto"
     """auto: the first accelerator; cpu: this machine's CPU"""
     small: bool = False
@@ -99,7 +104,8 @@ class GpuBenchConfig:
     models: tuple[str, ...] = ()
     """models of the part speed (default: 1b 610m 210m)"""
     kernels: tuple[str, ...] = ()
-    """kernels of all parts as FIELD=VALUE, such as attention_backend=sdpa (default: those of a run)"""
+    """kernels of all parts as FIELD=VALUE, such as attention_backend=sdpa (default: those of a
+    run)"""
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,8 @@ def _setups_by_head_dim(
 ) -> Mapping[str, BenchSetup]:
     """Return a model for each head dimension.
 
-    Weights preserve the scale of activations, so that attention scores differ between tokens: initial weights, whose attention is
-    nearly uniform, would hide faults of masks.
+    Weights preserve the scale of activations, so that attention scores differ between tokens:
+    initial weights, whose attention is nearly uniform, would hide faults of masks.
     """
     setups = {}
     for width in (64, 96):
@@ -142,9 +148,8 @@ def _setups_by_head_dim(
 
 
 FULL = BenchPreset(
-    correctness=_setups_by_head_dim(
-        6, 2, 2, vocab_size=2000, seq_length=2048
-    ),  # not a multiple of 128, to test padding
+    # Not a multiple of 128, to test padding
+    correctness=_setups_by_head_dim(6, 2, 2, vocab_size=2000, seq_length=2048),
     speed={
         name: BenchSetup(
             shape=PRESETS[name], vocab_size=128256, seq_length=2048, learning_rate=1e-6
@@ -207,11 +212,15 @@ class Job:
         print(line, flush=True)
 
 
-# ---- kernels -----------------------------------------------------------------------------------------------------------
+# ---- kernels ------------------------------------------------------------------------------------
 
 
 def parse_kernels(words: Sequence[str]) -> dict[str, Any]:
-    """Return the KernelConfig fields that FIELD=VALUE words set, by name; raise InputError."""
+    """Return the KernelConfig fields that FIELD=VALUE words set, by name.
+
+    Raises:
+        InputError: A word is no field with one of its values.
+    """
     values = {name: _allowed_values(hint) for name, hint in get_type_hints(KernelConfig).items()}
     kernels: dict[str, Any] = {}
     for word in words:
@@ -238,13 +247,19 @@ def _allowed_values(hint: Any) -> tuple[Any, ...]:
 
 
 def reference_kernels() -> dict[str, Any]:
-    """Return the KernelConfig fields that select torch's own operations, the reference of all checks."""
+    """Return the KernelConfig fields that select torch's own operations.
+
+    They are the reference of all checks.
+    """
     switches = [name for name, hint in get_type_hints(KernelConfig).items() if hint is bool]
     return {"attention_backend": "sdpa"} | dict.fromkeys(switches, False)
 
 
 def configure_setup(setup: BenchSetup, bf16: bool, kernels: dict[str, Any]) -> BenchSetup:
-    """Return a setup with another dtype and kernels; in float32 without kernels that support 16-bit numbers only."""
+    """Return a setup with another dtype and kernels.
+
+    In float32 kernels that support 16-bit numbers only are left out.
+    """
     if not bf16:
         kernels = {
             name: value
@@ -254,11 +269,15 @@ def configure_setup(setup: BenchSetup, bf16: bool, kernels: dict[str, Any]) -> B
     return replace(setup, bf16=bf16, kernels=kernels)
 
 
-# ---- machine -----------------------------------------------------------------------------------------------------------
+# ---- machine ------------------------------------------------------------------------------------
 
 
 def measure_machine(job: Job) -> dict[str, Any]:
-    """Report the device and its rates; return whether it is a CPU, and whether it has bfloat16."""
+    """Report the device and its rates.
+
+    Returns:
+        Whether it is a CPU, and whether it has bfloat16.
+    """
     import torch
     from gemm_shapes import Stopwatch, measure_references
 
@@ -292,7 +311,7 @@ def measure_machine(job: Job) -> dict[str, Any]:
     return {"is_cpu": backend.is_cpu, "bf16": backend.has_bf16}
 
 
-# ---- correctness -------------------------------------------------------------------------------------------------------
+# ---- correctness --------------------------------------------------------------------------------
 
 OBJECTIVES = (CLM, MLM)
 PACKS = 2
@@ -306,7 +325,10 @@ LossAndGradients = tuple[float, dict[str, "torch.Tensor"]]
 
 
 def build_engine(setup: BenchSetup, backend: Any) -> "Engine":
-    """Return an Engine on synthetic documents for CLM and MLM, with weights rounded to bfloat16 in any dtype."""
+    """Return an Engine on synthetic documents for CLM and MLM.
+
+    Weights are rounded to bfloat16 in any dtype.
+    """
     import torch
 
     from megaenc.training.engine import Engine
@@ -319,7 +341,10 @@ def build_engine(setup: BenchSetup, backend: Any) -> "Engine":
 
 
 def compute_gradients(engine: "Engine", setup: BenchSetup, text: str) -> LossAndGradients:
-    """Return (mean loss of the first packs, the summed loss's gradient by parameter, float32 on the host)."""
+    """Return the mean loss of the first packs, and the gradients of its sum.
+
+    Gradients are float32 on the host, by parameter.
+    """
     import torch
 
     from megaenc.training.micro_batches import MicroBatchSpec
@@ -341,7 +366,7 @@ def compute_gradients(engine: "Engine", setup: BenchSetup, text: str) -> LossAnd
 def iter_gradients(
     setups: Sequence[BenchSetup], scratch: str
 ) -> Iterator[tuple[Path, BenchSetup, str, LossAndGradients]]:
-    """Yield reference file, setup, objective, and computed loss and gradients for each setup and objective."""
+    """Yield loss and gradients for each setup and objective, with the reference file."""
     backend = synthetic.init_process()
     for setup in setups:
         engine = build_engine(setup, backend)
@@ -356,7 +381,10 @@ def iter_gradients(
 
 
 def write_reference(job: Job) -> None:
-    """Write loss and gradients of each setup and objective in float32, by torch's own operations."""
+    """Write loss and gradients of each setup and objective in float32.
+
+    They are computed by torch's own operations.
+    """
     import torch
 
     setups = [
@@ -368,7 +396,10 @@ def write_reference(job: Job) -> None:
 
 
 def check_correctness(job: Job) -> None:
-    """Report the comparison of loss and gradients of each setup and objective with the files of `write_reference`."""
+    """Report how far loss and gradients are from the files of `write_reference`.
+
+    There is a comparison for each setup and objective.
+    """
     import torch
 
     models = job.preset.correctness.values()
@@ -388,7 +419,10 @@ def check_correctness(job: Job) -> None:
 def compare_gradients(
     setup: BenchSetup, text: str, actual: LossAndGradients, expected: LossAndGradients
 ) -> dict[str, Any]:
-    """Return a row with the errors of loss and worst gradient, the tolerances, and whether both are within them."""
+    """Return a row with the errors of loss and worst gradient, and their tolerances.
+
+    It also has whether both are within them.
+    """
     kind = "bfloat16" if setup.bf16 else "float32"
     factor = FP8_FACTOR if setup.kernels.get("fp8_format") else 1.0
     allowed = {key: factor * tolerance for key, tolerance in TOLERANCE[kind].items()}
@@ -415,12 +449,15 @@ def compare_gradients(
 
 
 def relative_error(actual: "torch.Tensor", expected: "torch.Tensor") -> float:
-    """Return the norm of the difference over the norm of `expected`, in float64; infinite if `expected` is zero."""
+    """Return the norm of the difference over the norm of `expected`, in float64.
+
+    It is infinite if `expected` is zero.
+    """
     norm = float(expected.double().norm())
     return float((actual.double() - expected.double()).norm()) / norm if norm else float("inf")
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------------
+# ---- speed --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -436,7 +473,7 @@ class SpeedMeasurement:
     steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def fill_memory(self, objectives: Sequence[str]) -> None:
-        """Set `packs` to the most of a micro-batch that fit the device under all objectives."""
+        """Set `packs` to the largest micro-batch that fits under all objectives."""
         from megaenc.training.distributed.largest_batch import (
             find_largest_batch,
             largest_indexable,
@@ -457,7 +494,10 @@ class SpeedMeasurement:
             )
 
     def measure(self, objective: str) -> dict[str, Any]:
-        """Return an objective's speed row (tokens/s, FLOP/s, memory, loss); reduce `packs` if out of memory."""
+        """Return an objective's speed row; reduce `packs` if out of memory.
+
+        The row has tokens/s, FLOP/s, memory and loss.
+        """
         import torch
 
         from megaenc.training.distributed.largest_batch import discard_batch
@@ -511,7 +551,7 @@ class SpeedMeasurement:
 
 
 def measure_speed(job: Job) -> None:
-    """Report speed and where the time goes for both objectives of a model, then the host's waits."""
+    """Report speed and time by group of both objectives, then the host's waits."""
     import torch
 
     engine_class = build_profiled_engine()
@@ -558,12 +598,13 @@ def format_speed(model: str, objective: str, row: dict[str, Any]) -> str:
     )
 
 
-# ---- where the time of a step goes -----------------------------------------------------------------------------------
+# ---- where the time of a step goes --------------------------------------------------------------
 
 MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention backward"
 ELEMENTWISE, LOSS, OPTIMIZER = "elementwise", "loss", "optimizer"
 BUFFERS, COMMUNICATION, IDLE = "gradient buffers", "communication", "idle"
-# The order matters: flash attention kernels are also named cutlass, and backward kernels contain forward names.
+# The order matters: flash attention kernels are also named cutlass, and backward kernels contain
+# forward names.
 KERNEL_NAMES = (
     (ELEMENTWISE, r"norm_(forward|backward)_kernel|rotary|glu_(forward|backward)"),
     (COMMUNICATION, r"nccl|rccl|msccl|gloo:|c10d::"),
@@ -601,12 +642,19 @@ TimeWindow = namedtuple("TimeWindow", "group start_ns end_ns")
 
 
 def classify_kernel(name: str) -> str:
-    """Return the group of a kernel or host operation by its name; the elementwise group if no pattern matches."""
+    """Return the group of a kernel or host operation by its name.
+
+    It is the elementwise group if no pattern matches.
+    """
     return next((group for group, pattern in KERNEL_NAMES if re.search(pattern, name)), ELEMENTWISE)
 
 
 def sum_by_group(events: Sequence[KernelEvent], windows: Sequence[TimeWindow]) -> dict[str, float]:
-    """Return seconds by group: products, attention, communication by kernel name, others by time window, else name."""
+    """Return seconds by group.
+
+    Products, attention and communication are grouped by kernel name, others by time window, else by
+    name.
+    """
     seconds = dict.fromkeys(GROUPS, 0.0)
     for event in events:
         group = classify_kernel(event.name)
@@ -624,7 +672,10 @@ def sum_by_group(events: Sequence[KernelEvent], windows: Sequence[TimeWindow]) -
 
 
 def build_profiled_engine() -> "type[Engine]":
-    """Return the class of an engine that notes the time windows of loss, gradient clearing and optimizer."""
+    """Return an Engine class that records the time windows of a step's parts.
+
+    They are those of loss, gradient clearing and optimizer.
+    """
     import torch
 
     from megaenc.training.engine import Engine
@@ -632,7 +683,8 @@ def build_profiled_engine() -> "type[Engine]":
     class ProfiledEngine(Engine):
         """Engine that appends its windows to `windows`, if that is a list.
 
-        It synchronizes the accelerator around each window, so that kernels can be assigned to windows by time.
+        It synchronizes the accelerator around each window, so that kernels can be assigned to
+        windows by time.
         """
 
         windows: list[TimeWindow] | None = None
@@ -647,12 +699,18 @@ def build_profiled_engine() -> "type[Engine]":
         def forward_and_backward(
             self, rows: Sequence[Sequence[int]], objective: "Objective"
         ) -> None:
-            """Run forward and backward of a micro-batch per row of pack numbers; keep the gradients."""
+            """Run forward and backward of a micro-batch per row of pack numbers.
+
+            Gradients are kept.
+            """
             specs = self._list_specs(self.plan.packs, rows, objective, self.plan.settings.seed)
             self.run_micro_batches(specs, (), train=True)
 
         def attention_flops(self, step: int) -> int:
-            """Return the FLOPs of attention, forward and backward, over the documents of a step's micro-batches."""
+            """Return the FLOPs of attention in a step, forward and backward.
+
+            They are summed over the documents of its micro-batches.
+            """
             shape = self.plan.settings.shape
             batches = [spec.build(torch.device("cpu")) for spec in self.micro_batch_specs(step)]
             spans = [span for batch in batches for span in batch.spans()]
@@ -677,9 +735,10 @@ def build_profiled_engine() -> "type[Engine]":
 
 
 def profile_steps(engine: Any, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Profile two steps; return one's seconds and rate by group, and the slowest kernels; `timed`: its unprofiled row.
+    """Profile two steps; return one's seconds and rate by group, and slow kernels.
 
-    Idle time is the rest of the step time measured without the profiler, which slows the host.
+    Idle time is the rest of the step time measured without the profiler, which slows the host;
+    `timed` is the row of that measurement.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -714,11 +773,12 @@ def profile_steps(engine: Any, steps: Iterator[int], timed: dict[str, Any]) -> d
 
 
 def count_work(engine: Any, timed: dict[str, Any]) -> dict[str, tuple[float, str]]:
-    """Return what a step does by group, with its unit: FLOP of products and attention, bytes that the others must move.
+    """Return the work of a step by group, with its unit.
 
-    Of each layer's values per token: norms with their residual additions 16 H, split and rotation 4 q + 8 k, SwiGLU 8 F; 8 bytes
-    of each of its weights' gradients per micro-batch. Of a logit four values; of a parameter 30 bytes in AdamW, with the float32
-    gradient, moments and master weight.
+    It is the FLOP of products and attention, and the bytes that the others must move. Of each
+    layer's values per token: norms with their residual additions 16 H, split and rotation 4 q + 8
+    k, SwiGLU 8 F; 8 bytes of each of its weights' gradients per micro-batch. Of a logit four
+    values; of a parameter 30 bytes in AdamW, with the float32 gradient, moments and master weight.
     """
     settings = engine.plan.settings
     shape = settings.shape
@@ -745,7 +805,10 @@ def count_work(engine: Any, timed: dict[str, Any]) -> dict[str, tuple[float, str
 def format_breakdown(
     seconds: dict[str, float], work_by_group: dict[str, tuple[float, str]]
 ) -> list[str]:
-    """Return the share of each group in percent, with its rate in T(FLOP or bytes) per second."""
+    """Return each group's percentage of the time, with its rate.
+
+    Rates are in T(FLOP or bytes) per second.
+    """
     total = sum(seconds.values())
     merged = {MATMUL: seconds[MATMUL], "attention": seconds[FORWARD] + seconds[BACKWARD]}
     merged |= {
@@ -764,7 +827,10 @@ def format_breakdown(
 
 
 def iter_kernel_events(is_host: bool, profiled: Any) -> Iterator[KernelEvent]:
-    """Yield the accelerator's kernels or, on a CPU, the operations, with their own seconds."""
+    """Yield the accelerator's kernels with their own seconds.
+
+    On a CPU they are the operations.
+    """
     from torch.autograd import DeviceType
 
     first = profiled.profiler.kineto_results.trace_start_ns()
@@ -776,7 +842,10 @@ def iter_kernel_events(is_host: bool, profiled: Any) -> Iterator[KernelEvent]:
 
 
 def _iter_attention_parents(event: Any) -> Iterator[str]:
-    """Yield the name of the attention that the host's operation is part of, if any: a product within it is not a layer's."""
+    """Yield the name of the attention that a host operation is part of, if any.
+
+    A product within attention is not a layer's.
+    """
     parent = event.cpu_parent
     while parent is not None:
         if classify_kernel(parent.name) in (FORWARD, BACKWARD):
@@ -799,7 +868,10 @@ def count_synchronizations(engine: Any, objective: "Objective") -> dict[str, Any
 
 
 def _count_waits(engine: Any, objective: "Objective", micro_batches: int) -> Counter[str]:
-    """Return the number of host synchronizations in a step by source line, with the last three parts of its path."""
+    """Return the number of host synchronizations in a step by source line.
+
+    A line has the last three parts of its path.
+    """
     import torch
 
     packs = engine.sampler.micro_batch_size
@@ -820,14 +892,17 @@ def _count_waits(engine: Any, objective: "Objective", micro_batches: int) -> Cou
     return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits)
 
 
-# ---- transformers ------------------------------------------------------------------------------------------------------
+# ---- transformers -------------------------------------------------------------------------------
 
 OURS, PADDED, SORTED = "megaenc", "transformers, padded", "transformers, by length"
 MIN_BATCH = 4  # documents per step, below which transformers is skipped
 
 
 def compare_with_transformers(job: Job) -> None:
-    """Report speed, memory and loss of each contender on the same documents; the batch is halved until it fits."""
+    """Report speed, memory and loss of each contender on the same documents.
+
+    The batch is halved until it fits.
+    """
     import torch
 
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("safetensors"):
@@ -872,9 +947,10 @@ def compare_with_transformers(job: Job) -> None:
 
 
 def find_largest_batch_of_transformers(training: work.TrainingJob) -> work.TrainingJob:
-    """Return the job with transformers' largest batch that fits and its fastest attention.
+    """Return the job with transformers' largest batch that fits and fastest attention.
 
-    Eager attention, which keeps all attention scores, does not fit any accelerator and is not tried.
+    Eager attention, which keeps all attention scores, does not fit any accelerator and is not
+    tried.
     """
     import torch
 
@@ -912,11 +988,14 @@ def measure_contender(training: work.TrainingJob, name: str) -> dict[str, Any]:
     return row | {"batch": training.batch, "attention": training.kernel}
 
 
-# ---- all parts ---------------------------------------------------------------------------------------------------------
+# ---- all parts ----------------------------------------------------------------------------------
 
 
 def run_part(arguments: tuple[Callable[[Job], Any], Job]) -> Any:
-    """Call a part in this process, with the output of libraries in the log, and show what megaenc says."""
+    """Call a part in this process and show megaenc's messages.
+
+    The output of libraries goes to the log.
+    """
     part, job = arguments
     log = os.open(Path(job.folder, "libraries.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stderr.fileno())
@@ -929,7 +1008,11 @@ def run_part(arguments: tuple[Callable[[Job], Any], Job]) -> Any:
 
 
 def run_all(config: GpuBenchConfig) -> bool:
-    """Run the machine and the selected parts, each in a process of its own; return whether all ended."""
+    """Run the machine and the selected parts, each in a process of its own.
+
+    Returns:
+        Whether all ended.
+    """
     preset = SMALL if config.small else FULL
     for name in config.models:
         if name not in preset.speed:

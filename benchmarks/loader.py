@@ -1,10 +1,11 @@
-"""Measure data loading: startup on the index of a large corpus, and tokens per second of one loader process.
+"""Measure data loading: startup on a large corpus, and tokens per second.
 
     python benchmarks/loader.py --output loader.json
 
-The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file. First one process, then several
-open it, split it, shuffle its documents and build the first pack, then more. Tokens per second are measured
-on a smaller corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
+The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file.
+First one process, then several open it, split it, shuffle its documents and build the first pack,
+then more. Tokens per second of one loader process are measured on a smaller corpus of random ids in
+the page cache, for each packing: as packs, and as micro-batches with MLM targets.
 """
 
 import itertools
@@ -47,7 +48,7 @@ _NO_TOKENS = np.empty(0, np.uint16)
 
 @dataclass(frozen=True)
 class LoaderBenchConfig:
-    """Flags of the benchmark: JSON file for results, sizes of the corpora, packings, rounds and processes."""
+    """Flags of the benchmark: output, corpora, packings, rounds and processes."""
 
     output: str = "loader.json"
     """JSON file for the results."""
@@ -68,13 +69,18 @@ class LoaderBenchConfig:
     packings: tuple[str, ...] = PACKINGS
     """Values of --packing to measure."""
     data_order: Literal["blocks", "documents"] = "blocks"
-    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc pretrain`."""
+    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc
+    pretrain`."""
     processes: int = 4
-    """Processes that open the index together, in addition to a single one; 1 measures only the single one."""
+    """Processes that open the index together, in addition to a single one; 1 measures only the
+    single one."""
 
 
 def draw_lengths(documents: int, mean: int, seed: int = 0) -> np.ndarray:
-    """Return log-normal document lengths in tokens, int32[documents] of at least 1; 5 % exceed 3 x `mean`."""
+    """Return log-normal document lengths in tokens, int32[documents].
+
+    They are at least 1; 5 % exceed 3 x `mean`.
+    """
     drawn = np.random.default_rng(seed).standard_normal(documents, dtype=np.float32)
     np.exp(drawn, out=drawn)
     drawn *= mean / np.exp(0.5)
@@ -84,7 +90,12 @@ def draw_lengths(documents: int, mean: int, seed: int = 0) -> np.ndarray:
 def write_corpus(
     prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS
 ) -> None:
-    """Write PREFIX.bin and .idx: `lengths` of sequences, `counts` of them per document; without tokens, a sparse .bin."""
+    """Write PREFIX.bin and .idx of sequences; without tokens, a sparse .bin.
+
+    Args:
+        lengths: Tokens of each sequence.
+        counts: Sequences of each document.
+    """
     files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     writer = IndexedWriter(*files, "uint16")
     writer.add_documents(tokens, lengths, counts)
@@ -93,7 +104,10 @@ def write_corpus(
 
 
 def write_index(prefix: Path, documents: int, mean: int) -> None:
-    """Write PREFIX.idx of `documents` of one sequence, about `mean` tokens each, in constant memory, and a sparse PREFIX.bin."""
+    """Write PREFIX.idx and a sparse PREFIX.bin in constant memory.
+
+    Each document has one sequence of about `mean` tokens.
+    """
     code = next(code for code, dtype in TOKEN_TYPES.items() if dtype == np.uint16)
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
@@ -116,7 +130,11 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
 
 
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
-    """Return median, lowest and highest of each measurement by packing: startup and reading; InputError for wrong flags."""
+    """Return median, lowest and highest of startup and reading, by packing.
+
+    Raises:
+        InputError: A flag is wrong.
+    """
     sizes = (
         "documents",
         "mean_length",
@@ -187,7 +205,12 @@ def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
 def _run_turn(
     measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int
 ) -> dict[str, float]:
-    """Run a measurement in new processes; return one's result, or the slowest's seconds and total CPU seconds and GiB."""
+    """Run a measurement in new processes.
+
+    Returns:
+        The result of a single process; of several, the seconds of the slowest, and total CPU
+        seconds and GiB.
+    """
     environment = {
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
@@ -219,18 +242,18 @@ def _open_packs(prefix: str, packing: str, config: LoaderBenchConfig) -> CorpusP
 
     corpus = Corpus.open(prefix)
     train, *_ = split_corpus(corpus, parse_split("99,1,0"), config.data_order)
-    corpus.metadata = SimpleNamespace(
-        sentences="made up"
-    )  # each document of the index is one sentence
+    # Each document of the index is one sentence
+    corpus.metadata = SimpleNamespace(sentences="made up")
     packs = kinds[packing](corpus, train, config.seq_length, seed=1)
     corpus.metadata = None
     return packs
 
 
 def measure_index(arguments: tuple[str, str, LoaderBenchConfig, Any]) -> dict[str, float]:
-    """Open a corpus and read packs; return seconds and CPU seconds to the first, packs per CPU second and GiB by name.
+    """Open a corpus and read packs; return seconds, CPU seconds, packs/s and GiB.
 
-    Arguments: prefix, packing, config, and a barrier of all processes that do so.
+    Seconds are to the first pack, and packs are counted per CPU second. `arguments` are prefix,
+    packing, config, and a barrier of all processes that do so.
     """
     import torch  # noqa: F401 - keeps the import out of the timing
 
@@ -267,7 +290,10 @@ def measure_index(arguments: tuple[str, str, LoaderBenchConfig, Any]) -> dict[st
 
 
 def measure_reading(arguments: tuple[str, str, LoaderBenchConfig, None]) -> dict[str, float]:
-    """Return tokens per second of reading packs and of MLM micro-batches, by name. Arguments: prefix, packing, config."""
+    """Return tokens per second of reading packs and of MLM micro-batches, by name.
+
+    `arguments` are prefix, packing and config.
+    """
     import torch
 
     from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -304,7 +330,7 @@ MEASURES = {"index": measure_index, "reading": measure_reading}
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as text for the console: a row of startup time, memory and reading speed per packing."""
+    """Return a table of startup time, memory and reading speed by packing."""
     documents = results["settings"]["documents"]
     lines = [
         f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"

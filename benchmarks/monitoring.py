@@ -1,9 +1,10 @@
-"""Measure the cost of monitoring and checkpointing in step time, with short runs on this machine's CPU.
+"""Measure the cost of monitoring and checkpointing in step time on this CPU.
 
     python benchmarks/monitoring.py --output monitoring.json
 
-Step times are from the start of one step to the start of the next, including logging and saving. Trains the small preset on the
-demo corpus unless --data-path and --tokenizer are set; takes about eight minutes on two idle cores.
+Step times are from the start of one step to the start of the next, including logging and saving.
+Trains the small preset on the demo corpus unless --data-path and --tokenizer are set; takes about
+eight minutes on two idle cores.
 """
 
 import json
@@ -32,8 +33,8 @@ RUN = [
 ]
 RUN += ["--log-interval", "1", "--no-bf16"]
 
-# Flags of each arm; the first is the baseline. FOLDER stands for a temporary directory, HALF for half of the steps, so that one
-# save is among the timed steps.
+# Flags of each arm; the first is the baseline. FOLDER stands for a temporary directory, HALF for
+# half of the steps, so that one save is among the timed steps.
 MONITORING = [
     "--save",
     "FOLDER",
@@ -119,7 +120,10 @@ def run_timed(settings: MonitoringBenchConfig, arm: str) -> TimedRun:
 
 
 def train_and_record(file: str, flags: list[str]) -> None:
-    """Run the pretraining command in this process and write the start and the logging time of each step to `file`."""
+    """Run the pretraining command here and record times of each step in `file`.
+
+    They are the start and the logging time.
+    """
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
@@ -144,7 +148,10 @@ def train_and_record(file: str, flags: list[str]) -> None:
 
 
 def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
-    """Run each arm once per round, starting with another arm in each round; return the runs by arm."""
+    """Run each arm once per round; return the runs by arm.
+
+    Each round starts with another arm.
+    """
     runs: dict[str, list[TimedRun]] = {arm: [] for arm in ARMS}
     start, names = time.monotonic(), list(ARMS)
     for number in range(settings.rounds):
@@ -160,10 +167,11 @@ def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
 
 
 def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[TimedRun]]) -> dict:
-    """Return the step time of each arm and its excess over the baseline of the same round, in percent.
+    """Return the step time of each arm and its excess over the baseline, in percent.
 
-    Step times are medians of a run, which exclude a single save; `mean_seconds` includes it. `monitor_percent` is the share of
-    the metrics logger, a robust lower bound of the cost of monitoring.
+    The baseline is that of the same round. Step times are medians of a run, which exclude a single
+    save; `mean_seconds` includes it. `monitor_percent` is the share of the metrics logger, a robust
+    lower bound of the cost of monitoring.
     """
     arms, base = {}, [median(run.steps) for run in next(iter(runs_by_arm.values()))]
     for arm, runs in runs_by_arm.items():

@@ -1,11 +1,12 @@
-"""Compare the tokenization speed of megaenc, gigatoken, Hugging Face tokenizers and datasets.
+"""Compare tokenization speed of megaenc, gigatoken, HF tokenizers and datasets.
 
     python benchmarks/preprocess.py --output bench.json
     python benchmarks/preprocess.py --input corpus.jsonl --tokenizer tokenizer --output bench.json
 
-The backends take turns in new processes; the time excludes startup, imports and loading the tokenizer. megaenc writes .bin, .idx
-and .json files with checksums and fsync; the others keep ids in memory. All ids must be identical. The first turn is a warm-up.
-Without --input, installed documentation is tokenized.
+The backends take turns in new processes; the time excludes startup, imports and loading the
+tokenizer. megaenc writes .bin, .idx and .json files with checksums and fsync; the others keep ids
+in memory. All ids must be identical. The first turn is a warm-up. Without --input, installed
+documentation is tokenized.
 """
 
 import contextlib
@@ -37,7 +38,8 @@ from megaenc.output_paths import check_output_file
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]
-"""Timed function of a backend, which returns a function for ids, uint32[tokens], and lengths, int64[documents]."""
+"""Timed function of a backend, which returns a function for ids, uint32[tokens], and lengths,
+int64[documents]."""
 
 _BATCH_SIZE = 1000  # documents, as in datasets.map
 _SECONDS = ("seconds", "processor_seconds", "process_seconds")
@@ -54,18 +56,20 @@ _RATIOS = {
 
 @dataclass(frozen=True)
 class DataBenchConfig:
-    """Flags of the benchmark: JSON file for results, text, tokenizer, size, rounds and workers."""
+    """Flags of the benchmark: output, text, tokenizer, size, rounds and workers."""
 
     output: str = "bench.json"
     """JSON file for the results."""
     input: tuple[str, ...] = ()
-    """Text files of any format that `megaenc preprocess` reads (default: documentation installed on this machine)."""
+    """Text files of any format that `megaenc preprocess` reads (default: documentation installed on
+    this machine)."""
     json_key: resolve.JsonKey = "text"
     """Key of the text in JSON objects, or column in tables."""
     tokenizer: str = ""
     """Directory or Hub name of a Hugging Face fast tokenizer (default: one trained on the text)."""
     megabytes: float = 200.0
-    """Size of the JSONL file: documents are repeated in shuffled order, or truncated, to this size."""
+    """Size of the JSONL file: documents are repeated in shuffled order, or truncated, to this
+    size."""
     rounds: int = 3
     """Timed turns of each backend."""
     workers: int = field(default_factory=usable_core_count)
@@ -73,7 +77,11 @@ class DataBenchConfig:
 
 
 def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
-    """Run all tokenizers in turns; return speeds and ratios. InputError for wrong input and for ids that differ."""
+    """Run all tokenizers in turns; return speeds and ratios.
+
+    Raises:
+        InputError: Input is wrong, or ids differ.
+    """
     common.check_positive(config, "rounds", "workers", "megabytes")
     check_process_count("--workers", config.workers)
     check_output_file(Path(config.output), "--output", inputs=config.input)
@@ -83,9 +91,8 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
         with ProgressLine("comparing ids", len(BACKENDS) * (config.rounds + 1)) as progress:
             for turn in range(config.rounds + 1):
                 names = list(BACKENDS)
-                for backend in (
-                    names[turn % len(names) :] + names[: turn % len(names)]
-                ):  # each turn starts with another backend
+                # Each turn starts with another backend
+                for backend in names[turn % len(names) :] + names[: turn % len(names)]:
                     turns[backend].append(_run_turn(backend, text, tokenizer, config.workers))
                     progress.update(
                         sum(map(len, turns.values())),
@@ -100,7 +107,10 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
 
 
 def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
-    """Write the JSONL file that all backends read; return its path and that of the tokenizer."""
+    """Write the JSONL file that all backends read; return its path and a tokenizer's.
+
+    Without --input or --tokenizer they are made.
+    """
     inputs = config.input
     if not inputs:
         from megaenc.data.demo import build_demo_corpus
@@ -147,7 +157,7 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
 
 
 def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
-    """Run a backend once in a new process; return its result with the seconds of the process."""
+    """Run a backend once in a new process; add the process's seconds to the result."""
     start = time.perf_counter()
     try:
         [results] = common.run_processes(run_backend, (backend, str(text), tokenizer, workers), {})
@@ -157,7 +167,11 @@ def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[st
 
 
 def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
-    """Raise InputError if the last turn's ids of a backend differ from the first backend's."""
+    """Check that all backends have the ids of the first one in the last turn.
+
+    Raises:
+        InputError: Ids differ.
+    """
     first = next(iter(turns))
     reference = turns[first][0]
     for backend, (*_, result) in turns.items():
@@ -170,7 +184,10 @@ def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return speed and memory of each backend over the timed turns, and megaenc's speedups within the same turn."""
+    """Return speed and memory of each backend, and megaenc's speedups.
+
+    They are over the timed turns; speedups are within the same turn.
+    """
     timed = {backend: turn[1:] for backend, turn in turns.items()}
     ours = timed["megaenc"]
     tokens = ours[0]["tokens"]
@@ -203,7 +220,7 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as text for the console: a row of speed and memory per tokenizer, then megaenc's ratios."""
+    """Return a table of speed and memory by tokenizer, and megaenc's ratios."""
     size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
     lines = [
         f"{size}; the ids of all are identical",
@@ -224,7 +241,10 @@ def format_table(results: dict[str, Any]) -> str:
 
 
 def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the function to time: preprocess `text` into files in `folder`, and return a getter of ids and lengths."""
+    """Return the function to time, which preprocesses `text` into files in `folder`.
+
+    The function returns a getter of ids and lengths.
+    """
     from megaenc.data.indexed.indexed_dataset import IndexArrays
     from megaenc.data.indexed.metadata import read_corpus_metadata
     from megaenc.data.preprocess.command import PreprocessConfig, prepare_job, run_job
@@ -246,16 +266,18 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 
 
 def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the function to time: encode the JSONL file `text` by gigatoken, and return a getter of ids and lengths."""
+    """Return the function to time, which encodes the JSONL file `text` by gigatoken.
+
+    The function returns a getter of ids and lengths.
+    """
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from gigatoken import JsonlFileSource, Tokenizer
 
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     config = json.loads(load_tokenizer(tokenizer).backend_tokenizer.to_str())
-    config["added_tokens"] = [
-        token for token in config["added_tokens"] if not token["special"]
-    ]  # special tokens in the text are plain text
+    # Special tokens in the text are plain text
+    config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]
     encoder = Tokenizer.from_json(json.dumps({**config, "post_processor": None}))
 
     def work() -> Callable[[], Ids]:
@@ -271,9 +293,9 @@ def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> W
 def _prepare_encode_batch(
     method: str, text: str, tokenizer: str, workers: int, folder: str
 ) -> Work:
-    """Return the timed function of a loop over a batch method of Hugging Face tokenizers, which is multithreaded.
+    """Return the function to time, a loop over a batch method of HF tokenizers.
 
-    `encode_batch_fast` omits the tokens' offsets in the text.
+    The method is multithreaded; `encode_batch_fast` omits the tokens' offsets in the text.
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -297,7 +319,10 @@ def _prepare_encode_batch(
 
 
 def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the function to time: encode `text` by datasets' batched `map`, and return a getter of ids and lengths."""
+    """Return the function to time, which encodes `text` by datasets' batched `map`.
+
+    The function returns a getter of ids and lengths.
+    """
     os.environ |= {
         "HF_DATASETS_CACHE": f"{folder}/cache",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
@@ -359,7 +384,10 @@ def _cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _watch_peak_memory(results: dict[str, float]) -> Iterator[None]:
-    """Put the peak resident MiB of this process and its children, summed, during the block into `results`."""
+    """Record the peak resident MiB of this process and its children in `results`.
+
+    The peak is that of their sum, during the block.
+    """
     ended = threading.Event()
     own = psutil.Process()
     results["peak_mib"] = 0.0
@@ -378,7 +406,10 @@ def _watch_peak_memory(results: dict[str, float]) -> Iterator[None]:
 
 
 def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
-    """Run (backend, text, tokenizer, workers) once; return seconds, memory, counts and a SHA-256 of the ids, by name."""
+    """Run a backend once; return seconds, memory, counts and a SHA-256 of the ids.
+
+    `arguments` are backend, text, tokenizer and workers.
+    """
     # Workers forked by libraries, such as datasets.map, would otherwise outlive a killed parent.
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     name, text, tokenizer, workers = arguments

@@ -1,12 +1,15 @@
-"""Compare the training speed of megaenc and transformers with the same model and documents.
+r"""Compare the training speed of megaenc and transformers on equal models and data.
 
     python benchmarks/pretrain.py --output bench.json
-    python benchmarks/pretrain.py --model 210m --vocab-size 128256 --longest 2048 --batch 32 --documents 128
+    python benchmarks/pretrain.py --model 210m --vocab-size 128256 --longest 2048 \
+        --batch 32 --documents 128
 
-Contenders: the engine of `megaenc pretrain` with packed documents, and a plain loop over transformers' EuroBERT (Llama for clm)
-with batches padded to their longest document, bfloat16 autocast, torch's fused AdamW and the fastest available attention; once
-with documents in random order and once sorted by length, which minimizes padding. All must have the same loss over all
-documents. They take turns; each turn is a new process that reads all documents, and its first step is not timed.
+Contenders: the engine of `megaenc pretrain` with packed documents, and a plain loop over
+transformers' EuroBERT (Llama for clm) with batches padded to their longest document, bfloat16
+autocast, torch's fused AdamW and the fastest available attention; once with documents in random
+order and once sorted by length, which minimizes padding. All must have the same loss over all
+documents. They take turns; each turn is a new process that reads all documents, and its first step
+is not timed.
 """
 
 import contextlib
@@ -47,7 +50,7 @@ TOLERANCE = {True: 1e-2, False: 1e-4}  # relative difference of losses, by bf16
 
 @dataclass(frozen=True)
 class PretrainBenchConfig:
-    """Flags of the benchmark: JSON file for results, model, objective, documents, batch, rounds and dtype."""
+    """Flags of the benchmark: output, model, objective, documents, rounds and dtype."""
 
     output: str = ""
     """JSON file for all results"""
@@ -72,10 +75,15 @@ class PretrainBenchConfig:
     bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16; on by default if the processor has the instructions"""
     tensor_model_parallel_size: int = 1
-    """above 1: adds a contender, megaenc with that many tensor-parallel processes on the same cores"""
+    """above 1: adds a contender, megaenc with that many tensor-parallel processes on the same
+    cores"""
 
     def check(self) -> None:
-        """Raise InputError for numbers out of range, or an objective that transformers cannot train."""
+        """Check the ranges of numbers, and that transformers can train the objective.
+
+        Raises:
+            InputError: A value is wrong.
+        """
         least = {
             "documents": 1,
             "batch": 1,
@@ -105,7 +113,7 @@ class PretrainBenchConfig:
             )
 
     def build_job(self, weights: str) -> TrainingJob:
-        """Return the TrainingJob shared by all contenders; `weights` is the path of the initial weights."""
+        """Return the TrainingJob of all contenders; `weights` is the file of initial ones."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}
         return TrainingJob(
@@ -116,7 +124,10 @@ class PretrainBenchConfig:
 def build_contenders(
     config: PretrainBenchConfig, weights: str
 ) -> dict[str, tuple[Callable[[TrainingJob], dict[str, Any]], TrainingJob]]:
-    """Return (training function, job) of each contender by name, in the order of a round: megaenc first."""
+    """Return (training function, job) of each contender by name, megaenc first.
+
+    They are in the order of a round.
+    """
     job, parts = config.build_job(weights), config.tensor_model_parallel_size
     parallel = (work.train_with_megaenc, dataclasses.replace(job, tensor_model_parallel_size=parts))
     return {
@@ -128,7 +139,10 @@ def build_contenders(
 
 
 def measure_peak_flops(job: TrainingJob) -> float:
-    """Return the FLOP/s of this machine: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
+    """Return the peak FLOP/s of this machine; 0 if unknown.
+
+    It is measured on a CPU, and taken from data sheets for accelerators.
+    """
     import torch
 
     from megaenc.backend import detect_backend
@@ -137,7 +151,10 @@ def measure_peak_flops(job: TrainingJob) -> float:
 
 
 def run_turn(side: Callable[[TrainingJob], Any], job: TrainingJob) -> Any:
-    """Call `side(job)` in new processes, one per tensor-parallel rank; return the result, which all ranks share."""
+    """Call `side(job)` in new processes, one per tensor-parallel rank.
+
+    All ranks have the same result.
+    """
     count = job.tensor_model_parallel_size
     threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = {"OMP_NUM_THREADS": str(max(1, threads // count))}
@@ -147,7 +164,11 @@ def run_turn(side: Callable[[TrainingJob], Any], job: TrainingJob) -> Any:
 
 
 def find_fastest_attention(job: TrainingJob) -> str:
-    """Return the name of transformers' attention that is fastest for one batch; RuntimeError if none runs here."""
+    """Return the name of transformers' attention that is fastest for one batch.
+
+    Raises:
+        RuntimeError: None runs here.
+    """
     seconds: dict[str, float] = {}
     for kernel in ("sdpa", "eager", "flash_attention_2"):
         trial = dataclasses.replace(job, kernel=kernel, documents=job.batch, passes=1)
@@ -165,12 +186,19 @@ def find_fastest_attention(job: TrainingJob) -> str:
 
 
 def losses_match(losses: Sequence[float], bf16: bool) -> bool:
-    """Return whether all losses are within a relative 1e-2 (if `bf16`) or 1e-4 of the first."""
+    """Return whether all losses are close to the first.
+
+    The relative tolerance is 1e-2 if `bf16`, else 1e-4.
+    """
     return all(abs(loss - losses[0]) <= TOLERANCE[bf16] * losses[0] for loss in losses)
 
 
 def check_losses(losses: dict[str, float], bf16: bool) -> None:
-    """Raise RuntimeError that lists the losses, by contender, if they differ by more than the dtype's rounding."""
+    """Check that losses differ by no more than the dtype's rounding.
+
+    Raises:
+        RuntimeError: They differ; the message lists them by contender.
+    """
     if not losses_match(list(losses.values()), bf16):
         values = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         raise RuntimeError(
@@ -179,7 +207,11 @@ def check_losses(losses: dict[str, float], bf16: bool) -> None:
 
 
 def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
-    """Train with each contender in turn; return speeds and ratios. RuntimeError if one fails or their losses differ."""
+    """Train with each contender in turn; return speeds and ratios.
+
+    Raises:
+        RuntimeError: A contender fails, or their losses differ.
+    """
     config.check()
     if config.output:
         check_output_file(Path(config.output), "--output")
@@ -210,7 +242,12 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
 def summarize_turns(
     config: PretrainBenchConfig, kernel: str, turns: dict[str, list[dict[str, Any]]], rate: float
 ) -> dict[str, Any]:
-    """Return speed and memory by contender over `turns`, and ratios; `rate`: peak FLOP/s, `kernel`: HF's attention."""
+    """Return speed and memory by contender, and ratios.
+
+    Args:
+        kernel: transformers' attention.
+        rate: Peak FLOP/s.
+    """
     job = config.build_job("")
     documents = job.read_documents()
     attention = job.parse_objective(job.objective).attention
@@ -237,7 +274,7 @@ def summarize_turns(
         }
 
     def ratio(other: str, key: str = "seconds") -> float:
-        """Return the median over rounds of `key` of another contender, relative to megaenc."""
+        """Return the median ratio of `key` to megaenc's over rounds."""
         return median(
             each[key] / ours[key] for each, ours in zip(turns[other], turns[OURS], strict=True)
         )
@@ -264,7 +301,7 @@ def summarize_turns(
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as text for the console: a row of speed and memory per contender, then megaenc's speedups."""
+    """Return a table of speed and memory by contender, and megaenc's speedups."""
     kind = "bfloat16" if results["settings"]["bf16"] else "float32"
     rate = f"{results['peak_flops'] / 1e9:,.0f} GFLOP/s" if results["peak_flops"] else "unknown"
     objective = results["settings"]["objective"]

@@ -1,4 +1,4 @@
-"""Synthetic documents, and engines that train on them: the same work for all contenders."""
+"""Synthetic documents, and engines that train on them, for all contenders."""
 
 import dataclasses
 import gc
@@ -30,11 +30,13 @@ CORPUS_TOKENS = 1 << 21  # approximate tokens of the packs of concatenated docum
 
 @dataclass(frozen=True)
 class SyntheticDocuments:
-    """Data set of `count` random documents of `shortest` to `longest` tokens that end with EOS, one per pack.
+    """Data set of random documents that end with EOS, one per pack.
 
-    Implements `PackedDataset` with one document per pack, repeated after `count`, and `token_stream.DocumentSource` for packs of
-    several documents. Lengths, tokens and masks depend only on seed and document number, so any order and batching has the same
-    predictions. Ids follow a skewed distribution as in text (u^3 of the vocabulary for a uniform u), which is learnable and
+    There are `count` documents of `shortest` to `longest` tokens. The class implements
+    `PackedDataset` with one document per pack, repeated after `count`, and
+    `token_stream.DocumentSource` for packs of several documents. Lengths, tokens and masks depend
+    only on seed and document number, so any order and batching has the same predictions. Ids follow
+    a skewed distribution as in text (u^3 of the vocabulary for a uniform u), which is learnable and
     repeats rows of the embedding's gradient.
     """
 
@@ -47,7 +49,10 @@ class SyntheticDocuments:
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
-        """Return the documents' lengths in tokens, int64[count], uniform between the limits."""
+        """Return the documents' lengths in tokens, int64[count].
+
+        They are uniform between the limits.
+        """
         draws = [
             counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,))
             for number in range(self.count)
@@ -69,7 +74,10 @@ class SyntheticDocuments:
     def read_spans(
         self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> np.ndarray:
-        """Return tokens `starts[i]` to `stops[i]` of document `documents[i]`, all concatenated, int64."""
+        """Return tokens `starts[i]` to `stops[i]` of document `documents[i]`, int64.
+
+        They are concatenated.
+        """
         return np.concatenate(
             [
                 self._tokens[number][a:b]
@@ -79,7 +87,10 @@ class SyntheticDocuments:
 
     @property
     def seq_length(self) -> int:
-        """Return the minimum length of a pack, to which the engine fills rows of shorter ones: none is filled."""
+        """Return the minimum length of a pack.
+
+        The engine fills shorter rows to this length: none is filled.
+        """
         return self.shortest
 
     def __getitem__(self, sample: int) -> Pack:
@@ -93,12 +104,15 @@ class SyntheticDocuments:
         return int(self.document_lengths.sum())
 
     def targets(self, objective: Objective, sample: int) -> tuple[Pack, Targets]:
-        """Return the Pack of sample number `sample`, one document, and its Targets under an objective."""
+        """Return the pack of a sample, one document, and its targets under an objective."""
         pack = self[sample]
         return pack, objective.targets(pack, SampleRandomness(self.seed, pack.sample, pack.epoch))
 
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
-        """Return (start 0, prefix end, stop) of each document; the prefix end is its length if bidirectional, else 0."""
+        """Return (start 0, prefix end, stop) of each document.
+
+        The prefix end is the document's length if attention is bidirectional, else 0.
+        """
         is_bidirectional = attention == Attention.BIDIRECTIONAL
         return [
             (0, length if is_bidirectional else 0, length)
@@ -112,7 +126,7 @@ class SyntheticDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSetup:
-    """Model and options shared by the runs of a benchmark: vocabulary size, lengths, dtype, learning rate and kernels."""
+    """Model and options shared by the runs of a benchmark."""
 
     shape: ModelConfig
     vocab_size: int
@@ -120,31 +134,41 @@ class BenchSetup:
     shortest: int = 12  # minimum document length
     bf16: bool = False
     learning_rate: float = 1e-4
-    kernels: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields of KernelConfig that differ from the defaults
+    # Fields of KernelConfig that differ from the defaults
+    kernels: dict[str, Any] = field(default_factory=dict)
     tensor_model_parallel_size: int = 1
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the Vocabulary of the synthetic documents: `vocab_size` ids, with EOS 0 and MASK 1."""
+        """Return the Vocabulary of the synthetic documents, with EOS 0 and MASK 1."""
         return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
 
     def build_documents(self, count: int) -> SyntheticDocuments:
-        """Return `count` synthetic documents of `shortest` to `seq_length` tokens, in random lengths."""
+        """Return `count` synthetic documents of `shortest` to `seq_length` tokens."""
         return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
     def build_schedule(self, *texts: str) -> Schedule:
-        """Return a schedule of a million steps of one objective, or of several equally; InputError if one is invalid."""
+        """Return a schedule of a million steps of objectives in equal parts.
+
+        Raises:
+            InputError: An objective is invalid.
+        """
         text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
         return Schedule.build(text, MAX_STEPS, self.vocabulary)
 
     def parse_objective(self, text: str) -> Objective:
-        """Return the objective that `text`, such as "mlm(mask=0.4)", describes; InputError if invalid."""
+        """Return the objective that a text such as "mlm(mask=0.4)" describes.
+
+        Raises:
+            InputError: The text is invalid.
+        """
         return Schedule.build(text, 1, self.vocabulary).objective(1)
 
     def build_plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
-        """Return the Plan of a run (about a million steps) on `packs`, `batch` per step, of `objectives` equally."""
+        """Return the Plan of a run of about a million steps on `packs`.
+
+        A step has `batch` packs; objectives have equal parts.
+        """
         from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
         from megaenc.dist_env import get_world_size
@@ -176,14 +200,17 @@ class BenchSetup:
 
 
 def build_packed_plan(setup: BenchSetup, *objectives: str, tokens: int = CORPUS_TOKENS) -> "Plan":
-    """Return the Plan of a run on packs of concatenated synthetic documents, about `tokens` tokens, with `objectives`."""
+    """Return the Plan of a run on packs of concatenated synthetic documents.
+
+    They have about `tokens` tokens.
+    """
     count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
     packs = ConcatPackedDataset(setup.build_documents(count), np.arange(count), setup.seq_length, 0)
     return setup.build_plan(packs, *objectives)
 
 
 def init_process() -> "Backend":
-    """Initialize megatron-core and torch.distributed in this process alone and return its Backend."""
+    """Initialize megatron-core and torch.distributed in this process alone."""
     from megaenc import backend
 
     backend.prepare_megatron()
@@ -191,7 +218,7 @@ def init_process() -> "Backend":
 
 
 def free_memory() -> None:
-    """Collect garbage and free the accelerator memory that torch caches without using it."""
+    """Collect garbage, and free accelerator memory that torch caches without use."""
     import torch
 
     gc.collect()
@@ -207,7 +234,10 @@ def reset_peak_memory() -> None:
 
 
 def destroy_process() -> None:
-    """Destroy the process groups and free memory, so that this process can be initialized again."""
+    """Destroy the process groups and free memory.
+
+    This process can then be initialized again.
+    """
     from megaenc import backend
 
     backend.destroy_distributed()
@@ -217,7 +247,10 @@ def destroy_process() -> None:
 def configure_batches(
     engine: "Engine", setup: BenchSetup, objective: str, packs: int, micro_batches: int
 ) -> None:
-    """Make an engine train `objective` with `micro_batches` micro-batches of `packs` packs per step from now on."""
+    """Set objective and batch of an engine's next steps.
+
+    A step has `micro_batches` micro-batches of `packs` packs.
+    """
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)
     engine.plan = dataclasses.replace(
@@ -235,7 +268,10 @@ def unwrap_encoder(engine: "Engine") -> "torch.nn.Module":
 
 
 def fill_random_weights(encoder: "torch.nn.Module", deviation: float) -> None:
-    """Fill weights with normal numbers of `deviation` (seed 0, on the device), biases with 0, norms with 1."""
+    """Draw weights from N(0, deviation^2); set biases to 0 and norms to 1.
+
+    The seed is 0, and numbers are drawn on the device.
+    """
     import torch
 
     from megaenc.backend import detect_backend
@@ -255,7 +291,10 @@ def fill_random_weights(encoder: "torch.nn.Module", deviation: float) -> None:
 def build_random_engine(
     plan: "Plan", backend: "Backend", kind: "type[Engine] | None" = None
 ) -> "Engine":
-    """Return an engine for `plan` of class `kind`, or Engine, with random weights of seed 0 that are drawn on the device."""
+    """Return an engine for `plan` with random weights of seed 0.
+
+    They are drawn on the device. `kind` is the engine's class; None: Engine.
+    """
     from megaenc.training.engine import Engine
 
     engine = (kind or Engine)(plan, backend, init_weights=False)

@@ -24,7 +24,7 @@ IGNORED = -100  # label that transformers' losses ignore
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(BenchSetup):
-    """One contender's training job: model, dtype, objective, documents, batch, passes, weights, order and attention."""
+    """Training job of one contender."""
 
     objective: str  # in the notation of --objective-schedule: clm or mlm(...)
     documents: int
@@ -35,7 +35,7 @@ class TrainingJob(BenchSetup):
     kernel: str = "sdpa"  # transformers' attention implementation
 
     def read_documents(self) -> SyntheticDocuments:
-        """Return the job's synthetic documents, in ascending order of length if `by_length`."""
+        """Return the job's synthetic documents, in order of length if `by_length`."""
         documents = self.build_documents(self.documents)
         return (
             dataclasses.replace(documents, order=documents.order_by_length())
@@ -45,13 +45,16 @@ class TrainingJob(BenchSetup):
 
     @property
     def timed_steps(self) -> int:
-        """Return the number of timed steps: `passes` over all documents, `batch` documents a step."""
+        """Return the number of timed steps, which is that of `passes` over all documents."""
         return self.passes * self.documents // self.batch
 
 
 @contextlib.contextmanager
 def measure_usage(results: dict[str, Any]) -> Iterator[None]:
-    """Put the block's `seconds` and `cpu_seconds`, and the process's `peak_memory` in bytes, into `results`."""
+    """Measure time and memory of the block into `results`.
+
+    They are `seconds` and `cpu_seconds` of the block, and `peak_memory` of the process in bytes.
+    """
     synchronize_device()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     yield
@@ -63,7 +66,10 @@ def measure_usage(results: dict[str, Any]) -> Iterator[None]:
 
 
 def peak_memory() -> float:
-    """Return the peak bytes of tensors on the accelerator, or without one the peak resident bytes of the process."""
+    """Return the peak bytes of tensors on the accelerator.
+
+    Without one they are the peak resident bytes of the process.
+    """
     import torch
 
     return (
@@ -82,7 +88,10 @@ def synchronize_device() -> None:
 
 
 def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Write random weights of seed 0, or those that `fill` sets, to `job.weights` with transformers' names; return {}."""
+    """Write initial weights to `job.weights` with transformers' names; return {}.
+
+    They are random with seed 0, or those that `fill` sets.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -108,7 +117,10 @@ def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -
 
 
 def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
-    """Train by megaenc; return initial loss, number of predictions, seconds, and CPU seconds and memory of all ranks."""
+    """Train by megaenc; return loss, predictions, seconds, CPU seconds and memory.
+
+    The loss is the initial one. CPU seconds and memory are sums over all ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -131,7 +143,10 @@ def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
 
 
 def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
-    """Train with an engine; return initial loss and number of predictions, timed steps' seconds, and peak memory."""
+    """Train with an engine; return loss, predictions, seconds and peak memory.
+
+    The loss is the initial one, and seconds are those of the timed steps.
+    """
     samples = job.documents // job.batch * job.batch
     result = engine.evaluate(engine.plan.packs, samples, job.parse_objective(job.objective))
     results = {"loss": result.loss, "predicted": result.predicted}
@@ -143,7 +158,11 @@ def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
 
 
 def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
-    """Train by transformers on padded batches; return initial loss, number of predictions, timed seconds and memory."""
+    """Train by transformers on padded batches.
+
+    Returns:
+        Initial loss, number of predictions, timed seconds and memory.
+    """
     import torch
 
     model, documents = load_hf_model(job), job.read_documents()
@@ -185,7 +204,10 @@ def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
 
 
 def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
-    """Return transformers' (model class, config) of the job: EuroBERT for bidirectional attention, else Llama."""
+    """Return transformers' (model class, config) of the job.
+
+    It is EuroBERT for bidirectional attention, else Llama.
+    """
     import torch
     from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
@@ -216,12 +238,16 @@ def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
 
 
 def load_hf_model(job: TrainingJob) -> Any:
-    """Return transformers' model of `build_hf_config` with the job's initial weights, on the accelerator if any."""
+    """Return transformers' model of `build_hf_config` with the initial weights.
+
+    It is on the accelerator if there is one.
+    """
     import torch
     from safetensors.torch import load_file
 
     kind, config = build_hf_config(job)
-    # With a state dict, transformers builds on the meta device and assigns the mapped file's tensors without a copy.
+    # With a state dict, transformers builds on the meta device and assigns the mapped file's
+    # tensors without a copy.
     model, loaded = kind.from_pretrained(
         None,
         config=config,
@@ -238,7 +264,10 @@ def load_hf_model(job: TrainingJob) -> Any:
 def build_padded_batch(
     job: TrainingJob, documents: SyntheticDocuments, objective: Any, step: int, device: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return the batch of `step` for transformers, padded to its longest document, and its number of predictions."""
+    """Return the batch of `step` for transformers, and its number of predictions.
+
+    Rows are padded to the longest document.
+    """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

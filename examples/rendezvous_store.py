@@ -1,7 +1,10 @@
-"""Hold the rendezvous of a run outside its nodes, for example on a login node: `python examples/rendezvous_store.py PORT`.
+"""Hold the rendezvous of a run outside its nodes, for example on a login node.
 
-Start torchrun on each node with `--rdzv-endpoint HOST:PORT --rdzv-conf is_host=0`. No node then ends the run when it is lost;
-Ctrl-C ends the store, and every torchrun with it. The store has no password: open the port to the nodes of the run alone.
+    python examples/rendezvous_store.py PORT
+
+Start torchrun on each node with `--rdzv-endpoint HOST:PORT --rdzv-conf is_host=0`. No node then
+ends the run when it is lost; Ctrl-C ends the store, and every torchrun with it. The store has no
+password: open the port to the nodes of the run alone.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Convert checkpoints to and from Hugging Face folders, and merge them; the same as `megaenc convert`.
+"""Convert checkpoints to and from Hugging Face folders, and merge them.
+
+The same as `megaenc convert`.
 
 python tools/convert_checkpoint.py to-hf --load runs/a --output hf/a
 python tools/convert_checkpoint.py from-hf --input hf/llama --output core/llama

@@ -1,6 +1,9 @@
-"""Draw docs/way.svg, the data flow through the package: `python docs/scripts/picture.py`.
+"""Draw docs/way.svg, the data flow through the package.
 
-Boxes have their own background and all else is grey, so the picture is readable in light and dark mode.
+    python docs/scripts/picture.py
+
+Boxes have their own background and all else is grey, so the picture is readable in light and dark
+mode.
 """
 
 from html import escape

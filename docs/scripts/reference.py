@@ -1,6 +1,9 @@
-"""Write docs/api.md and docs/flags.md from the docstrings of the package: `python docs/scripts/reference.py`.
+"""Write docs/api.md and docs/flags.md from the docstrings of the package.
 
-Only what is public is in them: what objectives, tools and notebooks of others may import, and every flag of every command.
+    python docs/scripts/reference.py
+
+They hold only what is public: the names that objectives, tools and notebooks of others may import,
+and every flag of every command.
 """
 
 import ast
@@ -70,7 +73,7 @@ PUBLIC = [
 
 
 def api() -> str:
-    """docs/api.md."""
+    """Return the text of docs/api.md."""
     parts = [
         "# Python names",
         NOTE,
@@ -134,7 +137,7 @@ def _text(thing: object) -> str:
 
 
 def _fields(thing: type) -> Iterator[str]:
-    """The fields that the class itself declares and says something of, or that are options of an objective."""
+    """Yield a line for each field that the class itself declares."""
     said = {
         name: text
         for owner in reversed(thing.__mro__)
@@ -152,7 +155,7 @@ def _fields(thing: type) -> Iterator[str]:
 
 @functools.cache
 def field_docstrings(thing: type) -> dict[str, str]:
-    """The strings that stand below the fields of a class."""
+    """Return the docstrings below the fields of a class, by field."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0].body
     except (OSError, TypeError):
@@ -167,7 +170,7 @@ def field_docstrings(thing: type) -> dict[str, str]:
 
 
 def flag_pages() -> str:
-    """docs/flags.md."""
+    """Return the text of docs/flags.md."""
     parts = [
         "# Every flag of every command",
         NOTE,
@@ -205,7 +208,10 @@ def flag_pages() -> str:
 
 
 def _asked(name: str, place: str) -> Iterator[tuple[str, type, object]]:
-    """The dataclass that a command reads its flags into, with what it takes for defaults; of `convert`, for each direction."""
+    """Yield (command, flags' dataclass, defaults) of a command.
+
+    `convert` has one for each of its subcommands.
+    """
     module, function = place.split(":")
     for rest in (["to-hf"], ["from-hf"], ["merge"]) if name == "convert" else ([],):
         seen = []
@@ -220,7 +226,7 @@ def _asked(name: str, place: str) -> Iterator[tuple[str, type, object]]:
 
 
 def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]:
-    """The flags of a dataclass by the dataclasses nested in it, each group with its title."""
+    """Yield the rows of a dataclass's flags and of those nested in it, by title."""
     own, nested = [], []
     hints = typing.get_type_hints(settings, include_extras=True)
     said = {
@@ -251,7 +257,7 @@ def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]
 
 
 def _default(field: dataclasses.Field, default: object) -> object:
-    """MISSING where there is none, or it is found out on the machine."""
+    """Return the default of a flag; MISSING if it has none or depends on the machine."""
     if inspect.isfunction(field.default_factory):
         return dataclasses.MISSING
     if default is not None:
@@ -268,7 +274,7 @@ def _table(title: str, rows: list[str]) -> str:
 
 
 def _kind(kind: object) -> str:
-    """A type in words."""
+    """Return a type in words."""
     if isinstance(kind, str):
         return kind
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
@@ -293,7 +299,7 @@ def _shown(value: object) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What each file should hold."""
+    """Return the text of each generated file, by path."""
     return {DOCS / "api.md": api(), DOCS / "flags.md": flag_pages()}
 
 

@@ -4,7 +4,10 @@ from megaenc.training.callbacks import Callback
 
 
 class StopAtLoss(Callback):
-    """End of a run at the first validation with a loss of at most `loss` under `objective`."""
+    """End of a run at the first validation with a loss of at most `loss`.
+
+    The loss is that of `objective`.
+    """
 
     def __init__(self, trainer, loss, objective="mlm"):
         super().__init__(trainer)

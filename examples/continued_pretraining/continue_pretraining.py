@@ -1,8 +1,10 @@
-"""Turn a decoder into an encoder: import a Hugging Face model, continue pretraining with MLM, and export it.
+r"""Turn a decoder into an encoder: import, continue pretraining with MLM, export.
 
-    python examples/continued_pretraining/continue_pretraining.py --input corpus.jsonl --output out/llama [--model FOLDER]
+    python examples/continued_pretraining/continue_pretraining.py --input corpus.jsonl \
+        --output out/llama [--model FOLDER]
 
-Prints each command before running it. Without --model, uses a small model of --family with random weights. Downloads nothing.
+Prints each command before running it. Without --model, uses a small model of --family with random
+weights. Downloads nothing.
 """
 
 import shlex
@@ -60,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    resolve_inputs(
-        InputConfig((settings.input,)), ["text"]
-    )  # fails before the output directory is created
+    # Fails before the output directory is created
+    resolve_inputs(InputConfig((settings.input,)), ["text"])
     source = settings.model or str(create_model(settings.family, settings.input, out / "source"))
     mask = ["--add-mask-token"] if settings.add_mask_token else []
     run_megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
@@ -119,7 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def create_model(family: str, text: str, folder: Path) -> Path:
-    """Write a tiny decoder with random weights and a tokenizer trained on `text` as a Hugging Face folder; return its path."""
+    """Write a tiny decoder with random weights as a Hugging Face folder.
+
+    Its tokenizer is trained on `text`.
+
+    Returns:
+        Path of the folder.
+    """
     run_megaenc("tokenizer", "--input", text, "--vocab-size", 400, "--output", folder)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

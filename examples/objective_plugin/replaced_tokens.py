@@ -1,6 +1,7 @@
 """Objective plug-in: the model finds the tokens that were replaced by others.
 
-ELECTRA's replaced token detection (Clark et al. 2020, arXiv 2003.10555), with random tokens in place of a generator's.
+ELECTRA's replaced token detection (Clark et al. 2020, arXiv 2003.10555), with random tokens in
+place of a generator's.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ ORIGINAL, REPLACED = range(2)
 
 @dataclass(frozen=True)
 class ReplacedTokenDetection(Objective):
-    """Objective that replaces a share of the tokens, without special tokens, by random ones."""
+    """Objective that replaces a share of the tokens by random ones.
+
+    Special tokens are not replaced.
+    """
 
     name = "replaced_tokens"
     attention = Attention.BIDIRECTIONAL
@@ -23,7 +27,7 @@ class ReplacedTokenDetection(Objective):
     share: float = option(0.15, "share of the tokens to replace", above=0, high=1)
 
     def targets(self, pack, randomness):
-        """Return a pack with random tokens in some places, and the class of each token that is not special."""
+        """Return a pack with random tokens, and the class of each token but special ones."""
         is_text = text_token_mask(self.vocabulary)
         text = np.flatnonzero(is_text)
         predict_at = np.flatnonzero(is_text[pack.tokens])

@@ -1,1 +1,4 @@
-"""`megaenc doctor`: checks of the machine in a child process, which may hang or die without ending the command."""
+"""`megaenc doctor`: checks of the machine in a child process.
+
+The child may hang or die without ending the command.
+"""

@@ -35,7 +35,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def find_program(program: str) -> str:
-    """Return the path of a program on the PATH or in /opt/rocm/bin; an empty string if it is not installed."""
+    """Return the path of a program on the PATH or in /opt/rocm/bin, else ""."""
     return (
         shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_ROCM_BIN}")
         or ""
@@ -43,7 +43,10 @@ def find_program(program: str) -> str:
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Run `command`, for `seconds` at most; return its output with stderr and an error text, empty after exit code 0."""
+    """Run `command` for at most `seconds`; return (output with stderr, error text).
+
+    The error text is empty after exit code 0.
+    """
     try:
         result = subprocess.run(
             command,
@@ -63,7 +66,10 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def check_driver(context: CheckContext) -> list[Finding]:
-    """Return findings on devices, driver, memory use and errors by nvidia-smi or rocm-smi; one if neither exists."""
+    """Check devices, driver, memory use and errors by nvidia-smi or rocm-smi.
+
+    There is one finding if neither is installed.
+    """
     seconds = 0.4 * context.timeout  # the other ranks wait for this one
     nvidia = find_program("nvidia-smi")
     rocm = find_program("rocm-smi")
@@ -108,7 +114,10 @@ def check_driver(context: CheckContext) -> list[Finding]:
 
 
 def parse_nvidia_smi(output: str) -> list[Finding]:
-    """Return findings (devices, driver, memory in use and errors) from nvidia-smi's CSV; a problem if it lists no device."""
+    """Return findings on devices, driver, memory and errors from nvidia-smi's CSV.
+
+    It is a problem if no device is listed.
+    """
     rows = [
         [cell.strip() for cell in line.split(",")]
         for line in output.splitlines()
@@ -141,7 +150,10 @@ def parse_nvidia_smi(output: str) -> list[Finding]:
 
 
 def parse_rocm_smi(output: str) -> list[Finding]:
-    """Return findings (devices, architecture, driver, memory in use) from rocm-smi's output; [] if it lists no device."""
+    """Return findings on devices, driver and memory from rocm-smi's output.
+
+    They include the architecture. The list is empty if no device is listed.
+    """
 
     def values(name: str) -> list[str]:
         return re.findall(rf"{name}:\s*(.+?)\s*$", output, re.MULTILINE)
@@ -163,7 +175,12 @@ def parse_rocm_smi(output: str) -> list[Finding]:
 
 
 def _memory_in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
-    """Return a note that lists devices with memory in use, given as (device, bytes); an empty list if all are free."""
+    """Return a note on devices with memory in use; no finding if all are free.
+
+    Args:
+        used: (Device, bytes) of each device.
+        program: Command that shows which processes use the devices.
+    """
     busy = [f"{device}: {size / GIB:.1f} GiB" for device, size in used if size > _BUSY_BYTES]
     advice = f"another process uses them, see `{program}`: two runs on a device run out of memory or at half speed"
     return [note("memory in use", ", ".join(busy), advice)] if busy else []
@@ -175,7 +192,11 @@ def _format_counts(names: list[str]) -> str:
 
 
 def check_torch_devices(context: CheckContext) -> list[Finding]:
-    """Return a finding on torch's devices: a problem if unusable or too few for the processes, a note if hidden."""
+    """Check torch's devices.
+
+    It is a problem if they are unusable or too few for the processes, a note if an environment
+    variable hides them.
+    """
     import torch
 
     label = "seen by torch"

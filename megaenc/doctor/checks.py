@@ -35,10 +35,10 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check in a child process: subject, name, "module:function" to call, ranks that run it.
+    """One check in a child process.
 
-    The function is called with a `CheckContext` and `arguments` and returns findings. A check fails if it hangs, raises an
-    exception or ends its process.
+    The function is called with a `CheckContext` and `arguments` and returns findings. A check fails
+    if it hangs, raises an exception or ends its process.
     """
 
     subject: Subject
@@ -53,7 +53,8 @@ class Check:
 
 
 CHECKS = (
-    # First: the driver would report the memory that this command's own ranks use later as another process's.
+    # First: the driver would report the memory that this command's own ranks use later as another
+    # process's.
     Check("accelerators", "driver", "megaenc.doctor.accelerators:check_driver", "node"),
     # Cross-rank checks next, before slow checks set the ranks apart.
     Check("ranks", "meeting", "megaenc.doctor.cross_rank:join_ranks", "ranks"),

@@ -18,7 +18,7 @@ _MODULUS = 251  # small integers: exact sums in any order
 
 
 def check_collectives(context: CheckContext) -> list[Finding]:
-    """Run each collective of training on this rank's device; return a finding each: wrong, or latency and bandwidth."""
+    """Check results, latency and bandwidth of each collective on this rank's device."""
     join_group(context.timeout)
     backend = detect_backend()
     group = None
@@ -27,7 +27,8 @@ def check_collectives(context: CheckContext) -> list[Finding]:
         torch.cuda.set_device(backend.device)
         group = dist.new_group(backend=backend.process_group)
     library = {"rocm": "RCCL", "cuda": "NCCL"}.get(backend.name, "gloo")
-    # The third column is the minimum traffic of a rank in multiples of the tensor's bytes, for the bandwidth.
+    # The third column is the minimum traffic of a rank in multiples of the tensor's bytes, for the
+    # bandwidth.
     share = (size - 1) / size
     tried = [
         ("all-reduce", _all_reduce, 2 * share),
@@ -42,8 +43,8 @@ def check_collectives(context: CheckContext) -> list[Finding]:
     ]
 
 
-# Each takes this rank's tensor of n * world size elements, a function that builds any rank's tensor, and the group; each returns
-# the result and a function that computes the expected result.
+# Each takes this rank's tensor of n * world size elements, a function that builds any rank's
+# tensor, and the group; each returns the result and a function that computes the expected result.
 
 
 def _all_reduce(own, numbers, group):
@@ -54,7 +55,7 @@ def _all_reduce(own, numbers, group):
 
 
 def _reduce_scatter(own, numbers, group):
-    """Return this rank's chunk of the reduce-scattered tensor and a function for the expected chunk."""
+    """Return this rank's reduced chunk and a function for the expected chunk."""
     size = dist.get_world_size()
     result = own.new_empty(own.numel() // size)
     dist.reduce_scatter_tensor(result, own, group=group)
@@ -71,7 +72,10 @@ def _all_gather(own, numbers, group):
 
 
 def _ring(own, numbers, group):
-    """Send to the next rank; return the tensor received from the previous one and a function for the expected tensor."""
+    """Send to the next rank; return the previous rank's tensor and the expected one.
+
+    The expected tensor is returned as a function that builds it.
+    """
     size = dist.get_world_size()
     result = torch.empty_like(own)
     destination = (get_rank() + 1) % size
@@ -86,7 +90,7 @@ def _ring(own, numbers, group):
 
 
 def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return float32[count] of integers from 0 to 250 that differ by position and by the rank `owner`."""
+    """Return integers from 0 to 250 that differ by position and rank, float32[count]."""
     return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
 
 
@@ -114,9 +118,8 @@ def _check_collective(
                 advice,
             )
         timer = Timer("run(*call)", globals={"run": run, "call": call})
-        seconds.append(
-            timer.timeit(repeats).mean
-        )  # the same repeats on all ranks; Timer warms up and synchronizes
+        # The same repeats on all ranks; Timer warms up and synchronizes
+        seconds.append(timer.timeit(repeats).mean)
     if size == 1:
         return ok(name, "right, with one rank")
     small = f"{1e6 * seconds[0]:,.0f} µs for {_SMALL_COUNT * size * 4:,} bytes"

@@ -1,9 +1,9 @@
-"""Check everything training depends on: versions, processors, accelerators, networks, variables, numerics, disks.
+"""Check what training depends on: versions, devices, networks, numerics, disks.
 
-Each finding is ok, a note (worth knowing) or a problem (it stops or spoils a run), with advice; problems are repeated at the
-end. Nothing is changed, and a check that hangs is skipped after --timeout. Under torchrun the ranks also check their
-connections and compare their findings. Exit code: 0 without problems, 1 with problems, 2 for wrong flags. Attach the output to
-bug reports.
+Each finding is ok, a note (worth knowing) or a problem (it stops or spoils a run), with advice;
+problems are repeated at the end. Nothing is changed, and a check that hangs is skipped after
+--timeout. Under torchrun the ranks also check their connections and compare their findings. Exit
+code: 0 without problems, 1 with problems, 2 for wrong flags. Attach the output to bug reports.
 
 megaenc doctor --save runs
 megaenc doctor --only versions attention --json doctor.json
@@ -47,12 +47,13 @@ from megaenc.flags import PositiveFloat
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.processes import exit_on_sigterm
 
-_GATHER_TIMEOUTS = 10  # multiples of --timeout that rank 0 waits for other ranks, in which checks may hang three times
+# Multiples of --timeout that rank 0 waits for other ranks, in which checks may hang three times
+_GATHER_TIMEOUTS = 10
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Flags of `megaenc doctor`: directory to test, JSON file, subjects to check and the time limit of a check."""
+    """Flags of `megaenc doctor`: directory to test, JSON file, subjects, time limit."""
 
     save: str = "."
     """directory for run directories: its disk is tested with a temporary file of at most 512 MiB"""
@@ -61,12 +62,13 @@ class DoctorConfig:
     only: tuple[Subject, ...] = ()
     """subjects to check (default: all)"""
     timeout: PositiveFloat = 60.0
-    """seconds after which a hanging check is skipped and reported; checks that compile kernels get up to three times as long"""
+    """seconds after which a hanging check is skipped and reported; checks that compile kernels get
+    up to three times as long"""
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc doctor`: print the findings, and exit with status 1 if one of them is a problem."""
+    """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem."""
     environment = dict(os.environ)
     die_with_launcher()
     exit_if_restart_forbidden()
@@ -141,7 +143,10 @@ def run_checks(
 def _gather_findings(
     runner: CheckRunner, own: RankFindings, config: DoctorConfig
 ) -> list[RankFindings]:
-    """Return the findings of all ranks on rank 0, with a problem for each missing rank; this rank's alone on other ranks."""
+    """Return the findings of all ranks on rank 0; on other ranks only their own.
+
+    Each missing rank is a problem.
+    """
     if get_world_size() == 1:
         return [own]
     timeout = _GATHER_TIMEOUTS * config.timeout
@@ -155,9 +160,8 @@ def _gather_findings(
                 "comparing", failure, "the findings of other ranks are unknown: see their output"
             )
         )
-        if (
-            get_rank()
-        ):  # without an exit code: torchrun would kill rank 0, which reports this rank as missing
+        # Without an exit code: torchrun would kill rank 0, which reports this rank as missing
+        if get_rank():
             print(f"rank {get_rank()} on {own.host}\n{format_report(own.findings)}", flush=True)
     if failure or get_rank():
         return [own]

@@ -20,7 +20,11 @@ _POLL = 0.05
 
 
 def join_ranks(context: CheckContext) -> list[Finding]:
-    """Join all ranks in a gloo process group; return a finding on rank 0, [] on others; RuntimeError if one is missing."""
+    """Join all ranks in a gloo process group; return a finding on rank 0 only.
+
+    Raises:
+        RuntimeError: A rank is missing.
+    """
     begin = time.perf_counter()
     join_group(context.timeout)
     seconds = time.perf_counter() - begin
@@ -44,7 +48,13 @@ def join_ranks(context: CheckContext) -> list[Finding]:
 
 @functools.cache
 def join_group(seconds: float) -> None:
-    """Join the gloo group of all ranks once, or create one with a single process; RuntimeError if ranks miss the timeout."""
+    """Join the gloo group of all ranks once.
+
+    Without a launcher the group has a single process.
+
+    Raises:
+        RuntimeError: Ranks miss the timeout.
+    """
     import torch.distributed as dist
 
     from megaenc.backend.initialize import rendezvous
@@ -65,7 +75,10 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def check_shared_folder(context: CheckContext) -> list[Finding]:
-    """Test that all ranks see rank 0's file in --save and its lock; [] off rank 0, for one rank, or if --save is read-only."""
+    """Check that all ranks see rank 0's file in --save and its lock.
+
+    There is no finding on other ranks, for one rank, or if --save is read-only.
+    """
     if get_world_size() == 1:
         return []
     join_group(context.timeout)
@@ -87,7 +100,10 @@ def check_shared_folder(context: CheckContext) -> list[Finding]:
 
 
 def observe_lock_file(path: Path) -> str:
-    """Return "missing", "unlocked" or "" for the state in which this rank sees the file that rank 0 created and locked."""
+    """Return how this rank sees the file that rank 0 created and locked.
+
+    It is "missing", "unlocked", or "" for a locked file.
+    """
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
@@ -106,7 +122,10 @@ def observe_lock_file(path: Path) -> str:
 
 
 def assess_sharing(observations: list[str]) -> Finding:
-    """Return a problem if a rank's observation of rank 0's locked file is "missing", a note if "unlocked", else ok."""
+    """Return a finding on the ranks' observations of rank 0's locked file.
+
+    It is a problem if one is "missing", a note if one is "unlocked", else ok.
+    """
     missing = [rank for rank, observation in enumerate(observations) if observation == "missing"]
     unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
     if missing:
@@ -137,9 +156,13 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
-    """Send findings to rank 0, which returns those of other ranks, serialized, without late ranks; other ranks return {}.
+    """Send the serialized findings of this rank to rank 0, which returns all others.
 
-    They pass through the launcher's store, which needs no process group and which anyone who reaches its port can write to.
+    They pass through the launcher's store, which needs no process group and which anyone who
+    reaches its port can write to.
+
+    Returns:
+        Findings by rank without late ranks; empty on other ranks than 0.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Checks of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
+"""Checks of the --save directory: space, write speed and file system guarantees."""
 
 import errno
 import fcntl
@@ -27,13 +27,20 @@ _VOLATILE = {
 
 
 def nearest_existing_dir(folder: Path) -> Path:
-    """Return the real path of `folder`, or of its nearest parent that exists and is visible to this user."""
+    """Return the real path of `folder`, or of its nearest parent that exists.
+
+    A folder that this user cannot see counts as missing.
+    """
     folder = Path(os.path.realpath(folder))
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
 def check_disk_space(context: CheckContext) -> list[Finding]:
-    """Return notes on the file system of --save: type and free space (advice if volatile or below 40 GiB), few free inodes."""
+    """Check type, free space and free inodes of the file system of --save.
+
+    Findings are notes, with advice if the type is volatile, space is below 40 GiB or inodes are
+    few.
+    """
     folder = nearest_existing_dir(Path(context.save))
     about = os.statvfs(folder)
     kind = file_system_type(folder, context.root)
@@ -52,7 +59,10 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
 
 
 def check_temp_space(context: CheckContext) -> list[Finding]:
-    """Return a finding on space for temporary files: a note below 1 GiB, a problem if no folder is writable."""
+    """Check the space for temporary files.
+
+    It is a note below 1 GiB, and a problem if no folder is writable.
+    """
     name = "temporary files"
     advice = "free space there, or export TMPDIR=FOLDER"
     try:
@@ -68,7 +78,10 @@ def check_temp_space(context: CheckContext) -> list[Finding]:
 
 
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
-    """Return the file system type of `place` by /proc/mounts, such as "ext4"; if absent "an unknown file system"."""
+    """Return the file system type of `place` by /proc/mounts, such as "ext4".
+
+    If absent: "an unknown file system".
+    """
     mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
     holding = [
         (len(mount), kind)
@@ -81,7 +94,7 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
 
 
 def check_file_system(context: CheckContext) -> list[Finding]:
-    """Test locks and write speed in --save; return a finding on each, or a problem if it is not writable."""
+    """Check locks and write speed in --save; it is a problem if it is not writable."""
     folder = nearest_existing_dir(Path(context.save))
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
@@ -113,7 +126,10 @@ def check_locks(folder: Path) -> Finding:
 
 
 def measure_write_speed(folder: Path) -> Finding:
-    """Write up to 2 s, with fsync, in `folder`; return a finding with MB/s: a note below 50, a problem if it fails."""
+    """Measure the write speed in `folder` with fsync, for up to 2 s.
+
+    It is a note below 50 MB/s, and a problem if writing fails.
+    """
     piece = os.urandom(_CHUNK_BYTES)
     begin = time.perf_counter()
     written = 0

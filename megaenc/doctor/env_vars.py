@@ -1,4 +1,4 @@
-"""Checks of the environment variables of torch, networks and accelerators, with advice for harmful values."""
+"""Checks of environment variables of torch, networks and accelerators."""
 
 import re
 
@@ -19,7 +19,8 @@ _SECRET_NAME = re.compile(
     r"(?<!_P)KEY|TOKEN|SECRET|(?<!BY)PASS|PWD|AUTH|CRED|SESSION|COOKIE|BEARER|SIGNATURE|(^|_)(SAS|DSN|PIN)(_|$)",
     re.I,
 )
-"""Pattern of variable names never shown. Network partition keys (NCCL_IB_PKEY) and BYPASS are not secret."""
+"""Pattern of variable names never shown. Network partition keys (NCCL_IB_PKEY) and BYPASS are not
+secret."""
 _SECRET_PARTS = (
     (re.compile(r"(?<=://)\S*@"), "***@"),  # https://user:password@host
     (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
@@ -59,7 +60,10 @@ PITFALLS = (
 
 
 def _is_pitfall(value: str, values: str) -> bool:
-    """Return whether `value` matches `values`: "on", "off", "any", "not 1", or a list of words."""
+    """Return whether `value` matches the harmful `values`.
+
+    They are "on", "off", "any", "not 1", or a list of words.
+    """
     word = value.strip().upper()
     on = value.strip().lower() not in ("", "0", "false", "off", "no")
     return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(
@@ -68,7 +72,10 @@ def _is_pitfall(value: str, values: str) -> bool:
 
 
 def check_env_vars(context: CheckContext) -> list[Finding]:
-    """Return a finding per torch, network or device variable that is set, without secrets; one ok finding if none is."""
+    """Return a finding per torch, network or device variable that is set.
+
+    Secrets are left out. There is one ok finding if no variable is set.
+    """
     findings = [
         _check_variable(name, value)
         for name, value in sorted(context.environment.items())
@@ -84,7 +91,10 @@ def check_env_vars(context: CheckContext) -> list[Finding]:
 
 
 def _check_variable(name: str, value: str) -> Finding:
-    """Return a finding with the masked and shortened value of a variable, and advice if it is harmful."""
+    """Return a finding with the masked value of a variable, and advice if harmful.
+
+    Long values are shortened.
+    """
     for pattern, instead in _SECRET_PARTS:
         value = pattern.sub(instead, value)
     text = value if len(value) <= _MAX_LENGTH else value[: _MAX_LENGTH - 3] + "..."

@@ -23,17 +23,21 @@ from megaenc.doctor.result import (
 from megaenc.machine import read_processor_name, usable_core_count
 
 MIN_SHM_BYTES = GIB
-"""Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating processes of a node, and loader
-workers pass batches through it. Docker's default is 64 MB."""
+"""Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating
+processes of a node, and loader workers pass batches through it. Docker's default is 64 MB."""
+# Connections to each other rank; all other files of a process
 _FILES_PER_RANK, _BASE_FILES = (
     8,
     512,
-)  # connections to each other rank; all other files of a process
+)
 _MIN_LOCKED_BYTES = 16 * GIB
 
 
 def check_processors(context: CheckContext) -> list[Finding]:
-    """Return findings on the processor's model, usable cores and threads, and a note if a CPU quota is below the cores."""
+    """Check the processor's model, usable cores and threads.
+
+    It is a note if a CPU quota is below the cores.
+    """
     cores = usable_core_count()
     share = cpu_quota(context.root)
     findings = [
@@ -48,7 +52,11 @@ def check_processors(context: CheckContext) -> list[Finding]:
 
 
 def check_threads(context: CheckContext, cores: int) -> Finding:
-    """Return a note if processes exceed `cores` or, without torchrun, a set OMP_NUM_THREADS is not `cores`; else ok."""
+    """Check the number of processes and threads against the cores.
+
+    It is a note if processes exceed `cores` or, without torchrun, a set OMP_NUM_THREADS is not
+    `cores`.
+    """
     name = "threads"
     processes = get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
@@ -73,7 +81,10 @@ def check_threads(context: CheckContext, cores: int) -> Finding:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the lowest CPU quota of the container's or job's control groups, in cores; None without a limit."""
+    """Return the lowest CPU quota of the control groups in cores; None without one.
+
+    The groups are those of the container or job.
+    """
     pairs = [text.split() for text in _read_cgroup(root, "cpu.max")]
     pairs.append(
         [
@@ -92,7 +103,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the lowest memory limit of the container's or job's control groups, in bytes; None without a limit."""
+    """Return the lowest memory limit of the control groups in bytes; None without one.
+
+    The groups are those of the container or job.
+    """
     texts = [
         *_read_cgroup(root, "memory.max"),
         read_kernel_file(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -101,7 +115,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _read_cgroup(root: Path, file: str) -> list[str]:
-    """Return the contents of `file` in this process's control group (cgroup v2) and its parents."""
+    """Return the contents of `file` in this process's control group and its parents.
+
+    Control groups are those of cgroup v2.
+    """
     line = next(
         (
             line
@@ -129,7 +146,10 @@ def check_memory(context: CheckContext) -> list[Finding]:
 
 
 def check_dev_shm(context: CheckContext) -> list[Finding]:
-    """Return a finding on /dev/shm: a problem if missing, read-only, small or full (last two: a note without devices)."""
+    """Check that /dev/shm exists, is writable, large and free enough.
+
+    Without accelerators it is only a note if /dev/shm is too small or full.
+    """
     path = context.root / "dev/shm"
     name = "/dev/shm"
     try:
@@ -153,12 +173,14 @@ def check_dev_shm(context: CheckContext) -> list[Finding]:
 
 
 def check_resource_limits(context: CheckContext) -> list[Finding]:
-    """Return findings on open-file and locked-memory limits; low ones are problems, for memory only with InfiniBand."""
+    """Check the limits of open files and locked memory.
+
+    Low limits are problems, of memory only with InfiniBand.
+    """
     unlimited = resource.RLIM_INFINITY
     ranks = get_world_size()
-    soft_limit, hard_limit = resource.getrlimit(
-        resource.RLIMIT_NOFILE
-    )  # a process may raise its soft limit to the hard one
+    # A process may raise its soft limit to the hard one
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     needed = _BASE_FILES + _FILES_PER_RANK * ranks
     if soft_limit == unlimited or soft_limit >= needed:

@@ -1,4 +1,4 @@
-"""Checks of the network: fast network cards, interfaces, and the interfaces that gloo and NCCL choose."""
+"""Checks of network cards, and of the interfaces that gloo and NCCL choose."""
 
 import re
 import socket
@@ -25,11 +25,13 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 
 
 def check_network_cards(context: CheckContext) -> list[Finding]:
-    """Return findings on Slingshot, InfiniBand and RoCE cards: state, plugin and device files; one if there is no card."""
+    """Check Slingshot, InfiniBand and RoCE cards: state, plugin and device files.
+
+    There is one finding if there is no card.
+    """
     classes = context.root / "sys/class"
-    slingshot = sorted(
-        card.name for card in (classes / "cxi").glob("*")
-    )  # HPE's, unsupported by RCCL and NCCL without a plugin
+    # HPE's, unsupported by RCCL and NCCL without a plugin
+    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))
     ports = sorted((classes / "infiniband").glob("*/ports/*"))
     findings = [ok("Slingshot", ", ".join(slingshot), mismatch_level="note")] if slingshot else []
     findings += [_check_plugin(context)] if slingshot and has_accelerators(context) else []
@@ -74,7 +76,7 @@ def _check_plugin(context: CheckContext) -> Finding:
 
 
 def _check_port(port: Path, context: CheckContext) -> Finding:
-    """Return a finding about the state of an InfiniBand or RoCE port and the address that NCCL_IB_GID_INDEX selects."""
+    """Check the state of an InfiniBand or RoCE port and its NCCL_IB_GID_INDEX address."""
     name = f"{port.parents[1].name} port {port.name}"
     state, rate, layer = (read_kernel_file(port / file) for file in ("state", "rate", "link_layer"))
     kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
@@ -98,7 +100,7 @@ def _check_port(port: Path, context: CheckContext) -> Finding:
 
 
 def check_interfaces(context: CheckContext) -> list[Finding]:
-    """Return findings: the addresses of each interface that is up, and the interfaces that NCCL and gloo choose."""
+    """Check the interfaces that are up, and those that NCCL and gloo choose."""
     addresses_by_name = psutil.net_if_addrs()
     findings = []
     usable = []
@@ -128,7 +130,10 @@ def check_interfaces(context: CheckContext) -> list[Finding]:
 
 
 def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
-    """Return a finding on NCCL's interfaces of `usable`: by NCCL_SOCKET_IFNAME=`ifname` if set, else its own choice."""
+    """Return a finding on the interfaces that NCCL chooses among `usable`.
+
+    They are those of NCCL_SOCKET_IFNAME, which is `ifname`, or NCCL's own choice if it is not set.
+    """
     label = "NCCL meets over"
     if ifname:
         chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
@@ -150,7 +155,10 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
 
 
 def matches_ifname(ifname: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME=`ifname` selects interface `name`: by prefixes, `=` by full names, `^` excludes."""
+    """Return whether NCCL_SOCKET_IFNAME=`ifname` selects interface `name`.
+
+    Names are prefixes; with `=` they are full names, and `^` excludes them.
+    """
     kind, names = re.match(r"(\^=|\^|=|)(.*)", ifname).groups()
     patterns = [word.strip() for word in names.split(",") if word.strip()]
     is_match = any(name == word if "=" in kind else name.startswith(word) for word in patterns)
@@ -163,9 +171,13 @@ def check_gloo_interface(
     host_addresses: list[str],
     interface_by_address: dict[str, str],
 ) -> Finding:
-    """Return a finding on gloo's interface: `ifname`, else the host name's; a problem if down, or lo on several nodes.
+    """Return a finding on the interface that gloo chooses.
 
-    `host_addresses`: addresses of the host name.
+    It is a problem if the interface is down, or lo on several nodes.
+
+    Args:
+        ifname: Value of GLOO_SOCKET_IFNAME; None: gloo takes the interface of the host name.
+        host_addresses: Addresses of the host name.
     """
     label = "gloo meets over"
     if ifname:

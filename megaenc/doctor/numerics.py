@@ -1,4 +1,4 @@
-"""Checks of the device's numerics: matrix products, attention backends, fused kernels and float8, against references."""
+"""Checks of matrix products, attention, fused kernels and float8 on this device."""
 
 import importlib
 import itertools
@@ -17,12 +17,13 @@ from megaenc.errors import InputError
 _MIN_PEAK_FRACTION = 0.4  # of the accelerator's data sheet peak
 _HEADS, _QUERY_GROUPS, _SEQ_LENGTH = 4, 2, 1024  # of the attention checks
 _HEAD_DIMS = (64, 96)  # 210M and 610M models, 1B model
+# Of the kernel checks: the 210M model
 _HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = (
     768,
     64,
     3072,
     32_768,
-)  # of the kernel checks: the 210M model
+)
 _FORMATS = ("hybrid", "e4m3")
 _ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
 _ADVICE_BACKEND = "--attention-backend auto detects this too and uses a slower one: install a version built for this torch"
@@ -40,12 +41,14 @@ def _init_backend() -> Backend:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_matmul(context: CheckContext) -> list[Finding]:
-    """Compare float32 and bfloat16 matrix products with float64; return findings on errors, speed and bfloat16 support."""
+    """Compare matrix products in float32 and bfloat16 with float64.
+
+    Findings are on errors, speed and bfloat16 support.
+    """
     backend = detect_backend()
     divide_cores_among_ranks()
     findings = []
@@ -86,7 +89,10 @@ def check_matmul(context: CheckContext) -> list[Finding]:
 
 
 def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the relative Frobenius error of a product of two 384 x 384 normal random matrices, against float64 on the host."""
+    """Return the relative Frobenius error of a product of two random matrices.
+
+    They are normal, 384 x 384; the reference is float64 on the host.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(384, 384, generator=generator).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
@@ -95,7 +101,10 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product: on an accelerator the best of six of size 8192, else the CPU's peak."""
+    """Return the FLOP/s of a matrix product.
+
+    On an accelerator it is the best of six products of size 8192, else the CPU's peak.
+    """
     if device.type == "cpu":
         return detect_backend().peak_flops(dtype)
     size = 8192
@@ -113,7 +122,10 @@ def prepare_attention(context: CheckContext) -> list[Finding]:
 
 
 def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
-    """Compare an attention backend with the reference in all masks and dtypes; return ok (also if unusable) or a problem."""
+    """Compare an attention backend with the reference in all masks and dtypes.
+
+    A backend that cannot be used is ok; wrong results are a problem.
+    """
     device = _init_backend().device
     from megaenc.model.attention.backends import flash_attn_versions, is_hopper
     from megaenc.model.attention.selftest import check_backend
@@ -151,7 +163,10 @@ def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
 
 
 def prepare_fused_kernels(context: CheckContext) -> list[Finding]:
-    """Import what all fused kernels need, once; return an ok finding on a CPU, where runs use none."""
+    """Import what all fused kernels need, once; return an ok finding on a CPU.
+
+    Runs on a CPU use no fused kernels.
+    """
     if _has_no_fused_kernels():
         return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]
     importlib.import_module("megaenc.model.kernels.selftest")
@@ -164,7 +179,10 @@ def _has_no_fused_kernels() -> bool:
 
 
 def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
-    """Compare a fused kernel with torch in bfloat16 and float32; return ok, a problem if wrong, a note if it cannot run."""
+    """Compare a fused kernel with torch in bfloat16 and float32.
+
+    Wrong results are a problem; a kernel that cannot run is a note.
+    """
     if _has_no_fused_kernels():
         return []
     device = _init_backend().device
@@ -190,7 +208,10 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
 
 
 def check_fp8_products(context: CheckContext) -> list[Finding]:
-    """Check float8 products of both --fp8-format values; ok if right or unsupported, a note if wrong or not by Triton."""
+    """Check the float8 products of both values of --fp8-format.
+
+    They are ok if right or unsupported, a note if wrong or not computed by Triton.
+    """
     backend = _init_backend()
     label = "float8 products"
     from megaenc.model.fp8.linear import check_float8_linear

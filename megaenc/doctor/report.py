@@ -29,9 +29,13 @@ class RankFindings:
 
 
 def parse_findings(content: bytes, rank: int) -> RankFindings:
-    """Return the RankFindings in `content`, the JSON that `rank` sent; raise ValueError for malformed content.
+    """Return the RankFindings in `content`, the JSON that `rank` sent.
 
-    Anyone who reaches the store's port can write to it: size and types are checked, control characters are escaped.
+    Anyone who reaches the store's port can write to it: size and types are checked, control
+    characters are escaped.
+
+    Raises:
+        ValueError: The content is malformed.
     """
     if len(content) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
@@ -54,7 +58,10 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
 
 
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
-    """Return all ranks' findings merged by subject and name, in order of appearance, with deviating ranks reported."""
+    """Merge the findings of all ranks by subject and name, with deviating ranks.
+
+    They are in order of appearance.
+    """
     by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
     ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in rank_findings:
@@ -76,9 +83,10 @@ def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
 def _merge_finding(
     by_rank: dict[int, Finding], hosts: dict[int, str], must_match: bool
 ) -> list[Finding]:
-    """Merge the findings of one name: the most common of the ok ones, else of all, and the others as "NAME elsewhere".
+    """Merge the findings of one name into the usual one and "NAME elsewhere".
 
-    Without `must_match` all ok findings count as the same.
+    The usual finding is the most common of the ok ones, else of all. Without `must_match` all ok
+    findings count as the same.
     """
     ranks_by_result: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(by_rank):
@@ -107,7 +115,7 @@ def _merge_finding(
 
 
 def format_report(findings: Sequence[Finding]) -> str:
-    """Return findings as text: a paragraph for each subject, the number of problems, and each with its advice."""
+    """Return findings as text by subject, then the problems with their advice."""
     lines: list[str] = []
     for subject in SUBJECTS:
         subject_lines = [
@@ -131,7 +139,7 @@ def format_report(findings: Sequence[Finding]) -> str:
 
 
 def _format_finding(finding: Finding) -> list[str]:
-    """Return a finding as indented lines of at most `WIDTH` characters, with its advice below."""
+    """Return a finding as lines of at most `WIDTH` characters, with its advice below."""
     mark = f"  {finding.level:<{_MARK - 2}}"
     beyond = " " * (_MARK + _NAME)
     first = (
@@ -143,7 +151,7 @@ def _format_finding(finding: Finding) -> list[str]:
 
 
 def _wrap(words: str, first: str, rest: str) -> list[str]:
-    """Return `words` wrapped to `WIDTH`, with one indent for the first line and one for the rest."""
+    """Wrap words to `WIDTH`; `first` and `rest` are the indents of the lines."""
     return textwrap.wrap(
         words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
@@ -152,7 +160,10 @@ def _wrap(words: str, first: str, rest: str) -> list[str]:
 def format_json(
     rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]
 ) -> str:
-    """Return JSON text: `metadata`, the worst level, the merged `findings`, and the host and findings of each rank."""
+    """Return findings as JSON: merged, and as each rank has them.
+
+    The worst level and `metadata` are at the top level.
+    """
 
     def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
         keys = {

@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check: name, text, level (ok, note or problem), advice, and level if other ranks differ."""
+    """One result of a check, with its level: ok, note or problem."""
 
     name: str
     """Unique within its subject."""
@@ -31,28 +31,31 @@ class Finding:
 
 
 def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a Finding of level "ok" without advice; `mismatch_level` is the level if another rank's result differs."""
+    """Return a Finding of level "ok", without advice.
+
+    `mismatch_level` is the level if another rank's result differs.
+    """
     return Finding(name, result, mismatch_level=mismatch_level)
 
 
 def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a Finding of level "note" with its advice, or of level "ok" if `advice` is empty."""
+    """Return a Finding of level "note", or of level "ok" if `advice` is empty."""
     return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
 
 def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a Finding of level "problem", which stops or spoils a run, with its advice."""
+    """Return a Finding of level "problem", which stops or spoils a run."""
     return Finding(name, result, "problem", advice, mismatch_level)
 
 
 def multi_node_problem(name: str, result: str, advice: str) -> Finding:
-    """Return a Finding of level "problem" in a job on several nodes, of level "note" in a job on one node."""
+    """Return a problem in a job on several nodes, a note in a job on one node."""
     return (problem if is_multi_node() else note)(name, result, advice)
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Arguments shared by all checks: run directory, timeout, environment variables, and root of /sys, /proc, /dev."""
+    """Arguments shared by all checks."""
 
     save: str = "."
     """Run directory, which may not exist yet."""
@@ -65,7 +68,7 @@ class CheckContext:
 
 
 def read_kernel_file(file: Path) -> str:
-    """Return the stripped text of a file under /proc or /sys, or an empty string if it cannot be read."""
+    """Return the stripped text of a file under /proc or /sys, "" if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -73,5 +76,5 @@ def read_kernel_file(file: Path) -> str:
 
 
 def has_accelerators(context: CheckContext) -> bool:
-    """Return whether the machine has NVIDIA or AMD device files in /dev, without calling a driver."""
+    """Return whether /dev has files of NVIDIA or AMD devices, without any driver call."""
     return any((context.root / "dev").glob("nvidia[0-9]*")) or (context.root / "dev/kfd").exists()

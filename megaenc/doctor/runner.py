@@ -1,7 +1,7 @@
-"""Child process for checks, which is replaced after a check that hangs, ends it or raises an exception.
+"""Child process for checks, replaced after a check that hangs, ends it or raises.
 
-Checks import modules that may be broken, call drivers that may hang and run kernels that may lose a device; the parent process
-does none of this.
+Checks import modules that may be broken, call drivers that may hang and run kernels that may lose a
+device; the parent process does none of this.
 """
 
 import os
@@ -17,7 +17,10 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
 
 class CheckRunner:
-    """Context manager that calls functions in a child process, started when it is needed and killed at the end."""
+    """Context manager that calls functions in a child process.
+
+    The child is started when it is needed and killed at the end.
+    """
 
     def __init__(self, environment: Mapping[str, str]):
         """Give the child the environment of the command before megaenc changed it."""
@@ -31,9 +34,10 @@ class CheckRunner:
         self.kill()
 
     def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, str]:
-        """Call `function`, "module:name", in the child; return (its result, ""), or (None, the failure) and kill the child.
+        """Call `function`, "module:name", in the child; return (its result, failure).
 
-        It fails if it does not return within `seconds`, raises an exception or ends its process.
+        The failure is empty if it succeeds. It fails if it does not return within `seconds`, raises
+        an exception or ends its process; then the result is None and the child is killed.
         """
         if self._worker is None:
             self._output = os.memfd_create("megaenc-doctor")  # every disk may be full
@@ -60,7 +64,10 @@ class CheckRunner:
             os.close(self._output)
 
     def _read_last_line(self, start: int) -> str:
-        """Return the last line that the child printed after byte `start`, as the end of an error message."""
+        """Return the last line that the child printed after byte `start`.
+
+        It is the end of an error message, or "".
+        """
         size = os.fstat(self._output).st_size
         start = max(start, size - _MAX_TAIL_BYTES)
         lines = (
@@ -73,7 +80,7 @@ class CheckRunner:
 
 
 def _call_function(function_and_arguments: tuple[str, tuple]) -> tuple[Any, str]:
-    """Return what `CheckRunner.call` returns if the function returns or raises; runs in the child."""
+    """Call a function in the child; return (result, failure) as `CheckRunner.call`."""
     function, arguments = function_and_arguments
     try:
         return pkgutil.resolve_name(function)(*arguments), ""
@@ -82,7 +89,10 @@ def _call_function(function_and_arguments: tuple[str, tuple]) -> tuple[Any, str]
 
 
 def _describe_exception(error: Exception) -> str:
-    """Return an exception as one line: class name, unless it is an InputError, message, and package to reinstall."""
+    """Return an exception as one line with the package to reinstall, if any.
+
+    The class name is left out for an InputError.
+    """
     message = " ".join(str(error).split())[:300]
     if isinstance(error, InputError):
         return message

@@ -22,7 +22,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-r
 
 
 def check_versions(context: CheckContext) -> list[Finding]:
-    """Return findings on megaenc, Python, optional packages that are not installed, and megaenc's requirements."""
+    """Check megaenc, Python, megaenc's requirements and missing optional packages."""
     missing = [name for name in OPTIONAL_PACKAGES if not _package_version(name)]
     return [
         ok(
@@ -41,7 +41,10 @@ def check_versions(context: CheckContext) -> list[Finding]:
 
 
 def check_package(context: CheckContext, name: str) -> list[Finding]:
-    """Return a package's version, or a problem if it is required and missing or broken, a note if optional and broken."""
+    """Return a package's version, or a finding on what is wrong with it.
+
+    It is a problem if a required package is missing or broken, a note if an optional one is broken.
+    """
     version = _package_version(name)
     is_required = name in REQUIRED_PACKAGES
     if not version:
@@ -72,9 +75,8 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
                 mismatch_level="note",
             )
         ]
-    if (
-        name == "megatron-core" and version not in KNOWN_VERSIONS
-    ):  # the adapters do not support other versions
+    # The adapters do not support other versions
+    if name == "megatron-core" and version not in KNOWN_VERSIONS:
         advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
         return [
             problem(
@@ -88,7 +90,10 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
 
 
 def check_requirements() -> Finding:
-    """Return a problem that lists megaenc's missing or unsupported requirements, else ok; a note if run from source."""
+    """Check that megaenc's requirements are installed in supported versions.
+
+    It is a problem if not, and a note if megaenc runs from its source directory.
+    """
     try:
         texts = metadata.requires("megaenc") or ()
     except metadata.PackageNotFoundError:
@@ -125,14 +130,17 @@ def _installed_version(name: str) -> str:
 
 
 def _package_version(name: str) -> str:
-    """Return a package's version under any of its distribution names, or an empty string."""
+    """Return a package's version under any of its distribution names, or ""."""
     return next(
         filter(None, map(_installed_version, _TRITON_PACKAGES if name == "triton" else (name,))), ""
     )
 
 
 def check_libraries(context: CheckContext) -> list[Finding]:
-    """Return findings on torch's build (CUDA, ROCm or CPU) and with a GPU the version of RCCL, or of NCCL and cuDNN."""
+    """Check torch's build (CUDA, ROCm or CPU) and, with a GPU, its libraries.
+
+    They are RCCL, or NCCL and cuDNN.
+    """
     import torch
 
     hip = torch.version.hip

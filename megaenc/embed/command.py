@@ -1,6 +1,7 @@
-"""Evaluate the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
+"""Evaluate the embeddings of models without fine-tuning, next to BM25 and chance.
 
-Documents of BEIR folders are ranked; mteb scores similarity, classification by a logistic probe, and its own tasks by name.
+Documents of BEIR folders are ranked; mteb scores similarity, classification by a logistic probe,
+and its own tasks by name.
 
 megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 """
@@ -37,18 +38,21 @@ _Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tupl
 
 @dataclass(frozen=True)
 class EmbedEvalConfig:
-    """Options of `megaenc embed eval`: models, data, rules of embedding, baseline, and output file."""
+    """Options of `megaenc embed eval`: models, data, embedding, baseline and output."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
-    """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
+    """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER
+    gives another name"""
     data: tuple[str, ...] = ()
-    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*, valid.* and test.* with text,
-    text_pair and a score such as 3.5 as label (similarity), or text and a class as label (classification: mteb's logistic
-    regression on 8 examples of each class, 10 times); NAME=FOLDER gives another name"""
+    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*,
+    valid.* and test.* with text, text_pair and a score such as 3.5 as label (similarity), or text
+    and a class as label (classification: mteb's logistic regression on 8 examples of each class, 10
+    times); NAME=FOLDER gives another name"""
     tasks: tuple[str, ...] = ()
-    """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the Hub"""
+    """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the
+    Hub"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
     bm25: bool = True
     """rank the documents of BEIR folders by BM25 too"""
@@ -60,7 +64,7 @@ class EmbedEvalConfig:
 
 @handle_command_errors
 def eval_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed eval`: print the scores of every model on every data set, and write them to --output."""
+    """Run `megaenc embed eval`: score models on data sets, print and write the table."""
     silence_libraries()
     settings = flags.parse_with_config(
         EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__
@@ -188,7 +192,11 @@ def _describe_origin(
     data: dict[str, str],
     sets: Sequence["RetrievalSet"],
 ) -> dict[str, Any]:
-    """Return the rules that flags set, the fingerprints of models and data by name, and the query ids of each data set."""
+    """Return the settings and fingerprints that an evaluation's file records.
+
+    They are the flags that change embeddings, the fingerprints of models and data by name, and the
+    query ids of each data set.
+    """
     from megaenc.finetune.datasets.beir import compute_test_fingerprint
     from megaenc.finetune.model import fingerprint
 
@@ -209,7 +217,13 @@ def _describe_origin(
 
 
 def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
-    """Return the sources of a flag by name: NAME of NAME=SOURCE, else the last part of the path; InputError for a name twice."""
+    """Return the sources of a flag by name.
+
+    The name is NAME of NAME=SOURCE, else the last part of the path.
+
+    Raises:
+        InputError: Two sources have the same name.
+    """
     named: dict[str, str] = {}
     for text in sources:
         name, equals, source = text.partition("=")

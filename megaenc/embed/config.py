@@ -1,4 +1,4 @@
-"""Configuration of embedding with a model as it is, and of contrastive training, and the files of a trained model."""
+"""Configuration of embedding and of contrastive training."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -21,21 +21,27 @@ TRAINING_DETAILS, TRAINING_LOG = "training.json", "training.jsonl"
 
 @dataclass(frozen=True)
 class EmbeddingFlags:
-    """Flags for embedding texts with a model as it is: prefixes, length, attention, precision, batch size."""
+    """Flags for embedding texts: prefixes, length, attention, precision, batch size."""
 
     query_prefix: str | None = None
-    """text before each query of retrieval; by default that of a sentence-transformers folder, else none"""
+    """text before each query of retrieval; by default that of a sentence-transformers folder, else
+    none"""
     document_prefix: str | None = None
-    """text before each document of retrieval; by default that of a sentence-transformers folder, else none"""
+    """text before each document of retrieval; by default that of a sentence-transformers folder,
+    else none"""
     max_length: NonNegativeInt = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder,
+    else at most 512"""
     truncate_dim: NonNegativeInt = 0
-    """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0: all"""
+    """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0:
+    all"""
     attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else
+    bidirectional"""
     special_tokens: SpecialTokensChoice = ""
-    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
-    without one SEP, after it; none: only the text. By default what the tokenizer does"""
+    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS]
+    ... [SEP]; eod: EOS, or without one SEP, after it; none: only the text. By default what the
+    tokenizer does"""
     precision: Literal["", "bf16", "fp32"] = ""
     """dtype of the weights; by default bf16 if the device supports it, else fp32"""
     batch_size: PositiveInt = 32
@@ -48,18 +54,20 @@ RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "b
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """Hyperparameters of contrastive training: batch, steps, AdamW, InfoNCE loss, text length, precision."""
+    """Hyperparameters of contrastive training: batch, steps, AdamW, loss, text length."""
 
     batch_size: Annotated[int, Bounds(low=2)] = 256
     """pairs of a step, over all processes; the other documents of the batch are the negatives"""
     epochs: PositiveFloat = 1.0
-    """maximum number of passes over the pairs; training ends at --max-steps or --epochs, the earlier of the two"""
+    """maximum number of passes over the pairs; training ends at --max-steps or --epochs, the
+    earlier of the two"""
     max_steps: NonNegativeInt = 0
     """maximum number of steps; 0: no limit but --epochs"""
     learning_rate: PositiveFloat = 1e-4
     """peak learning rate, reached at the end of the warmup"""
     warmup: FractionBelowOne = 0.1
-    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
+    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to
+    0 over the rest"""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
     adam_beta1: FractionBelowOne = 0.9
@@ -73,38 +81,49 @@ class ContrastiveConfig:
     temperature: PositiveFloat = 0.05
     """divisor of the cosine similarities in the InfoNCE loss"""
     symmetric: bool = False
-    """add the loss of finding each document's query among the queries of the batch, and halve the sum"""
+    """add the loss of finding each document's query among the queries of the batch, and halve the
+    sum"""
     negatives: NonNegativeInt = 1
-    """hard negatives of each pair that are used at most, the first ones; 0: only the documents of the batch"""
+    """hard negatives of each pair that are used at most, the first ones; 0: only the documents of
+    the batch"""
     matryoshka_dims: tuple[PositiveInt, ...] = ()
-    """sizes to which embeddings may be cut afterwards; the loss is the sum over these and the full size"""
+    """sizes to which embeddings may be cut afterwards; the loss is the sum over these and the full
+    size"""
     query_prefix: str | None = None
-    """text before each query, in training and in the exported model's prompt `query`; by default that of a
-    sentence-transformers folder, else none"""
+    """text before each query, in training and in the exported model's prompt `query`; by default
+    that of a sentence-transformers folder, else none"""
     document_prefix: str | None = None
-    """text before each document, in training and in the exported model's prompt `document`; by default that of a
-    sentence-transformers folder, else none"""
+    """text before each document, in training and in the exported model's prompt `document`; by
+    default that of a sentence-transformers folder, else none"""
     max_length: NonNegativeInt = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder,
+    else at most 512"""
     attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else
+    bidirectional"""
     pooling: Literal["", "mean", "cls", "lasttoken"] = ""
     """pooling of the token states; by default that of a sentence-transformers folder, else mean"""
     special_tokens: SpecialTokensChoice = ""
-    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
-    without one SEP, after it; none: only the text. By default what the tokenizer does, and eod if it adds nothing, unless it
-    is a sentence-transformers folder"""
+    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS]
+    ... [SEP]; eod: EOS, or without one SEP, after it; none: only the text. By default what the
+    tokenizer does, and eod if it adds nothing, unless it is a sentence-transformers folder"""
     precision: Literal["", "bf16", "fp32"] = ""
-    """bf16: compute in bfloat16 with float32 master weights; by default bf16 if the device supports it, else fp32"""
+    """bf16: compute in bfloat16 with float32 master weights; by default bf16 if the device supports
+    it, else fp32"""
     tokens_per_forward: PositiveInt = 16384
-    """maximum tokens of a forward pass; larger batches use gradient caching; a text is never split"""
+    """maximum tokens of a forward pass; larger batches use gradient caching; a text is never
+    split"""
     seed: Seed = 0
     """seed of the data order and dropout"""
     threads: PositiveInt = 1
     """CPU threads of a process; the last bits of the result depend on this number"""
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, for a size that is given twice."""
+        """Check flags that depend on more than one value.
+
+        Raises:
+            InputError: A size is given twice.
+        """
         for value in self.matryoshka_dims:
             if self.matryoshka_dims.count(value) > 1:
                 raise InputError(f"--matryoshka-dims: found {value}, expected each size once")

@@ -1,4 +1,7 @@
-"""InfoNCE loss over batches of pairs: distinct texts, false negatives, and parts of a batch for each rank."""
+"""InfoNCE loss over batches of pairs, without false negatives.
+
+Each distinct text of a batch is embedded once, by one of the ranks.
+"""
 
 import heapq
 from collections import defaultdict
@@ -32,7 +35,8 @@ class ContrastiveData:
     negatives: list[tuple[int, ...]]
     """Texts of each pair's hard negatives that are used."""
     positives: dict[int, tuple[int, ...]]
-    """Texts that are no negatives of a query, by the query's text: documents of all of its pairs, and the query as a document."""
+    """Texts that are no negatives of a query, by the query's text: documents of all of its pairs,
+    and the query as a document."""
 
     @classmethod
     def build(
@@ -43,9 +47,14 @@ class ContrastiveData:
         prefixes: tuple[str, str],
         negatives: int,
     ) -> "ContrastiveData":
-        """Return the data of `pairs` with at most `negatives` hard negatives each; `prefixes`: of queries and of documents.
+        """Return the data of `pairs`, with each distinct text tokenized once.
 
-        Raises InputError for a text without tokens.
+        Args:
+            prefixes: Texts before queries and before documents.
+            negatives: Maximum number of hard negatives of a pair that are used.
+
+        Raises:
+            InputError: A text has no tokens.
         """
         index: dict[str, int] = {}
 
@@ -103,18 +112,20 @@ class ContrastiveData:
 
 @dataclass(frozen=True)
 class ContrastiveBatch:
-    """Batch of pairs: its distinct texts, and queries and candidate documents as places among them."""
+    """Batch of pairs: its distinct texts, and the queries and candidates among them."""
 
     texts: np.ndarray
     """Indices of the distinct texts in ContrastiveData, int64[T]; each is embedded once."""
     queries: np.ndarray
     """Place of each query in `texts`, int64[B]."""
     documents: np.ndarray
-    """Place of each candidate in `texts`, int64[C]: the documents of the B queries in order, then all hard negatives."""
+    """Place of each candidate in `texts`, int64[C]: the documents of the B queries in order, then
+    all hard negatives."""
     masked_rows: np.ndarray
     """Queries of the masked scores, int64[masked]."""
     masked_columns: np.ndarray
-    """Candidates of the masked scores, int64[masked]: other copies of a document that answers the query, or of the query."""
+    """Candidates of the masked scores, int64[masked]: other copies of a document that answers the
+    query, or of the query."""
 
     @property
     def has_negatives(self) -> bool:
@@ -125,10 +136,13 @@ class ContrastiveBatch:
         return len(self.masked_rows) < len(self.queries) * (len(self.documents) - 1)
 
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
-        """Return the loss of embeddings [T, size] of any length, in the order of `texts`; a sum over sizes with matryoshka_dims.
+        """Return the InfoNCE loss of the embeddings of a batch.
 
-        Equal to sentence-transformers' MultipleNegativesRankingLoss without masked scores, and with several sizes to its
-        MatryoshkaLoss over all of them and the full size.
+        It equals sentence-transformers' MultipleNegativesRankingLoss without masked scores, and
+        with several sizes its MatryoshkaLoss over all of them and the full size.
+
+        Args:
+            vectors: Embeddings of any length, [T, size], in the order of `texts`.
         """
         device = vectors.device
         full = vectors.shape[1]
@@ -153,7 +167,11 @@ class ContrastiveBatch:
 
 
 def divide_texts(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Return the places, int64, of each rank's texts, with nearly equal numbers of tokens: the longest first, to the least."""
+    """Return the places of each rank's texts, with nearly equal numbers of tokens.
+
+    The longest texts go first, each to the rank with the fewest tokens. The places are int64, in
+    ascending order.
+    """
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for place in np.argsort(-lengths, kind="stable").tolist():

@@ -1,4 +1,7 @@
-"""Embeddings of texts by a Hugging Face or sentence-transformers folder, in packs without padding."""
+"""Embeddings of texts by a Hugging Face or sentence-transformers folder.
+
+Texts are packed without padding.
+"""
 
 import dataclasses
 import os
@@ -38,24 +41,26 @@ _TEXTS_PER_BATCH = 1024
 _MAX_HUB_NAME = 96
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# The names that sentence-transformers looks for, in this order
 _DOCUMENT_PROMPTS = (
     "document",
     "passage",
     "corpus",
-)  # the names that sentence-transformers looks for, in this order
+)
 
 Pooling = Literal["mean", "cls", "lasttoken"]
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """Rules by which a folder's model embeds texts: attention, pooling, maximum length, prefixes."""
+    """Rules for embedding texts with a model: attention, pooling, length, prefixes."""
 
     pooling: Pooling = "mean"
     attention: AttentionDirection | None = "bidirectional"
     """None: the model's own."""
     max_length: int = 0
-    """Maximum tokens of a text, special tokens included; 0: DEFAULT_LENGTH, or the model's context if that is shorter."""
+    """Maximum tokens of a text, special tokens included; 0: DEFAULT_LENGTH, or the model's context
+    if that is shorter."""
     query_prefix: str = ""
     document_prefix: str = ""
     lower_case: bool = False
@@ -64,17 +69,22 @@ class EmbeddingConfig:
     default_prefix: str = ""
     """Text before texts that are neither query nor document."""
     special_tokens: SpecialTokensMode | Literal["", "own"] = "own"
-    """own: the tokenizer as it is; empty: the same, but an EOS for a tokenizer that adds nothing."""
+    """own: the tokenizer as it is; empty: the same, but an EOS for a tokenizer that adds
+    nothing."""
     normalize: bool = False
-    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it, probes do."""
+    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it,
+    probes do."""
 
 
 def fetch_model(name_or_folder: str) -> str:
-    """Return a folder's path, or that of the model ORG/NAME, downloaded from the Hub; InputError if there is none."""
+    """Return the path of a model's folder, downloaded from the Hub for ORG/NAME.
+
+    Raises:
+        InputError: There is neither such a folder nor such a model.
+    """
     parent, _, name = name_or_folder.rpartition("/")
-    is_path = os.path.isdir(name_or_folder) or os.path.isdir(
-        parent
-    )  # False for a name that is too long
+    # False for a name that is too long
+    is_path = os.path.isdir(name_or_folder) or os.path.isdir(parent)
     if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_folder):
         check_model_folder(name_or_folder)
         return name_or_folder
@@ -89,14 +99,16 @@ def fetch_model(name_or_folder: str) -> str:
 
 
 def read_embedding_config(folder: str) -> EmbeddingConfig:
-    """Return the EmbeddingConfig in a folder's files: that of sentence-transformers, if it has modules.json, or the default.
+    """Return the EmbeddingConfig that a model's folder defines.
 
-    Raises InputError for a config.json that transformers does not know, and for modules or poolings other than supported ones.
+    It is that of sentence-transformers if the folder has modules.json, else the default.
+
+    Raises:
+        InputError: transformers does not know config.json, or a module or pooling is not supported.
     """
     path = Path(folder)
-    load_hf_config(
-        HFCheckpoint(path, "--model")
-    )  # unreadable models are refused before any text is embedded
+    # Unreadable models are refused before any text is embedded
+    load_hf_config(HFCheckpoint(path, "--model"))
     if not (path / "modules.json").exists():
         return EmbeddingConfig()
     modules = _read_modules(path / "modules.json")
@@ -118,11 +130,12 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
         or _read_optional(path / "tokenizer_config.json").get("model_max_length")
         or 0
     )
+    # Or NaN
     if (
         isinstance(max_length, bool)
         or not isinstance(max_length, int | float)
         or not max_length >= 0
-    ):  # or NaN
+    ):
         raise InputError(
             f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens"
         )
@@ -143,7 +156,10 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
 def override_config(
     config: EmbeddingConfig, given: EmbeddingFlags | ContrastiveConfig
 ) -> EmbeddingConfig:
-    """Return `config` with the flags that are given: an empty prefix is, an empty text or 0 of another flag is not."""
+    """Return `config` with the values of the flags that are given.
+
+    An empty prefix counts as given; an empty text or 0 of another flag does not.
+    """
     values = {field.name: getattr(given, field.name, None) for field in dataclasses.fields(config)}
     is_given = {
         name: value is not None if name.endswith("_prefix") else bool(value)
@@ -157,9 +173,13 @@ def override_config(
 def build_embedder(
     name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags
 ) -> "Embedder":
-    """Return the Embedder of a folder on this machine's device, and print the rules in effect after `name`.
+    """Return the Embedder of a folder on this machine's device, and print its rules.
 
-    Its `config` has the attention and the length in effect. Raises InputError for a length or size beyond the model's.
+    The attention and the length in effect are in its `config`. `name` stands before the printed
+    rules.
+
+    Raises:
+        InputError: A length or size is beyond the model's.
     """
     backend = detect_backend()
     dtype = (
@@ -200,7 +220,11 @@ def build_embedder(
 
 
 def _read_modules(path: Path) -> list[dict[str, Any]]:
-    """Read the modules of a sentence-transformers folder: a transformer, a pooling and maybe a normalization; else InputError."""
+    """Read the modules of a sentence-transformers folder.
+
+    Raises:
+        InputError: They are not a transformer, a pooling and maybe a normalization.
+    """
     try:
         modules = parse_json(read_regular_file(path))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
@@ -216,7 +240,11 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_pooling(path: Path) -> Pooling:
-    """Read the pooling mode from a pooling module's config.json, in the form of any version; InputError if unsupported."""
+    """Read the pooling mode from a pooling module's config.json of any version.
+
+    Raises:
+        InputError: The pooling is not supported.
+    """
     values = read_json_object(path, "the pooling of sentence-transformers")
     names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
     by_flag = [
@@ -243,9 +271,13 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 class Embedder:
-    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling; InputError if no text fits.
+    """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
-    `check` is called with the float32 backbone and short random texts, as in `load_backbone`.
+    Args:
+        check: Receives the float32 backbone and short random texts, as in `load_backbone`.
+
+    Raises:
+        InputError: The maximum length leaves no room for text.
     """
 
     def __init__(
@@ -284,8 +316,11 @@ class Embedder:
     ) -> list[np.ndarray]:
         """Return the token ids of each text, int32[tokens], cut to `max_length`.
 
-        They include the tokenizer's own special tokens. `progress` receives the number of tokenized texts. Prints how many texts
-        are cut, unless `quiet`.
+        They include the tokenizer's own special tokens.
+
+        Args:
+            progress: Receives the number of tokenized texts.
+            quiet: Do not print how many texts are cut.
         """
         rows: list[np.ndarray] = []
         truncated = 0
@@ -306,7 +341,10 @@ class Embedder:
         return rows
 
     def pool(self, packed: PackedTexts) -> Tensor:
-        """Return the pooled states of each text of a pack, float32[texts, hidden_size], of any length and with a graph."""
+        """Return the pooled states of each text of a pack, with a graph.
+
+        They are float32[texts, hidden_size], of any length.
+        """
         return POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed)
 
     @torch.inference_mode()
@@ -317,11 +355,18 @@ class Embedder:
         *,
         unit_length: bool = True,
     ) -> Tensor:
-        """Return the embedding of each text, float32[texts, size] of length 1, zeros for a text without tokens.
+        """Return the embedding of each text, float32[texts, size].
 
-        `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
-        number of embedded tokens. `unit_length=False` leaves the pooled states as they are. Raises InputError if an embedding is
-        NaN or inf.
+        Embeddings have length 1, or are zeros for a text without tokens. Texts of similar length
+        share a forward pass, the longest first.
+
+        Args:
+            rows: Token ids of each text, as `tokenize` returns them.
+            progress: Receives the number of embedded tokens.
+            unit_length: False leaves the pooled states as they are.
+
+        Raises:
+            InputError: An embedding is NaN or inf.
         """
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
@@ -348,7 +393,8 @@ class Embedder:
     ) -> tuple[Tensor, Tensor]:
         """Return the embeddings of queries and of documents, with their prefixes.
 
-        `place`: the beginning of the progress lines.
+        Args:
+            place: Beginning of the progress lines.
         """
         texts = [self.config.query_prefix + query for query in queries]
         texts += [self.config.document_prefix + document for document in documents]

@@ -1,4 +1,7 @@
-"""Zero-shot retrieval: exact rankings by embeddings and by BM25, their NDCG@10 and recall@100, and bootstrap intervals."""
+"""Zero-shot retrieval by embeddings and by BM25, with bootstrap intervals.
+
+Rankings are exact; the measures are NDCG@10 and recall@100.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,20 +34,29 @@ _DRAWS_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Test set of retrieval: queries with a relevant document, and the whole corpus in trec_eval's order of equal scores."""
+    """Test set of retrieval: queries with relevant documents, and the whole corpus.
+
+    Documents are in trec_eval's order of equal scores.
+    """
 
     name: str
     queries: list[str]
     documents: list[str]
     document_ids: list[str]
     relevant: list[dict[str, int]]
-    """Grades above 0 of each query, by document id; documents that are not in the corpus count as misses."""
+    """Grades above 0 of each query, by document id; documents that are not in the corpus count as
+    misses."""
     query_ids: list[str] = field(default_factory=list)
-    """Ids of the queries, whose rankings leave out `find_own_document`; empty: no document is left out."""
+    """Ids of the queries, whose rankings leave out `find_own_document`; empty: no document is left
+    out."""
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "RetrievalSet":
-        """Return the RetrievalSet of a BEIR folder, called `name`; InputError if the folder is unusable."""
+        """Return the RetrievalSet of a BEIR folder, called `name`.
+
+        Raises:
+            InputError: The folder is unusable.
+        """
         examples = load_beir_test(folder)
         ids = list(examples.documents)
         ids = [ids[at] for at in compute_trec_order(ids)]
@@ -56,7 +68,9 @@ class RetrievalSet:
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
         """Return trec_eval's measures of each query by name, float64[queries].
 
-        `rankings`: indices of at least RANKING_DEPTH + 1 documents of each query, or all that are retrieved, best first.
+        Args:
+            rankings: Indices of at least RANKING_DEPTH + 1 documents of each query, or all that are
+                retrieved, best first.
         """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
         for best, own, grade_of in zip(rankings, self._own_ids, self.relevant, strict=True):
@@ -70,7 +84,10 @@ class RetrievalSet:
         return {name: np.array(by_query) for name, by_query in values.items()}
 
     def score_random_ranking(self) -> dict[str, np.ndarray]:
-        """Return the expectation of each query's measure over random rankings, by name, float64[queries]."""
+        """Return each query's expected measures over random rankings.
+
+        They are float64[queries], by name.
+        """
         documents = set(self.document_ids)
         queries = zip(self.relevant, self._own_ids, strict=True)
         baselines = [compute_query_baseline(grade_of, documents, own) for grade_of, own in queries]
@@ -87,7 +104,12 @@ class RetrievalSet:
 def build_rows(
     data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True
 ) -> list[EvaluationRow]:
-    """Return the row of each measure in `values`, float64[queries] by name; `interval`: bootstrap the queries."""
+    """Return the table row of each measure.
+
+    Args:
+        values: Measure of each query by name, float64[queries].
+        interval: Bootstrap the queries for a 95 % interval.
+    """
     rows = []
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
@@ -103,7 +125,10 @@ def build_rows(
 
 
 def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
-    """Return the percentile bootstrap 95 % interval (low, high) of the mean of `values`, float64[n]; always the same draws."""
+    """Return the percentile bootstrap 95 % interval (low, high) of a mean.
+
+    `values` is float64[n]. The draws are the same in every call.
+    """
     random = np.random.default_rng(0)
     means = np.concatenate(
         [
@@ -121,13 +146,16 @@ def rank_by_cosine(
     progress: Callable[[int], None],
     text_of: np.ndarray | slice = slice(None),
 ) -> Iterator[np.ndarray]:
-    """Yield the indices, int64, of the documents with the largest cosines to each query, best first, by exact search.
+    """Yield the documents with the largest cosines to each query, best first.
+
+    The search is exact. Documents are given by index, int64.
 
     Args:
         queries: Embeddings of length 1, float32[queries, hidden_size].
         texts: Embeddings of the documents' texts, of the same kind.
         progress: Receives the number of ranked queries.
-        text_of: Row in `texts` of each document, so that equal texts have equal cosines; default: the document's own row.
+        text_of: Row in `texts` of each document, so that equal texts have equal cosines; default:
+            the document's own row.
     """
     for done, cosines in enumerate(iterate_cosines(queries, texts), 1):
         yield rank_top_documents(cosines[text_of], RANKING_DEPTH + 1)
@@ -135,7 +163,11 @@ def rank_by_cosine(
 
 
 def import_bm25s() -> Any:
-    """Return the module bm25s; InputError if it is not installed."""
+    """Return the module bm25s.
+
+    Raises:
+        InputError: It is not installed.
+    """
     try:
         import bm25s
     except ImportError:
@@ -148,10 +180,11 @@ def import_bm25s() -> Any:
 def rank_by_bm25(
     queries: Sequence[str], documents: Sequence[str], progress: Callable[[int], None]
 ) -> Iterator[np.ndarray]:
-    """Yield the indices, int64, of the documents with the largest BM25 score for each query, best first.
+    """Yield the documents with the largest BM25 score for each query, best first.
 
-    Tokens and formula are those of Lucene's English analyzer as bm25s has them: words of two letters or more in lower case,
-    without 33 stop words, cut by Porter's stemmer. A document without a word of the query is not retrieved.
+    Documents are given by index, int64. Tokens and formula are those of Lucene's English analyzer
+    as bm25s has them: words of two letters or more in lower case, without 33 stop words, cut by
+    Porter's stemmer. A document without a word of the query is not retrieved.
     """
     from nltk.stem.porter import PorterStemmer
 

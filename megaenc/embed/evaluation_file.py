@@ -19,14 +19,18 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """Row of a table of zero-shot evaluation, in percent: a measure, or its mean over queries, with its 95 % interval."""
+    """Row of a table of zero-shot evaluation, in percent, with its 95 % interval.
+
+    It has a measure, which for retrieval is the mean over queries.
+    """
 
     dataset: str
     model: str
     metric: str
     mean: float
     low: float | None
-    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a single query."""
+    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a
+    single query."""
     high: float | None
     queries: int | None
     documents: int | None
@@ -44,7 +48,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class QueryScores:
-    """Scores of one model on one data set by query, with the 95 % interval of the mean over queries if it is known."""
+    """Scores by query of one model on one data set."""
 
     values: np.ndarray
     """float64[queries], as fractions"""
@@ -84,7 +88,8 @@ def format_evaluation(
 
     Args:
         models: EmbeddingConfig of each model.
-        origin: The other fields of an Evaluation but its scores, and the ids of the queries of each data set.
+        origin: Other fields of an Evaluation except its scores, and the ids of the queries of each
+            data set.
     """
     scores: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
@@ -108,7 +113,7 @@ def format_evaluation(
 def read_evaluation(file: Path) -> Evaluation | None:
     """Return the Evaluation in a file, None if it is missing or anything else.
 
-    It is cached while the file does not change.
+    The result is cached while the file does not change.
     """
     try:
         status = file.stat()
@@ -122,9 +127,8 @@ def _parse(file: Path, *version: int) -> Evaluation | None:
     """Return the Evaluation in a `version` of `file`, None if it is anything else."""
     values = read_json_or_empty(file)
     try:
-        queries = {
-            name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()
-        }  # files of a study share them
+        # Files of a study share them
+        queries = {name: tuple(map(sys.intern, ids)) for name, ids in values["queries"].items()}
         scores = {}
         for row in values["rows"]:
             if row["queries"] is None:  # of another task than retrieval

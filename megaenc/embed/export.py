@@ -1,4 +1,7 @@
-"""Trained embedding models as sentence-transformers folders, reloaded and compared before they get their name."""
+"""Trained embedding models as sentence-transformers folders.
+
+A folder is reloaded and compared before it gets its name.
+"""
 
 import copy
 import json
@@ -36,10 +39,18 @@ def export_embedder(
     details: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the float32 model of `embedder` to the new folder `target` for sentence-transformers, with training.json and a card.
+    """Write a trained embedding model for sentence-transformers, in float32.
 
-    `details`: content of training.json; `rows`: of training.jsonl. Raises InputError, and writes no folder, if the folder
-    gives other tokens or embeddings of training texts.
+    The folder also has training.json, training.jsonl and a card.
+
+    Args:
+        target: New folder.
+        details: Content of training.json.
+        rows: Rows of training.jsonl.
+
+    Raises:
+        InputError: The folder gives other tokens or embeddings of training texts; no folder is
+            written.
     """
     config = embedder.config
     with atomic_dir(target) as folder:
@@ -49,9 +60,8 @@ def export_embedder(
         save_hf_model(hf_model, folder)
         tokenizer = copy.deepcopy(embedder.tokenizer)
         if {tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token} == {None}:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-                0
-            )  # sentence-transformers always pads
+            # sentence-transformers always pads
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
         write_trained_tokenizer(tokenizer, folder, embedder.max_length, hf_model.config.model_type)
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}
@@ -76,9 +86,12 @@ def export_embedder(
 
 
 def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
-    """Raise InputError unless an export would have the states of `backbone`.
+    """Check that an export would have the states of `backbone`.
 
     The export is transformers' class, as `export_embedder` writes it.
+
+    Raises:
+        InputError: The states differ.
     """
     hf_model = build_hf_model(backbone, nn.Identity(), TaskFamily.IR, (), None).to(backbone.device)
     flag = f"--attention {backbone.attention}"
@@ -87,7 +100,11 @@ def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
 
 
 def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> None:
-    """Raise InputError unless the folder's model has the tokens and embeddings of `embedder` for some texts, short and long."""
+    """Check the tokens and embeddings of a written folder on texts of all lengths.
+
+    Raises:
+        InputError: They are not those of `embedder`.
+    """
     backbone = embedder.backbone
     reloaded = Embedder(
         str(folder), read_embedding_config(str(folder)), device=backbone.device, dtype=torch.float32
@@ -111,7 +128,10 @@ def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> 
 
 
 def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
-    """Return the text of README.md for a trained embedding model called `name`; `details`: the content of training.json."""
+    """Return the text of README.md for a trained embedding model called `name`.
+
+    `details` is the content of training.json.
+    """
     config = details["config"]
     base = details["base_model"]
     settings = {

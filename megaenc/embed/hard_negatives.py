@@ -1,4 +1,4 @@
-"""Add hard negatives to training pairs: the documents that a model finds most similar to the query, but are not its own.
+"""Add hard negatives to training pairs: similar documents of other queries.
 
 megaenc embed mine --model demo/hf --data pairs.jsonl --output mined.jsonl
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MineConfig:
-    """Options of `megaenc embed mine`: model, pairs, documents to search, rules of the choice, and output file."""
+    """Options of `megaenc embed mine`: model, pairs, corpus, selection and output."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -40,7 +40,8 @@ class MineConfig:
     corpus: tuple[str, ...] = ()
     """BEIR folders or pairs whose documents are searched too"""
     output: str = ""
-    """.jsonl file to write: the pairs with `query`, `document` and `negatives`, the most similar first"""
+    """.jsonl file to write: the pairs with `query`, `document` and `negatives`, the most similar
+    first"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
     negatives: PositiveInt = 4
@@ -50,13 +51,14 @@ class MineConfig:
     skip: NonNegativeInt = 0
     """first ranks to leave out, whose documents are the likeliest to be relevant"""
     margin: PositiveFraction = 0.95
-    """maximum cosine of a hard negative with the query, as a fraction of that of the pair's document"""
+    """maximum cosine of a hard negative with the query, as a fraction of that of the pair's
+    document"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
 
 
 @handle_command_errors
 def mine_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed mine`: write the pairs with hard negatives, and print how many there are."""
+    """Run `megaenc embed mine`: write the pairs with hard negatives and print counts."""
     silence_libraries()
     settings = flags.parse_with_config(
         MineConfig, argv, prog="megaenc embed mine", description=__doc__
@@ -82,14 +84,16 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(
         f"{output}: {counts.sum():,} hard negatives of {len(pairs):,} pairs"
         + (f"; {few:,} pairs have fewer than {settings.negatives}, {none:,} none" if few else "")
-        + (
-            "; raise --margin or --depth for more" if 2 * few > len(pairs) else ""
-        )  # untrained models: all cosines are similar
+        # Untrained models: all cosines are similar
+        + ("; raise --margin or --depth for more" if 2 * few > len(pairs) else "")
     )
 
 
 def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
-    """Embed queries and documents, each text once; return the pairs, and the hard negatives of each."""
+    """Return the pairs, and the hard negatives of each.
+
+    Each distinct text is embedded once.
+    """
     print_rank_0("importing torch and transformers")
     from megaenc.embed.embedder import (
         build_embedder,
@@ -115,7 +119,7 @@ def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
 
 
 def _read_corpus(sources: Sequence[str]) -> Iterator[str]:
-    """Yield the documents that are not empty of BEIR folders and pairs."""
+    """Yield the documents of BEIR folders and pairs, without empty ones."""
     from megaenc.embed.pairs import load_pairs
     from megaenc.finetune.datasets.beir import load_beir_corpus
 
@@ -135,10 +139,17 @@ def mine_negatives(
     settings: MineConfig,
     progress: Callable[[int], None],
 ) -> list[list[str]]:
-    """Return the hard negatives of each pair, the most similar to the query first, by exact search.
+    """Return the hard negatives of each pair, the most similar to the query first.
 
-    `queries` and `documents` are distinct texts with embeddings of length 1, float32[texts, hidden_size]. Ranks leave out the
-    documents that a pair gives to the query, and its own text; equal cosines rank by their order in `documents`.
+    The search is exact. Ranks leave out the documents that a pair gives to the query, and its own
+    text; equal cosines rank by their order in `documents`.
+
+    Args:
+        queries: Distinct queries.
+        documents: Distinct documents.
+        query_vectors: Embeddings of length 1, float32[queries, hidden_size].
+        document_vectors: Embeddings of length 1, float32[documents, hidden_size].
+        progress: Receives the number of queries that are done.
     """
     from megaenc.finetune.tasks.retrieval import iterate_cosines, rank_top_documents
 
@@ -147,7 +158,8 @@ def mine_negatives(
     for at, pair in enumerate(pairs):
         members[pair.query].append(at)
     negatives: list[list[str]] = [[] for _ in pairs]
-    # Exact: 10,000 queries, 100,000 documents and 256 dimensions take about 10 s on one core, far less than their embedding.
+    # Exact: 10,000 queries, 100,000 documents and 256 dimensions take about 10 s on one core, far
+    # less than their embedding.
     for done, (query, cosines) in enumerate(
         zip(queries, iterate_cosines(query_vectors, document_vectors), strict=True), 1
     ):
@@ -175,7 +187,6 @@ def _write(
     negatives: Sequence[Sequence[str]],
     write: Callable[[str], object],
 ) -> None:
-    """Write each pair as a line of JSON with its hard negatives."""
     from megaenc.data.tokenizer.fast_encode import replace_surrogates
 
     for pair, texts in zip(pairs, negatives, strict=True):

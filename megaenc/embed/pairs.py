@@ -1,4 +1,4 @@
-"""Training pairs of contrastive training: a query, a relevant document, maybe hard negatives; from files, BEIR or the Hub."""
+"""Training pairs of contrastive training, from files, BEIR folders or the Hub."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """Training pair: a query, a document relevant to it, and documents that are not, the hard negatives; without prefixes."""
+    """Query, relevant document, and hard negatives, all without prefixes."""
 
     query: str
     document: str
@@ -48,11 +48,13 @@ class PairData:
 
 
 def load_pairs(sources: Sequence[str]) -> PairData:
-    """Return the pairs of all sources in order, exact duplicates once, and print their counts; InputError for bad input.
+    """Return the distinct pairs of all sources, in order, and print their counts.
 
-    A source is a file or BEIR folder, else a repository of the Hugging Face Hub, whose split `train` is read: ORG/NAME or
-    ORG/NAME:CONFIG, each with @REVISION.
-    Raises InputError for fewer than two pairs.
+    A source is a file or BEIR folder, else a repository of the Hugging Face Hub, whose split
+    `train` is read: ORG/NAME or ORG/NAME:CONFIG, each with @REVISION.
+
+    Raises:
+        InputError: A source is missing or invalid, or there are fewer than two pairs.
     """
     if not sources:
         raise InputError(f"--data: missing, expected {EXPECTED_PAIRS}")
@@ -63,9 +65,8 @@ def load_pairs(sources: Sequence[str]) -> PairData:
         before = total
         for location, row in _read_source(source):
             answers = row.get("answers")
-            if (
-                "context" in row and isinstance(answers, Mapping) and answers.get("text") == []
-            ):  # of SQuAD 2.0
+            # Of SQuAD 2.0
+            if "context" in row and isinstance(answers, Mapping) and answers.get("text") == []:
                 unanswerable += 1
                 continue
             pairs[_build_pair(row, location)] = None
@@ -84,7 +85,11 @@ def load_pairs(sources: Sequence[str]) -> PairData:
 
 
 def _read_source(source: str) -> Iterator[formats.Row]:
-    """Yield (location, fields) of each pair of a source; InputError if there is no such source."""
+    """Yield (location, fields) of each pair of a source.
+
+    Raises:
+        InputError: There is no such source.
+    """
     path = Path(source)
     if os.path.isdir(source):
         for location, query, document in load_beir_pairs(path):
@@ -104,7 +109,11 @@ def _read_source(source: str) -> Iterator[formats.Row]:
 
 
 def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
-    """Yield (location, fields) of the rows of the split `train` on the Hub; InputError in one line if it cannot be read."""
+    """Yield (location, fields) of each row of the split `train` on the Hub.
+
+    Raises:
+        InputError: The split cannot be read.
+    """
     repository, config, revision = reference
     advice = "expected a network once, or a local file of pairs"
     data = load_from_hub(
@@ -115,7 +124,11 @@ def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
 
 
 def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
-    """Return the TrainingPair of a row; InputError if a text is missing, empty or the same as the one it is paired with."""
+    """Return the TrainingPair of a row.
+
+    Raises:
+        InputError: A text is missing or empty, or the query or a negative is the document itself.
+    """
     query, document = (_get_text(row, keys, location) for keys in (_QUERY_KEYS, _DOCUMENT_KEYS))
     if query.strip() == document.strip():
         raise InputError(
@@ -130,7 +143,11 @@ def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
 
 
 def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str:
-    """Return the text under the only one of `keys` that the row has; InputError if none or several, or if it is empty."""
+    """Return the text of the only column among `keys` that the row has.
+
+    Raises:
+        InputError: The row has none or several of them, or the text is empty.
+    """
     present = [key for key in keys if key in row]
     if len(present) != 1:
         raise InputError(
@@ -143,13 +160,15 @@ def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str
 
 
 def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
-    """Return the hard negatives of a row: the list `negatives`, or `negative`, `negative_1` and so on, without empty cells."""
+    """Return the hard negatives of a row, without empty cells.
+
+    They are the list `negatives`, or the columns `negative`, `negative_1` and so on.
+    """
     columns = {key: match for key in row if (match := _NEGATIVE_KEY.fullmatch(key))}
     if "negatives" not in row:
         ordered = sorted(columns, key=lambda key: int(columns[key][1] or 0))
-        cells = [
-            (key, row[key]) for key in ordered if row[key] not in (None, "")
-        ]  # rows of a table may have fewer
+        # Rows of a table may have fewer
+        cells = [(key, row[key]) for key in ordered if row[key] not in (None, "")]
         return tuple(formats.get_value(row, key, location, str) for key, _ in cells)
     if columns:
         raise InputError(
@@ -169,7 +188,7 @@ def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
 
 
 def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int) -> str:
-    """Return the line of counts: pairs, texts that are in several pairs, pairs with hard negatives, and rows left out."""
+    """Return the line with the counts of pairs, texts, negatives and rows left out."""
     different = {(pair.query, pair.document) for pair in pairs}
     queries, documents = (Counter(texts) for texts in zip(*different, strict=True))
     several_documents, several_queries = (

@@ -1,4 +1,4 @@
-"""Semantic textual similarity, classification by a logistic probe, and tasks by name, evaluated by the package mteb."""
+"""Similarity, classification by a logistic probe, and other tasks of mteb."""
 
 import math
 import os
@@ -29,7 +29,11 @@ _METRIC_NAMES = {"cosine_spearman": "spearman"}
 
 
 def import_mteb() -> ModuleType:
-    """Return the module mteb, which takes seconds to import; InputError if it is not installed or cannot make its cache."""
+    """Return the module mteb, which takes seconds to import.
+
+    Raises:
+        InputError: It is not installed or cannot make its cache.
+    """
     try:
         import mteb
     except ImportError:
@@ -45,7 +49,7 @@ def import_mteb() -> ModuleType:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """Task of mteb with its data loaded: name in tables, measure, number of test examples, score of chance."""
+    """Task of mteb with its data loaded, as tables show it."""
 
     name: str
     task: "AbsTask"
@@ -53,7 +57,8 @@ class ProbeTask:
     examples: int | None
     """None if the task has test data of another kind than rows, such as a corpus."""
     chance: float | None
-    """Expected score of random embeddings, as a fraction: 0 for similarity, 1 / classes for a probe; None if unknown."""
+    """Expected score of random embeddings, as a fraction: 0 for similarity, 1 / classes for a
+    probe; None if unknown."""
 
     @classmethod
     def from_loaded(cls, name: str, task: "AbsTask") -> "ProbeTask":
@@ -87,16 +92,21 @@ class ProbeTask:
         return [] if self.chance is None else [self._build_row("random", self.chance, None)]
 
     def evaluate(self, model: str, embedder: "Embedder") -> EvaluationRow:
-        """Return the row of a model called `model`: mteb's main score with its 95 % interval; InputError if it is undefined.
+        """Return the row of a model: mteb's main score with its 95 % interval.
 
-        The interval of a probe is Student's t over its experiments, that of a Spearman correlation Fisher's with the variance
-        of Bonett and Wright (2000). There is none for other measures, nor for a task of several splits or languages.
+        The interval of a probe is Student's t over its experiments, that of a Spearman correlation
+        Fisher's with the variance of Bonett and Wright (2000). There is none for other measures,
+        nor for a task of several splits or languages.
+
+        Raises:
+            InputError: The score is undefined.
         """
         encoder = _MTEBEncoder(embedder, f"{model} {self.name}: embedding")
+        # The Embedder has its own batches
         options: dict[str, Any] = {
             "encode_kwargs": {"batch_size": 1024},
             "cache": None,
-        }  # the Embedder has its own batches
+        }
         results = import_mteb().evaluate(
             encoder, self.task, **options, co2_tracker=False, show_progress_bar=False
         )
@@ -132,10 +142,11 @@ class ProbeTask:
 
 
 class _MTEBEncoder:
-    """mteb's EncoderProtocol of an Embedder: prefixes by mteb's prompt type, and cosine similarity.
+    """mteb's EncoderProtocol of an Embedder: prompts by type, and cosine similarity.
 
-    Texts that are neither query nor document get the model's default prompt. Embeddings have length 1 only if the model's folder
-    says so, as in sentence-transformers, because the logistic probe depends on it.
+    Texts that are neither query nor document get the model's default prompt. Embeddings have length
+    1 only if the model's folder says so, as in sentence-transformers, because the logistic probe
+    depends on it.
     """
 
     def __init__(self, embedder: "Embedder", description: str) -> None:
@@ -148,7 +159,10 @@ class _MTEBEncoder:
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any
     ) -> np.ndarray:
-        """Return the embeddings, float32[texts, hidden_size], of batches with the texts under `text`."""
+        """Return the embeddings of batches, float32[texts, hidden_size].
+
+        The texts of a batch are under its key `text`.
+        """
         config = self.embedder.config
         prefixes = {"query": config.query_prefix, "document": config.document_prefix}
         prefix = prefixes[prompt_type.value] if prompt_type else config.default_prefix
@@ -167,7 +181,7 @@ class _MTEBEncoder:
         return cos_sim(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the cosine of each text of the first with that of the second at the same place, float32[texts]."""
+        """Return the cosine of each text with that at the same place, float32[texts]."""
         from mteb.similarity_functions import pairwise_cos_sim
 
         return pairwise_cos_sim(embeddings1, embeddings2)
@@ -181,10 +195,13 @@ def is_labelled_set(path: Path) -> bool:
 
 
 def load_labelled_set(name: str, path: Path) -> ProbeTask:
-    """Return the ProbeTask of a folder of labelled splits: pairs with scores, or single texts with classes.
+    """Return the ProbeTask of a folder with pairs and scores, or texts and classes.
 
-    Scores are labels with a point; the test split is evaluated, or the validation split if there is none. Raises InputError for
-    pairs with classes, other data, and too few different labels.
+    Scores are labels with a point. The test split is evaluated, or the validation split if there is
+    none.
+
+    Raises:
+        InputError: The folder has pairs with classes, other data, or too few different labels.
     """
     files = find_split_files(path)
     file = files.get("test") or files.get("validation")
@@ -234,7 +251,7 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
 
 
 def _is_score(label: Any) -> bool:
-    """Return whether a label is a number with a point, in JSON or as the text of a table's cell."""
+    """Return whether a label is a number with a point, in JSON or as text of a table."""
     try:
         return isinstance(label, float) or (
             isinstance(label, str) and "." in label and math.isfinite(float(label))
@@ -244,7 +261,11 @@ def _is_score(label: Any) -> bool:
 
 
 def _build_similarity(name: str, file: Path, rows: Sequence[formats.Row]) -> ProbeTask:
-    """Return the ProbeTask of pairs with scores; InputError for an invalid row, or if all scores are equal."""
+    """Return the ProbeTask of pairs with scores.
+
+    Raises:
+        InputError: A row is invalid, or all scores are equal.
+    """
     columns: dict[str, list[Any]] = {"sentence1": [], "sentence2": [], "score": []}
     for location, row in rows:
         for column, key in (("sentence1", "text"), ("sentence2", "text_pair")):
@@ -269,7 +290,10 @@ def _build_similarity(name: str, file: Path, rows: Sequence[formats.Row]) -> Pro
 def _build_local_task(
     name: str, kind: str, main_score: str, columns: Mapping[str, Mapping[str, list[Any]]]
 ) -> ProbeTask:
-    """Return the ProbeTask of mteb's class for `kind`, with its defaults, over columns in memory by split."""
+    """Return the ProbeTask of mteb's class for `kind`, with its defaults.
+
+    `columns` are the data, in memory, by split.
+    """
     mteb = import_mteb()
     from datasets import Dataset, DatasetDict
     from mteb.abstasks import AbsTaskClassification, AbsTaskSTS
@@ -283,9 +307,8 @@ def _build_local_task(
         "main_score": main_score,
     }
     source = {"path": "local", "revision": mteb.__version__}
-    metadata = TaskMetadata(
-        **values, dataset=source, eval_langs=["eng-Latn"]
-    )  # mteb demands a language, which has no effect
+    # mteb demands a language, which has no effect
+    metadata = TaskMetadata(**values, dataset=source, eval_langs=["eng-Latn"])
     task = type("LocalTask", (base,), {"metadata": metadata})()
     task.dataset = {
         "default": DatasetDict(
@@ -297,7 +320,11 @@ def _build_local_task(
 
 
 def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
-    """Yield mteb's tasks of these names with their data, downloaded from the Hub or in its cache; InputError if unusable."""
+    """Yield mteb's tasks of these names, with data from the Hub or its cache.
+
+    Raises:
+        InputError: A task is unknown, not of text or a group, or its data cannot be loaded.
+    """
     for name in names:
         try:
             (task,) = import_mteb().get_tasks(tasks=[name])

@@ -1,4 +1,4 @@
-"""Make training pairs from running text without labels: neighbouring paragraphs, or two random spans of a text.
+"""Make training pairs from running text: neighbouring paragraphs, or random spans.
 
 megaenc embed pairs --input corpus.jsonl --method adjacent --output pairs.jsonl
 """
@@ -36,12 +36,13 @@ _ABBREVIATION = re.compile(r"\W*(?:[A-Z]|[A-Za-z]\.[A-Za-z.]*|Mr|Mrs|Ms|Dr|St|Pr
 
 @dataclass(frozen=True)
 class TextPairsConfig(InputConfig):
-    """Options of `megaenc embed pairs`: text input, output file, method, number and length of the pairs."""
+    """Options of `megaenc embed pairs`: input, output, method, and size of the pairs."""
 
     output: str
     """.jsonl file to write, a line with `query` and `document` for each pair"""
     method: Literal["adjacent", "spans"]
-    """adjacent: two neighbouring paragraphs; spans: two random spans of the same part of a document, which may overlap"""
+    """adjacent: two neighbouring paragraphs; spans: two random spans of the same part of a
+    document, which may overlap"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
     count: NonNegativeInt = 0
@@ -49,7 +50,8 @@ class TextPairsConfig(InputConfig):
     seed: NonNegativeInt = 0
     """seed of the spans, and of the draw of --count"""
     min_words: PositiveInt = 8
-    """minimum words of a text; shorter paragraphs, such as headings, are joined with the next one"""
+    """minimum words of a text; shorter paragraphs, such as headings, are joined with the next
+    one"""
     max_words: PositiveInt = 128
     """maximum words of a text; longer paragraphs are cut at sentence ends"""
     json_key: JsonKey = "text"
@@ -58,12 +60,11 @@ class TextPairsConfig(InputConfig):
 
 @handle_command_errors
 def pairs_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed pairs`: make training pairs of the input's documents, write them and print their number."""
+    """Run `megaenc embed pairs`: write pairs of the input's texts and print counts."""
     silence_libraries()
     settings = flags.parse(TextPairsConfig, argv, prog="megaenc embed pairs", description=__doc__)
-    if (
-        settings.max_words < 4 * settings.min_words
-    ):  # halves of a text that is too long have a quarter of its words at least
+    # Halves of a text that is too long have a quarter of its words at least
+    if settings.max_words < 4 * settings.min_words:
         raise InputError(
             f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, 4 x --min-words"
         )
@@ -86,11 +87,14 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: TextIO) -> str:
-    """Write the pairs of the input as lines of JSON; return the line of counts; InputError if there is no pair."""
+    """Write the pairs of the input as lines of JSON; return the line of counts.
+
+    Raises:
+        InputError: There is no pair.
+    """
     total = None
-    if (
-        settings.count
-    ):  # an even draw that holds only one document's pairs in memory needs the number of all pairs
+    # An even draw that holds only one document's pairs in memory needs the number of all pairs
+    if settings.count:
         total = sum(len(pairs) for pairs in _read_pairs(settings, inputs, "counting pairs"))
     available = written = documents = too_short = 0
     for number, pairs in enumerate(_read_pairs(settings, inputs, "writing pairs")):
@@ -126,7 +130,7 @@ def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: Text
 def _read_pairs(
     settings: TextPairsConfig, inputs: ResolvedInputs, description: str
 ) -> Iterator[list[tuple[str, str]]]:
-    """Yield the list of (query, document) of each document of the input, in order, with a progress line."""
+    """Yield the list of (query, document) of each document, with a progress line."""
     documents = 0
     with ProgressLine(description, inputs.known_size, closing=False) as progress:
         for block in read_blocks(inputs):
@@ -143,9 +147,14 @@ def _draw(
     needed: int,
     left: int,
 ) -> list[tuple[str, str]]:
-    """Return those of a document's pairs that belong to a random sample: `needed` of the `left` pairs from this document on.
+    """Return those of a document's pairs that belong to a random sample.
 
-    Knuth's algorithm S: each of all samples of --count pairs is equally probable, and none is held in memory.
+    Knuth's algorithm S: each of all samples of --count pairs is equally probable, and none is held
+    in memory.
+
+    Args:
+        needed: Pairs of the sample that are still to be drawn.
+        left: Pairs from this document on.
     """
     drawn = []
     uniforms = counter_rng.uniforms(settings.seed, "pairs:count", len(pairs), counters=(document,))
@@ -158,7 +167,10 @@ def _draw(
 
 
 def iterate_pairs(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
-    """Yield (query, document) of each pair of document `number` by --method, in order; nothing if the text is too short."""
+    """Yield (query, document) of each pair of a document by --method, in order.
+
+    A text that is too short has none. `number` is that of the document.
+    """
     if settings.method == "adjacent":
         units = split_into_units(text, settings.min_words, settings.max_words)
         pairs = pairwise(units)
@@ -170,10 +182,10 @@ def iterate_pairs(text: str, number: int, settings: TextPairsConfig) -> Iterator
 
 
 def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
-    """Return the paragraphs of a text, short ones joined and long ones cut, each of min_words to max_words words.
+    """Return the paragraphs of a text, with min_words to max_words words each.
 
-    Long ones are cut at the sentence end nearest to the middle, again and again. A text of one paragraph is cut so once, if both
-    halves are long enough.
+    Short ones are joined. Long ones are cut at the sentence end nearest to the middle, again and
+    again. A text of one paragraph is cut so once, if both halves are long enough.
     """
     units = []
     short = ""
@@ -197,7 +209,10 @@ def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
 
 
 def _cut(text: str, max_words: int) -> list[str]:
-    """Cut a text into parts of at most `max_words` words, each more than a fourth of that, where possible at sentence ends."""
+    """Cut a text into parts of at most `max_words` words, preferably at sentence ends.
+
+    Each part has more than a fourth of that.
+    """
     words = _find_words(text)
     if len(words) <= max_words:
         return [text]
@@ -206,14 +221,17 @@ def _cut(text: str, max_words: int) -> list[str]:
 
 
 def _find_words(text: str) -> np.ndarray:
-    """Return start and end of each word of a text, words being separated by white space, int64[words, 2]."""
+    """Return start and end of each word separated by white space, int64[words, 2]."""
     return np.fromiter(
         (edge for word in _WORD.finditer(text) for edge in word.span()), np.int64
     ).reshape(-1, 2)
 
 
 def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
-    """Return the number of words before the sentence end nearest to the middle, with `least` words before and after; or None."""
+    """Return the number of words before the sentence end nearest to the middle.
+
+    None if no sentence ends with `least` words before and after it.
+    """
     half = len(words) // 2
     for distance in range(len(words) - half - least + 1):
         for at in (half - distance, half + distance):
@@ -223,7 +241,11 @@ def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
 
 
 def _is_sentence_end(text: str, words: np.ndarray, at: int) -> bool:
-    """Return whether a sentence ends before word `at`: full stop or the like, no abbreviation, no small letter after it."""
+    """Return whether a sentence ends before word `at`.
+
+    The word before ends with a full stop or the like and is no abbreviation, and no small letter
+    follows.
+    """
     start, end = words[at - 1]
     following = text[words[at, 0]]
     word = text[start:end]
@@ -234,9 +256,10 @@ def _is_sentence_end(text: str, words: np.ndarray, at: int) -> bool:
 
 
 def _draw_spans(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
-    """Yield two random spans of each part of about 2 * max_words words of document `number`.
+    """Yield two random spans of each part of a document.
 
-    Independent cropping (Izacard et al. 2021, 2112.09118): there parts have 256 tokens, and spans at most half of that.
+    A part has about 2 * max_words words. Independent cropping (Izacard et al. 2021, 2112.09118):
+    there parts have 256 tokens, and spans at most half of that.
     """
     words = _find_words(text)
     part_count = max(1, (len(words) + settings.max_words) // (2 * settings.max_words))

@@ -1,4 +1,4 @@
-"""Contrastive training of an embedding model: steps, state for resuming, and data parallelism."""
+"""Contrastive training of an embedding model: steps, resuming, data parallelism."""
 
 import json
 import math
@@ -48,9 +48,8 @@ def iterate_contrastive_batches(
 ) -> Iterator[ContrastiveBatch]:
     """Yield the batch of each step from `first_step`, counted from 0.
 
-    Pairs are shuffled in every epoch.
-
-    A batch without a negative, whose loss would be constant, takes the pairs of its neighbours in the epoch too.
+    Pairs are shuffled in every epoch. A batch without a negative, whose loss would be constant,
+    takes the pairs of its neighbours in the epoch too.
 
     Raises:
         InputError: There is no negative in a whole epoch.
@@ -82,10 +81,11 @@ def iterate_contrastive_batches(
 
 
 class ContrastiveTrainer:
-    """Model, data and optimizer of a contrastive training; all ranks call `step` with the same batch.
+    """Model, data and optimizer of a contrastive training.
 
-    Each rank embeds its part of a batch's texts. All embeddings are gathered, every rank computes the whole loss and the
-    gradients of its own embeddings, and the gradients of the weights are summed over ranks.
+    All ranks call `step` with the same batch. Each rank embeds its part of a batch's texts. All
+    embeddings are gathered, every rank computes the whole loss and the gradients of its own
+    embeddings, and the gradients of the weights are summed over ranks.
     """
 
     def __init__(
@@ -97,9 +97,8 @@ class ContrastiveTrainer:
         batches = len(compute_batch_edges(len(data.queries), config.batch_size)) - 1
         self.steps = count_training_steps(config.epochs, config.max_steps, batches)
         check_warmup(self.steps, config.warmup)
-        next(
-            iterate_contrastive_batches(data, config)
-        )  # refuses pairs without a negative before any training
+        # Refuses pairs without a negative before any training
+        next(iterate_contrastive_batches(data, config))
         full = embedder.backbone.hidden_size
         if wrong := [size for size in config.matryoshka_dims if size > full]:
             raise InputError(
@@ -111,7 +110,10 @@ class ContrastiveTrainer:
         )
 
     def step(self, number: int, batch: ContrastiveBatch) -> tuple[float, float]:
-        """Take step `number` (from 1); return (loss, unclipped gradient norm); no weight changes if either is NaN or inf."""
+        """Take step `number`, counted from 1; return (loss, unclipped gradient norm).
+
+        No weight changes if either is NaN or inf.
+        """
         words = random_words(
             self.config.seed, "contrastive dropout", 1, counters=(number, get_rank())
         )
@@ -120,7 +122,10 @@ class ContrastiveTrainer:
         return (loss, self.optimizer.step()) if math.isfinite(loss) else (loss, math.nan)
 
     def backward(self, batch: ContrastiveBatch) -> float:
-        """Backpropagate the loss of a batch, summing gradients over ranks; return the loss."""
+        """Backpropagate the loss of a batch and return it.
+
+        Gradients are summed over ranks.
+        """
         embedder = self.embedder
         ranks = get_world_size()
         device = embedder.backbone.device
@@ -174,16 +179,22 @@ class TrainingProgress:
 
 
 class StateFolder:
-    """Folder with the state of an unfinished training: weights, AdamW's moments, schedule, step, and the log of losses.
+    """Folder with the state of an unfinished training and the log of its losses.
 
-    Only rank 0 writes to it.
+    The state has weights, AdamW's moments, schedule and step. Only rank 0 writes to it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
-        """Set the trainer to the saved state and return its progress, that of step 0 without one; cut later rows off the log."""
+        """Set the trainer to the saved state and return its progress.
+
+        Without a state, the progress is that of step 0. Later rows are cut off the log.
+
+        Raises:
+            InputError: The state cannot be read.
+        """
         path = self.folder / STATE
         log = self.folder / TRAINING_LOG
         progress = TrainingProgress()
@@ -234,9 +245,10 @@ class StateFolder:
 def train(
     trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int
 ) -> TrainingProgress:
-    """Train from the saved state to the last step, logging and saving on the way; return the progress.
+    """Train from the saved state to the last step, with logs and saved states.
 
-    Raises NonFiniteTrainingError for a loss or gradient norm that is NaN or inf.
+    Raises:
+        NonFiniteTrainingError: A loss or gradient norm is NaN or inf.
     """
     progress = state.load(trainer)
     data = trainer.data

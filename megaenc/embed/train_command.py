@@ -1,7 +1,10 @@
-"""Train an embedding model on pairs of queries and documents by InfoNCE, and write it for sentence-transformers.
+r"""Train an embedding model on pairs of queries and documents by InfoNCE.
+
+The model is written for sentence-transformers.
 
 megaenc embed train --model demo/hf --data pairs.jsonl --output demo/embedder
-torchrun --nproc-per-node 2 -m megaenc embed train --model demo/hf --data pairs.jsonl --output demo/embedder
+torchrun --nproc-per-node 2 -m megaenc embed train --model demo/hf --data pairs.jsonl \
+    --output demo/embedder
 """
 
 import os
@@ -22,7 +25,7 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class EmbedTrainConfig:
-    """Options of `megaenc embed train`: base model, pairs, output folder, contrastive training, and saving."""
+    """Options of `megaenc embed train`: model, pairs, output, training and saving."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -31,7 +34,8 @@ class EmbedTrainConfig:
     data: tuple[str, ...] = ()
     """files or data sets of pairs of a query and a document, maybe with hard negatives"""
     output: str = ""
-    """new folder for the trained model; OUTPUT.state keeps an unfinished training, which the same command resumes"""
+    """new folder for the trained model; OUTPUT.state keeps an unfinished training, which the same
+    command resumes"""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     save_interval: PositiveInt = 100
     """steps between saved states, from which the same command resumes"""
@@ -41,7 +45,10 @@ class EmbedTrainConfig:
 
 @handle_command_errors
 def train_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed train`: train unless finished before, write the model; exit with 1 if the loss is NaN or inf."""
+    """Run `megaenc embed train`: train unless finished before, and write the model.
+
+    The process exits with 1 if the loss is NaN or inf.
+    """
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()

@@ -55,7 +55,10 @@ _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data"
 def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
     """Train a model, from its saved state if there is one, and export it.
 
-    A model that is there already is reported. Raises InputError if the output or the state is of other settings.
+    A model that is there already is reported.
+
+    Raises:
+        InputError: The output or the state is of other settings.
     """
     backend = detect_backend()
     state = output.with_name(f"{output.name}.state")
@@ -159,7 +162,11 @@ def _load_embedder(
     config: ContrastiveConfig,
     backend: Backend,
 ) -> Embedder:
-    """Return the Embedder of a folder; InputError if --max-length is beyond it."""
+    """Return the Embedder of a folder, with an attention that can be exported.
+
+    Raises:
+        InputError: --max-length is beyond the model's.
+    """
     make_deterministic(config.threads)
     if backend.is_cpu:
         retain_freed_memory()
@@ -208,7 +215,11 @@ def _train(
 
 
 def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise InputError, naming the flag, unless `file` records the settings, model and data of this command."""
+    """Check that `file` records the settings, model and data of this command.
+
+    Raises:
+        InputError: One of them differs; the message names its flag.
+    """
     advice = "expected the same command, another --output, or this folder removed"
     config = recorded.get("config")
     fingerprints = recorded.get("fingerprints")
@@ -228,7 +239,11 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
 
 
 def _call_on_rank_0(function: Callable[[], Result]) -> Result:
-    """Call `function` on rank 0 only; return its result, or raise its InputError, on every rank."""
+    """Call `function` on rank 0 only; return its result on every rank.
+
+    Raises:
+        InputError: `function` raised it; every rank does.
+    """
     if get_world_size() == 1:
         return function()
     from megaenc.training.distributed.collectives import broadcast_call
@@ -238,7 +253,11 @@ def _call_on_rank_0(function: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def _hold_lock(output: Path) -> Iterator[None]:
-    """Hold the lock of an output folder during the block, on rank 0; InputError on every rank if another process holds it."""
+    """Hold the lock of an output folder on rank 0 during the block.
+
+    Raises:
+        InputError: Another process holds it; every rank raises.
+    """
     with contextlib.ExitStack() as stack:
         if not _call_on_rank_0(
             lambda: stack.enter_context(try_lock(output.with_name(f".{output.name}.lock")))
@@ -251,7 +270,7 @@ def _hold_lock(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_process_group() -> Iterator[None]:
-    """Destroy the process group after the block, also if all ranks raise InputError together."""
+    """Destroy the process group after the block, also after InputError on all ranks."""
     try:
         yield
     except InputError:
