@@ -10,7 +10,7 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="session")
 def model(small_corpus, tmp_path_factory):
-    """A EuroBERT with random weights that reads 64 tokens, in a folder of the name `little`. Do not change it."""
+    """Return the folder `little` of a random EuroBERT that reads 64 tokens. Read only."""
     folder = tmp_path_factory.mktemp("models") / "little"
     save_model(
         folder,
@@ -23,7 +23,7 @@ def model(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """The data sets `sc`, `tc`, `qa`, `ir` and `other`, which is of retrieval too. Do not change them."""
+    """Return the data sets `sc`, `tc`, `qa`, `ir` and `other` (retrieval). Read only."""
     root = tmp_path_factory.mktemp("data")
     write_families(root)
     return root

@@ -1,8 +1,8 @@
-"""Models, data sets and runs that take no time: what a grid does with them is what is tested.
+"""Models, data sets and runs that take no time, to test grids.
 
-A run does what `behaviour.json` in its model's folder says for `lr2e-05_sd0`, else for `all`: nothing but write results; wait
-`seconds`; say what it `says`; `crash`, `kill` itself, be `refused` or `hang` the first `times`; or write that the
-loss is `nan`.
+A run does what `behaviour.json` in its model's folder tells for `lr2e-05_sd0`, else for `all`:
+write results only; wait `seconds`; print `says`; `crash`, `kill` itself, be `refused` or `hang` the
+first `times`; or write that the loss is `nan`.
 """
 
 import functools
@@ -35,9 +35,10 @@ class Scores:
 
 @functools.cache
 def _tokenizer() -> str:
+    # A grid's processes import this file and do without
     from megaenc.data.tokenizer.tokenizer import (
         train_tokenizer,
-    )  # a grid's processes import this file and do without
+    )
 
     return train_tokenizer(["a text of few words"], vocab_size=300).backend_tokenizer.to_str()
 
@@ -46,9 +47,8 @@ def make_model(folder: Path, **behaviour) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "fake"}')
     (folder / "model.safetensors").write_bytes(b"weights of " + folder.name.encode())
-    (folder / "tokenizer.json").write_text(
-        _tokenizer()
-    )  # a grid asks it for the special tokens of a text
+    # A grid asks it for the special tokens of a text
+    (folder / "tokenizer.json").write_text(_tokenizer())
     (folder / "behaviour.json").write_text(json.dumps(behaviour))
     return folder
 
@@ -96,7 +96,10 @@ class FakeGrid:
 
 
 def find(text: str, **options) -> Dataset:
-    """`sc1`, `ir2`: the family by the first two letters; retrieval is trained on `pairs`."""
+    """Return the data set of a name such as `sc1`, whose family is its first letters.
+
+    Retrieval is trained on `pairs`.
+    """
     if text.endswith("_said"):
         print_rank_0(f"{text}: 5 % of train validate")
     if text[:2] not in FAMILIES:

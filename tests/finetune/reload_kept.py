@@ -1,4 +1,7 @@
-"""Scores of kept models, [[FOLDER, FAMILY, DATA], ...] as JSON, by transformers or sentence-transformers only."""
+"""Scores of kept models by transformers or sentence-transformers only.
+
+The input is [[FOLDER, FAMILY, DATA], ...] as JSON.
+"""
 
 import json
 import sys
@@ -27,7 +30,10 @@ def score_sc(folder, data):
 
 
 def score_tc(folder, data):
-    """Mean over sentences of the macro F1 of tags, a word's tag by the vote of its tokens."""
+    """Return the mean over sentences of the macro F1 of tags.
+
+    A word's tag is the vote of its tokens.
+    """
     model, tokenizer = (
         AutoModelForTokenClassification.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
@@ -99,9 +105,8 @@ def score_ir(folder, data):
         )
         for split in ("dev", "test")
     )
-    names = sorted(
-        {*dev.values(), *relevant.values()}, reverse=True
-    )  # only judged documents are searched
+    # Only judged documents are searched
+    names = sorted({*dev.values(), *relevant.values()}, reverse=True)
     embedded = model.encode([documents[name] for name in names], prompt_name="document")
     similar = model.similarity(
         model.encode([queries[query] for query in relevant], prompt_name="query"), embedded

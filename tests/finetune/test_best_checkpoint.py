@@ -1,4 +1,4 @@
-"""Validation during training: the weights of the best step, early stopping, and results that nothing else changes."""
+"""Validation during training: weights of the best step, and early stopping."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def train(job):
 
 @pytest.fixture
 def weights_by_step(monkeypatch):
-    """Record the weights after each step of trainings in this test, those of float32 masters."""
+    """Record the float32 masters after each step of trainings in this test."""
     recorded = []
     step = MasterWeightOptimizer.step
 

@@ -1,4 +1,4 @@
-"""Guessing hidden words: the counting is right whatever the model, and the riddles are fair."""
+"""Prediction of hidden words: correct counts for any model, and fair examples."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folders(tokenizer, tmp_path_factory):
-    """Models that know nothing, as exports are laid out, by kind: an encoder, and a decoder that reads both ways."""
+    """Return random models as exports have them: encoder and bidirectional decoder."""
     root = tmp_path_factory.mktemp("models")
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
     both_ways = {"head_dim": 16, "num_key_value_heads": 2, "is_causal": False}
@@ -56,7 +56,10 @@ def text(tmp_path):
 
 
 class Stub:
-    """A model of windows of 16 tokens that answers with what `answer(input_ids)` says; keeps what it was asked."""
+    """Model of windows of 16 tokens that returns `answer(input_ids)`.
+
+    It keeps its inputs.
+    """
 
     device = "cpu"
     config = SimpleNamespace(max_position_embeddings=16)
@@ -103,7 +106,7 @@ def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenize
 
 
 def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatch):
-    """Each window by itself, with the labels that transformers' masked language models take."""
+    """Each window by itself, with the labels of transformers' masked language models."""
     model, _ = fill_mask.load_masked_lm(folders / "encoder")
     windows = []
     targets = MaskedLanguageModeling.targets
@@ -158,7 +161,7 @@ def test_seq_length_is_that_of_the_windows_and_is_printed(folders, text, capfd, 
 
 
 def test_a_model_whose_positions_begin_later_reads_fewer_tokens(tokenizer, tmp_path):
-    """RoBERTa's table of 26 positions begins after its padding id: the model reads 24 tokens."""
+    """RoBERTa's 26 positions begin after its padding id: the model reads 24 tokens."""
     sizes = {"max_position_embeddings": 26, "pad_token_id": 1}
     save_model(tmp_path, "roberta", tokenizer, transformers.AutoModelForMaskedLM, **sizes)
     model, loaded = fill_mask.load_masked_lm(tmp_path)

@@ -22,10 +22,11 @@ def test_the_studys_file_says_what_the_defaults_are_but_for_its_precision():
         set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")}
         and len(found.datasets) == 12
     )
+    # Whatever the tokenizer does
     assert (found.protocol.add_bos, found.protocol.add_eos) == (
         False,
         True,
-    )  # whatever the tokenizer does
+    )
     protocol = dataclasses.replace(found.protocol, precision="", add_bos=None, add_eos=None)
     assert dataclasses.replace(found, datasets=(), protocol=protocol) == GridConfig()
     assert found.protocol.precision == "paper-bf16"

@@ -1,4 +1,4 @@
-"""Fine-tuned models that are kept: the same scores in a fresh process that has only transformers."""
+"""Kept models have the same scores in a fresh process with only transformers."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def train(model, dataset, output, *given):
 
 
 def reload(kept):
-    """Score kept models, (folder, family, data) each, in a process that cannot import this package."""
+    """Score kept models, (folder, family, data) each, without this package."""
     triples = json.dumps([[str(part) for part in case] for case in kept])
     command = [
         "env",
@@ -113,7 +113,7 @@ def reload(kept):
 
 @pytest.fixture(scope="module")
 def kept(models, data, tmp_path_factory):
-    """By case: the folder of the model, the result of its run and, from a fresh process, the reloaded model's answers."""
+    """Return the model's folder, the run's result and reloaded answers, by case."""
     root = tmp_path_factory.mktemp("kept")
     found = {}
     for case, (name, family, given) in CASES.items():
@@ -329,7 +329,7 @@ def test_a_native_head_is_drawn_from_the_seed_and_new(models):
 
 @pytest.mark.parametrize("keep", ["best", "all"])
 def test_a_grid_keeps_models(keep, models, data, tmp_path):
-    """Those of its runs, one after the other: the best so far, which the first is not, or all."""
+    """A grid keeps the best model so far, which the first is not, or all."""
     argv = [
         "--model",
         models / "eurobert",
@@ -456,7 +456,7 @@ def test_pairs_are_joined_as_in_training_whatever_the_format(models, pairs, tmp_
 
 @pytest.fixture(scope="module")
 def templated(models, tmp_path_factory):
-    """The models of ModernBERT and EuroBERT with a tokenizer that puts a first and a last token around a text."""
+    """Return ModernBERT and EuroBERT whose tokenizer adds a first and a last token."""
     root = tmp_path_factory.mktemp("templated")
     for name in ("modernbert", "eurobert"):
         shutil.copytree(models / name, root / name)
@@ -480,7 +480,10 @@ def templated(models, tmp_path_factory):
 def test_pairs_have_the_tokenizers_own_special_tokens(
     model, given, templated, pairs, tmp_path, refusal
 ):
-    """In `predict`, a pipeline and CrossEncoder: the score of the run; a classifier of the first token reads the template's."""
+    """`predict`, a pipeline and CrossEncoder give the run's score.
+
+    A classifier of the first token reads the template's.
+    """
     from sentence_transformers import CrossEncoder
 
     kept = tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""Rows of texts against the tokenizer itself, and a cache that is whole or not there."""
+"""Tokenized rows against the tokenizer, and a cache that is whole or absent."""
 
 import copy
 import multiprocessing
@@ -146,7 +146,7 @@ def test_a_broken_file_is_made_again(tokenizer, tmp_path):
 
 
 def test_several_processes_make_it_once_together(tmp_path):
-    """Forks, of which the first is given the time to begin; all but one of them have to wait."""
+    """Forks, of which all but the first wait."""
     context, folder, made = (
         multiprocessing.get_context("fork"),
         tmp_path / "cache",
@@ -204,7 +204,7 @@ def shape(request, tmp_path_factory):
 
 @pytest.mark.parametrize("length", [9, 1000])
 def test_texts_and_pairs_are_those_of_transformers(shape, length):
-    """With the template, cut from the right, the longer text of a pair first; special tokens spelled in a text are text."""
+    """Template, cuts from the right of the longer text, special tokens as text."""
     special = resolve_special_tokens(shape, "")
     client = set_special_tokens(shape, special)
     pairs = [(first, second) for first in TEXTS for second in (TEXTS[0], TEXTS[4], "")]
@@ -212,9 +212,8 @@ def test_texts_and_pairs_are_those_of_transformers(shape, length):
     encoded = encoder.encode([*TEXTS, *pairs])
     options = {"truncation": True, "max_length": length, "split_special_tokens": True}
     expected = client(TEXTS, **options)["input_ids"]
-    expected += client(*map(list, zip(*pairs, strict=True)), **options)[
-        "input_ids"
-    ]  # alone, an empty second text is none
+    # Alone, an empty second text is none
+    expected += client(*map(list, zip(*pairs, strict=True)), **options)["input_ids"]
     assert [row.tolist() for row in encoded.gather_rows(np.arange(len(expected)))] == expected
     whole = client(TEXTS, split_special_tokens=True)["input_ids"]
     assert encoder.encode(TEXTS).truncated_count == sum(len(ids) > length for ids in whole)

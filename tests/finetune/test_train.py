@@ -1,4 +1,4 @@
-"""Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
+"""Whole runs of all four families: identical bytes, alone and in a grid."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def results(folder):
 
 
 def alone(model, dataset, output, *flags):
-    """A run in this process, which has done other things before; those of the grid are forks."""
+    """Run in this process, after other runs; those of the grid are forks."""
     given = (
         "--model",
         model,
@@ -58,7 +58,7 @@ def alone(model, dataset, output, *flags):
 
 @pytest.fixture(scope="module")
 def grid(model, data, tmp_path_factory):
-    """The output of a grid of all families, two seeds, and a rate that no model stands beside a good one."""
+    """Return the output of a grid of all families: two seeds, one unstable rate."""
     output = tmp_path_factory.mktemp("grid")
     sets = [data / name for name in (*FAMILIES, "other")]
     flags = [
@@ -173,7 +173,7 @@ def planned(model, dataset, output, **protocol):
 
 
 def test_texts_are_told_as_they_are_read(model, data, tmp_path):
-    """Silence is taken for a hang: tokenising and evaluation say how far they are, not training alone."""
+    """Silence counts as a hang: tokenization and evaluation report progress too."""
     told: list[RunProgress] = []
     train_and_evaluate(planned(model, data / "sc", tmp_path, tokens_per_forward=50), told.append)
     for stage in ("validation", "test"):
@@ -249,9 +249,8 @@ def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_do
         whole = task.encode(examples, read.encoder)
         assert list(tokens) == list(whole)
         assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
-    assert (
-        len(list(tmp_path.iterdir())) == 4
-    )  # training, the queries of either split, and documents
+    # Training, the queries of either split, and documents
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():

@@ -9,7 +9,10 @@ from megaenc.finetune.config import format_learning_rate
 def published(
     root: Path, model: str, place: str, rate: float, seed: int, validation, test, run: str = ""
 ) -> Path:
-    """`place` is FAMILY/DATASET; `validation` and `test` are a score or a list of the examples' scores."""
+    """Write a published result; scores are a number or a list by example.
+
+    `place` is FAMILY/DATASET.
+    """
     path = root / model / place / f"{run}lr{format_learning_rate(rate)}_sd{seed}" / "results.json"
     path.parent.mkdir(parents=True)
     splits = {}
@@ -26,7 +29,10 @@ def published(
 def cell(
     root: Path, model: str, place: str, by_rate: dict[float, list[float]], run: str = ""
 ) -> None:
-    """Runs that score the same on validation and test, a rate's in the order of the seeds; None leaves a run out."""
+    """Write runs with equal scores on validation and test, by rate in order of seeds.
+
+    None leaves a run out.
+    """
     for rate, scores in by_rate.items():
         for seed, score in enumerate(scores):
             if score is not None:

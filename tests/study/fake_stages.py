@@ -16,7 +16,10 @@ SAVE_WHEN_TOLD += "n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
 
 @dataclass(frozen=True)
 class FakeStage:
-    """Stage that is done when its file exists; the start and the end of its command are appended to `calls`."""
+    """Stage that is done when its file exists.
+
+    The start and the end of its command are appended to `calls`.
+    """
 
     id: str
     study: Path
@@ -71,7 +74,7 @@ def calls(study: Path) -> list[str]:
 
 
 def start_python(code: str, started: Path) -> subprocess.Popen:
-    """A process of its own of `code`, once its stage has written its process id into the file `started`."""
+    """Start a process of `code`; return when `started` has its stage's process id."""
     import runs  # not found by the processes that import this module
 
     head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\n"

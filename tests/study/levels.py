@@ -1,9 +1,10 @@
-"""How often each way to test a difference raises a false alarm at 5 %, where there is no difference: a table of study-claims.md.
+"""False alarms at 5 % of each way to test a difference, for study-claims.md.
 
     python tests/study/levels.py 1000
 
-Two models answer the same examples right or wrong in S fine-tunings each. What is random: how easy an example is, how much a
-model likes it (others of the same kind it would like otherwise), what a seed does to a whole run, and chance.
+Two models without a difference answer the same examples right or wrong in S fine-tunings each.
+Random are how easy an example is, how much a model likes it (others of the same kind it would like
+otherwise), what a seed does to a whole run, and chance.
 """
 
 import sys
@@ -13,7 +14,9 @@ from scipy import stats
 
 from megaenc.study.stats import inference
 
-WORLDS = {  # seeds, examples, sd of what a seed does in logits, sd of what a model likes, share that all models have of a seed
+# Seeds, examples, sd of what a seed does in logits, sd of what a model likes, share that all models
+# have of a seed
+WORLDS = {
     "5 seeds, seeds matter": (5, 300, 0.3, 0.5, 0.0),
     "5 seeds, examples matter": (5, 300, 0.05, 2.0, 0.0),
     "3 seeds, both matter": (3, 300, 0.1, 1.5, 0.0),

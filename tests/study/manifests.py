@@ -57,7 +57,7 @@ def write(folder: Path, **changes) -> Path:
 
 
 def read(folder: Path, *entries: dict, **changes) -> Manifest:
-    """The manifest that `write` writes, with these models instead of BASE's if there are any."""
+    """Return the manifest that `write` writes, with these models instead of BASE's."""
     return read_manifest(write(folder, **changes, **({"models": list(entries)} if entries else {})))
 
 

@@ -1,8 +1,10 @@
-"""A tree of results that has the published tables as its outcome, to the printed digit: for whatever reads trees.
+"""Tree of results that gives the published tables, to the printed digit.
 
-    published_tree.write(folder)            46 models x 12 data sets x 3 rates x 5 seeds: 8,280 files in the study's own format
+    published_tree.write(folder)
 
-The scores of a cell's seeds have the printed mean and 1.96 * sd / sqrt(5), and the averages of a family the printed mean.
+It has 46 models x 12 data sets x 3 rates x 5 seeds: 8,280 files in the study's own format. The
+scores of a cell's seeds have the printed mean and 1.96 * sd / sqrt(5), and the averages of a family
+the printed mean.
 """
 
 import json
@@ -19,9 +21,8 @@ from megaenc.study.results.published import published
 
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
-_PATTERN = np.array(
-    [4, -1, -1, -1, -1]
-)  # of the seeds, whose standard deviation is the root of five
+# Of the seeds, whose standard deviation is the root of five
+_PATTERN = np.array([4, -1, -1, -1, -1])
 
 
 def chosen_rate(model: str, dataset: str) -> float:
@@ -58,15 +59,19 @@ def _write_set(place: Path, best: int, of_seeds: np.ndarray, rates: int) -> None
 
 
 def split(score: float) -> dict:
-    """A split with this score, and ten examples as far above and below it as they can be: easy and hard ones."""
+    """Return a split with this score and ten examples, as easy and hard as possible."""
     ease = np.cos(np.pi * (np.arange(10) + 0.5) / 10)  # adds up to zero
     return {"score": score, "scores_i": (score + min(score, 1 - score) * ease).tolist()}
 
 
 def seed_scores(key: ModelKey, family: TaskFamily) -> dict[str, np.ndarray]:
-    """By data set float[5]: scores that print as the tables do, one seed above the others, in each set another."""
+    """Return float[5] by data set: scores that print as the tables do.
+
+    One seed is above the others, in each set another.
+    """
     cells = {dataset: published().find(key, dataset, family) for dataset in STUDY_DATASETS[family]}
-    # Half of what the printed average lacks to be that of the printed means: both stay within their last digit.
+    # Half of what the printed average lacks to be that of the printed means: both stay within their
+    # last digit.
     lack = published().find(key, AVERAGE, family).mean - np.mean(
         [cell.mean for cell in cells.values()]
     )

@@ -16,10 +16,12 @@ def write_run(
     start: Mapping | None = None,
     every: int = 1,
 ) -> Path:
-    """A row each `every` steps up to `made`, a validation each ten rows: the loss falls from 9 by 0.1 a row.
+    """Write a run folder with a row each `every` steps up to `made`.
 
-    Without `phases`, objectives with their last steps, a quarter is CLM and the rest MLM. CLM predicts 1000 tokens a step and
-    others 300; a step is 10**15 FLOPs. The run begins after `begun` steps, and `start` says how.
+    There is a validation each ten rows, and the loss falls from 9 by 0.1 a row. Without `phases`,
+    objectives with their last steps, a quarter is CLM and the rest MLM. CLM predicts 1000 tokens a
+    step and others 300; a step is 10**15 FLOPs. The run begins after `begun` steps, and `start` is
+    the record of its start.
     """
     made = train_iters if made is None else made
     phases = phases or [(CLM, train_iters // 4), (MLM, train_iters)]

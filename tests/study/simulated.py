@@ -1,11 +1,15 @@
-"""Studies that were never run: the models of the published tables on one data set a family, with what is true of them known.
+"""Simulated studies: the models of the published tables, with a known truth.
 
-    python tests/study/simulated.py 2000     how often studies of each WORLD without any difference have a false verdict
-    python tests/study/simulated.py power 500     how often studies like the paper's find each claim
+    python tests/study/simulated.py 2000
+    python tests/study/simulated.py power 500
 
-An example is right, or scores, by a logistic model: how easy it is, for all models alike; how much this model likes it; what the
-seed did to the whole run, for one model or all; and chance. On top, in score: what a run of the pretraining did to its models,
-and more noise of seeds for MLM than for CLM.
+The first prints how often studies of each WORLD without any difference have a false verdict, the
+second how often studies like the paper's find each claim.
+
+Families have one data set. An example is right, or scores, by a logistic model: how easy it is, for
+all models alike; how much this model likes it; what the seed did to the whole run, for one model or
+all; and chance. On top, in score: what a run of the pretraining did to its models, and more noise
+of seeds for MLM than for CLM.
 """
 
 import functools
@@ -53,12 +57,19 @@ def study(
     runs: float = 0.0,
     uneven: float = 0.0,
 ) -> Evidence:
-    """The scores of 46 models. `shift` moves a model's mean, in logits.
+    """Return the scores of 46 models of a simulated study.
 
-    Studies differ in how much seeds matter, against examples, and whether the same seed does the same to all models; `quiet` ones
-    have the least noise. `pretrained` is how often by size, `runs` the sd of what a run does (half of it to all models of its
-    trunk: size, first objective or mask ratio, and seed, as checkpoints and branches of one run), `uneven` the sd of what seeds
-    do to MLM beyond what they do to CLM, and at each worse rate again.
+    Studies differ in how much seeds matter, against examples, and whether the same seed does the
+    same to all models.
+
+    Args:
+        shift: Moves a model's mean, in logits.
+        quiet: Use the least noise.
+        pretrained: Runs of the pretraining by size.
+        runs: Standard deviation of a run's effect, half of it on all models of its trunk: size,
+            first objective or mask ratio, and seed, as checkpoints and branches of one run.
+        uneven: Standard deviation of the effect of seeds on MLM beyond that on CLM, and at each
+            worse rate again.
     """
     random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
     of_seed, shared, liked = (
@@ -114,11 +125,13 @@ def study(
 
 
 def paper_study(number: int, effect: float = 1.0) -> Evidence:
-    """The study's design, models and twelve data sets, with noise of fine-tuning and of pretraining runs as large as published.
+    """Return a study of the paper's design, with noise as large as published.
 
-    True scores are the published ones, but on a smooth curve over the mask ratios; `effect` scales what sets a model apart from
-    MLM 40 % of its size and steps (a continued model from the one that began as MLM), so that 0 makes all claims on differences
-    false. A run's noise is the same on all data sets of a family, in their standard deviations around those curves.
+    It has the models and the twelve data sets, and noise of fine-tuning and of pretraining runs.
+    True scores are the published ones, but on a smooth curve over the mask ratios; `effect` scales
+    the difference of a model from MLM 40 % of its size and steps (of a continued model from the one
+    that began as MLM), so that 0 makes all claims on differences false. A run's noise is the same
+    on all data sets of a family, in their standard deviations around those curves.
     """
     random, printed = np.random.default_rng([number, 9]), published()
     noise, names = estimate_run_noise(ModelSelector(printed)), printed.model_names()
@@ -182,7 +195,10 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
 
 
 def power(studies: int) -> None:
-    """Print for each claim how many studies of the paper's design find it, on their models and on another run."""
+    """Print how many studies of the paper's design find each claim.
+
+    Claims are on their models and on another run.
+    """
     for effect in (1.0, 0.0):
         counts: Counter = Counter()
         for number in range(studies):
@@ -205,7 +221,8 @@ WORLDS = {
     },
     "210M 5, others 1": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 5}},
 }
-"""How often models are pretrained in studies that have no difference to find, and what else is so there."""
+"""How often models are pretrained in studies that have no difference to find, and what else is so
+there."""
 
 
 def verdicts(number: int, **effects) -> list[Verdict]:
@@ -217,7 +234,10 @@ OF_EQUALITY = {"1c", "4b", "5b"}
 
 
 def false_alarm(verdict: Verdict, another_run: bool = False) -> bool:
-    """Whether a verdict on a study without differences is wrong, of its models or of `another_run`: only equality may be said."""
+    """Return whether a verdict on a study without differences is wrong.
+
+    It is on the study's models or on `another_run`; only equality is right.
+    """
     outcome, name = (
         verdict.another_run if another_run else verdict.verdict,
         f"{verdict.claim}{verdict.part}",
@@ -228,7 +248,10 @@ def false_alarm(verdict: Verdict, another_run: bool = False) -> bool:
 
 
 def main(studies: int) -> None:
-    """Print for each world the share of studies with a false verdict on their models, and on another run."""
+    """Print the share of studies with a false verdict for each world.
+
+    Verdicts are on their models and on another run.
+    """
     for name, world in WORLDS.items():
         wrong = np.zeros(2)
         for number in range(studies):

@@ -24,7 +24,7 @@ TWO = (("SC", "toy_sc"), ("IR", "toy_ir"))
 
 
 def mini(seeds, pretraining_seeds=(1,), examples=200, families=TWO):
-    """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
+    """Return a study of one size, forty steps and two tasks, as in a manifest."""
     random = np.random.default_rng(1)
     settings = [
         parse_model_name("tiny-mlm15-40"),
@@ -55,7 +55,10 @@ def mini(seeds, pretraining_seeds=(1,), examples=200, families=TWO):
 
 
 def sized(size, pretraining_seeds, gap=0.0, runs=0.02, random=2):
-    """MLM and CLM of a size with five fine-tunings of each seed of the pretraining, whose runs differ by so much."""
+    """Return MLM and CLM of a size with five fine-tunings of each pretraining seed.
+
+    `runs` is the standard deviation of their runs.
+    """
     random, scores = np.random.default_rng(random), []
     for seed in pretraining_seeds:
         for setting, above in (

@@ -29,7 +29,10 @@ GRID = {"datasets": ["demo_sc"], "learning_rates": [1e-3], "seeds": 1}
 
 
 def build_stages(folder: Path, **changes) -> dict[str, StageRunner]:
-    """Return the stages of a small manifest with changes, for the study in `folder`/study."""
+    """Return the stages of a small manifest with changes.
+
+    The study is in `folder`/study.
+    """
     study = folder / STUDY
     return build_graph(manifests.read(folder, **changes), study).stages
 
@@ -116,6 +119,6 @@ def make_results(stage: FinetuneStage) -> None:
 
 
 def assert_stale(stage: StageRunner, words: str) -> None:
-    """Fail unless the check of a stage refuses its output with an error that matches `words`."""
+    """Fail unless a stage refuses its output with an error that matches `words`."""
     with pytest.raises(StaleArtifactError, match=words):
         stage.check()

@@ -1,4 +1,4 @@
-"""A study's folders without a study: results and runs as the commands write them, with scores that follow a rule."""
+"""Folders of a study that never ran: results and runs whose scores follow a rule."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,10 @@ def ability(setting: ModelKey) -> float:
 
 
 def write_results(root: Path, models: Mapping[str, ModelKey]) -> Path:
-    """The tree of `megaenc finetune grid`: SEEDS runs of each model, set and rate; one of the second rate has collapsed."""
+    """Write the tree of `megaenc finetune grid`, with one collapse at the second rate.
+
+    There are SEEDS runs of each model, set and rate.
+    """
     random = np.random.default_rng(0)
     for name, setting in models.items():
         for dataset, family in DATASETS.items():
@@ -99,7 +102,10 @@ def write_result(folder: Path, score: float, **more) -> None:
 
 
 def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
-    """A run folder for every model that is no checkpoint on the way; two-stage models branch off the CLM run of 300 steps."""
+    """Write a run folder for every model that is no intermediate checkpoint.
+
+    Two-stage models branch off the CLM run of 300 steps.
+    """
     for name, one in models.items():
         if not one.decayed:
             continue

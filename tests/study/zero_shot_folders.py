@@ -1,4 +1,7 @@
-"""Zero-shot evaluations of a study as `megaenc embed` writes them, with scores that follow a rule."""
+"""Zero-shot evaluations of a study, as `megaenc embed` writes them.
+
+Scores follow a rule.
+"""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +24,10 @@ def write_evaluation(
     values: Mapping[str, Mapping[str, np.ndarray]],
     origin: Mapping[str, dict] | None = None,
 ) -> None:
-    """Write an evaluation's JSON file: `values` are NDCG@10 float64[queries] by model and data set."""
+    """Write an evaluation's JSON file.
+
+    `values` are NDCG@10, float64[queries], by model and data set.
+    """
     rows = []
     for model, by_set in values.items():
         for name, scores in by_set.items():
@@ -41,7 +47,10 @@ def write_evaluation(
 
 
 def write_study(root: Path, ability: Mapping[str, float], seeds: int = 3) -> Path:
-    """Write `root`/embed of models by name: their mean scores, raised by 0.1 after training, and baselines."""
+    """Write `root`/embed of models by name, with trained models and baselines.
+
+    `ability` is the mean score of each; training adds 0.1.
+    """
     random = np.random.default_rng(0)
     ease = {name: 0.1 * random.standard_normal(QUERIES) for name in DATASETS}
     baselines = {
@@ -50,7 +59,7 @@ def write_study(root: Path, ability: Mapping[str, float], seeds: int = 3) -> Pat
     }
 
     def draw(mean: float) -> dict[str, np.ndarray]:
-        """Return the scores of each set, float64[queries] around `mean` with noise of a run and of each query."""
+        """Return the scores of each set around `mean`, with noise of run and query."""
         run = 0.003 * random.standard_normal()
         return {
             name: np.clip(mean + run + ease[name] + 0.01 * random.standard_normal(QUERIES), 0, 1)
@@ -69,7 +78,10 @@ def write_study(root: Path, ability: Mapping[str, float], seeds: int = 3) -> Pat
 
 
 def make_training(stage: EmbedStage, seed: int, **config) -> None:
-    """Write the folder of a contrastive training with `seed`, and other settings than the manifest's if `config` has any."""
+    """Write the folder of a contrastive training with `seed`.
+
+    `config` has settings other than the manifest's.
+    """
     folder = stage.folder / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {
@@ -110,7 +122,7 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
 
 
 def _fingerprints(folder: Path) -> dict[str, str]:
-    """Return the fingerprints of a model's folder, without the stamp, so that they are compared."""
+    """Return the fingerprints of a model's folder, without the stamp."""
     from megaenc.finetune.model.fingerprint import (
         compute_model_fingerprints,
         compute_tokenizer_fingerprint,

@@ -64,7 +64,8 @@ def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
     [code] = demo.build_tagging_rows(
         [("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})]
     )
-    # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
+    # The whole of marked code is one span; what says nothing of a parameter is no sentence of the
+    # set.
     assert (
         code["tags"]
         == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
@@ -113,7 +114,10 @@ WORDS = "is a paragraph of more than ten words for the purposes of this."
 
 
 def with_corpus(folder):
-    """`folder` with a corpus of two packages, of which one has twice as many paragraphs, and one too small for a class."""
+    """Write a corpus of two packages, and one too small for a class, to `folder`.
+
+    One package has twice as many paragraphs.
+    """
     rows = []
     for package, count in (("big", 80), ("less", 40), ("tiny", 1)):
         for at in range(count):
@@ -194,7 +198,7 @@ def test_what_is_there_is_kept(tmp_path):
 
 
 def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, capsys):
-    """The texts of packages need no documentation of functions, whose reading takes most of the time; three sets share that."""
+    """Texts of packages are made without functions, whose reading takes long."""
     folder = with_corpus(tmp_path / "a")
     reads = []
     read = demo.read_documentation

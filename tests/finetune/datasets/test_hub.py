@@ -1,4 +1,4 @@
-"""No network: `datasets.load_dataset` gives small data sets of the columns that the Hub's have."""
+"""Data sets of the Hub without network: `load_dataset` gives small ones like them."""
 
 import importlib
 
@@ -22,9 +22,8 @@ from megaenc.finetune.examples import (
 )
 
 ROWS = 40
-httpx = importlib.import_module(
-    HfHubHTTPError.__mro__[1].__module__
-)  # whichever of its versions the Hub's client uses
+# Whichever of its versions the Hub's client uses
+httpx = importlib.import_module(HfHubHTTPError.__mro__[1].__module__)
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_classification(on_hub, name, config, columns, text, test, count):
     ("uner_en", "hgissbkh/uner_en", "tokens", "ner_tags", 7, "I-PER"),
 ])  # fmt: skip
 def test_tagging(on_hub, name, repository, tokens, tags, count, person):
-    """Tags are names of another order than the study's, positions in the study's, or text."""
+    """Tags are names of another order, positions in the study's order, or text."""
     found = find_dataset(name)
     assert (found.family, len(found.labels), found.labels[0]) == (TaskFamily.TC, count, "O")
     names = ["B-ORG", "O", person]
@@ -109,9 +108,8 @@ def test_tagging(on_hub, name, repository, tokens, tags, count, person):
             {tokens: [["a", "b", "c"], []], tags: [values, []]}, features=features
         )
         on_hub({(repository, None, "test"): data})
-        assert found.load_split("test") == [
-            TaggedWords("test-0", ("a", "b", "c"), expected)
-        ]  # without the empty sentence
+        # Without the empty sentence
+        assert found.load_split("test") == [TaggedWords("test-0", ("a", "b", "c"), expected)]
 
 
 def test_tags_that_the_study_does_not_have_are_refused(on_hub):
@@ -192,9 +190,8 @@ def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
     assert found.load_split("validation").relevant == {"test1": {"d1": 1}}
     assert found.load_split("validation").documents == test.documents
-    assert (
-        len(calls) == 4
-    )  # the judgements of both splits, queries, documents: once for both splits
+    # The judgements of both splits, queries, documents: once for both splits
+    assert len(calls) == 4
 
 
 def test_ids_may_be_numbers_and_some_way_down(on_hub, monkeypatch):
@@ -219,9 +216,8 @@ def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
     content["BeIR/nq", "corpus", "corpus"] = table(
         {"_id": lambda row: f"d{row}", "title": lambda row: "", "text": str}
     )
-    assert (
-        find_dataset("nq").load_split("test").documents["d7"] == "Document: . 7"
-    )  # as the study has it
+    # As the study has it
+    assert find_dataset("nq").load_split("test").documents["d7"] == "Document: . 7"
 
 
 @pytest.mark.parametrize("layout", ["list", "columns"])

@@ -1,4 +1,4 @@
-"""Any repository of the Hub by its name: Parquet files with the Hub's schema, read by `datasets` from a folder, no network."""
+"""Repositories of the Hub by name, read from Parquet files without network."""
 
 import datasets
 import pytest
@@ -27,7 +27,7 @@ SPLITS = ("train", "validation", "test")
 
 @pytest.fixture
 def on_hub(monkeypatch, tmp_path):
-    """Put a data set on a Hub, {split: Dataset}; returns the calls. It is read from Parquet by `datasets`."""
+    """Put a data set on a Hub, {split: Dataset}; return the calls."""
     calls = []
     load_dataset = datasets.load_dataset
     monkeypatch.chdir(tmp_path)
@@ -132,7 +132,7 @@ def test_tags(on_hub):
 
 
 def test_questions(on_hub):
-    """Those that are impossible have no answer, and those whose answer stands elsewhere are left out."""
+    """Impossible ones have no answer; answers that stand elsewhere are left out."""
     answers = [{"text": ["Ada"], "answer_start": [start]} for start in (4, 0, 4)]
     columns = {
         "question": ["Who?"] * 3,

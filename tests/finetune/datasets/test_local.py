@@ -1,4 +1,4 @@
-"""Local labelled data: what is read of every format, what is made of missing splits, and what is refused."""
+"""Local labelled data: all formats, missing splits, and refusals."""
 
 import contextlib
 import gzip
@@ -392,7 +392,8 @@ def test_retrieval_of_a_beir_folder(tmp_path, capitals):
         Pair("q0/d0", "Query: ask 0", "Document: text 0"),
         Pair("q1/d1", "Query: ask 1", "Document: T. text 1"),
     ]
-    # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
+    # The documents that validation and test judge, relevant or not; a query with nothing relevant
+    # asks for nothing.
     documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
     validation = RetrievalExamples(
         {"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}}, ignore_identical_ids=True
@@ -467,9 +468,8 @@ def test_models_can_be_trained_on_other_pairs(tmp_path):
     assert found.load_split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
     assert found.load_split("test") == find_dataset(evaluated).load_split("test")
     texts = write_splits(tmp_path / "t", "jsonl", SENTIMENT)
-    assert find_dataset(texts, train_on=evaluated) == find_dataset(
-        texts
-    )  # in a grid of several tasks
+    # In a grid of several tasks
+    assert find_dataset(texts, train_on=evaluated) == find_dataset(texts)
     with pytest.raises(InputError, match=r"--train-on .*: t is SC, expected retrieval data"):
         find_dataset(evaluated, train_on=texts)
 

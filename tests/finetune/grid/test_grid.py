@@ -251,7 +251,7 @@ def start(grid, *sets) -> subprocess.Popen:
 
 
 def processes_of(grid) -> list[str]:
-    """The processes that the programs of a grid have left, whatever their sessions, but for those that have ended."""
+    """Return the live processes of a grid's programs, in any session."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -280,7 +280,7 @@ def finish(process) -> str:
 
 @pytest.mark.slow
 def test_a_killed_grid_goes_on_where_it_was(tmp_path):
-    """Killed at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
+    """Killed at random moments, it ends with the same bytes and leaves no process."""
     sets = ["sc1", "ir1", "ir2"]
     grid = FakeGrid(tmp_path, all={"seconds": 0.3})
     moments = random.Random(6)

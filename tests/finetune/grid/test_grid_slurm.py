@@ -1,4 +1,4 @@
-"""A cluster gets the same runs in parts; submitit's own executors stand in for Slurm."""
+"""A cluster gets the same runs in parts, by submitit's executors."""
 
 import pickle
 
@@ -28,11 +28,12 @@ def test_tasks_of_a_cluster_do_the_grid(tmp_path, monkeypatch, capsys):
     flags = ["--slurm-cluster", "local", "--jobs-per-task", 3]
     submitted = submit(grid, *flags)
     assert "submitted 8 runs as 3 tasks of up to 3" in capsys.readouterr().out
+    # Without result: the last of each data set
     assert [job.result() for job in submitted] == [
         0,
         1,
         1,
-    ]  # without result: the last of each data set
+    ]
     assert len(grid.files()) == 9
     make_model(grid.model)  # cured
     assert [job.result() for job in submit(grid, *flags)] == [0]
@@ -63,7 +64,7 @@ def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
 
 
 def test_what_sbatch_gets(tmp_path, monkeypatch):
-    """Slurm's executor makes an array of the tasks with the flags that were given; sbatch is not called."""
+    """Slurm's executor makes an array of the tasks with the given flags."""
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(
         "submitit.core.utils.CommandFunction.__call__", lambda self: "Submitted batch job 17\n"

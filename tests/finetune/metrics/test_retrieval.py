@@ -1,4 +1,7 @@
-"""The study's NDCG against scikit-learn and published values, trec_eval's measures against trec_eval, chance against counting."""
+"""Retrieval measures against scikit-learn, published values and trec_eval.
+
+Chance is checked by counting.
+"""
 
 from itertools import permutations
 
@@ -55,7 +58,7 @@ def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
 
 @pytest.mark.parametrize("different", [3, 10**6])
 def test_as_trec_eval_has_it(different):
-    """Graded judgements, ties in the scores, relevant documents that are not in the corpus, queries that find nothing."""
+    """Graded judgements, ties, relevant documents outside the corpus, empty results."""
     random = np.random.default_rng(6)
     names = [f"{'dD'[n % 2]}{n}{'é' * (n % 3)}" for n in range(250)]
     in_order = [names[at] for at in compute_trec_order(names)]
@@ -87,16 +90,18 @@ def test_as_trec_eval_has_it(different):
         )
     measures = [nDCG @ 10, RR, R @ 100]
     for value in ir_measures.pytrec_eval.iter_calc(measures, qrels, run):
-        expected = (
-            0 if value.measure == RR and value.value < 1 / 10 else value.value
-        )  # trec_eval's goes on after the tenth
+        # trec_eval's goes on after the tenth
+        expected = 0 if value.measure == RR and value.value < 1 / 10 else value.value
         assert found[value.query_id][measures.index(value.measure)] == pytest.approx(
             expected, abs=1e-9
         ), value
 
 
 def count_every_order(documents, present, all_grades):
-    """The mean of each measure over all rankings of a corpus, in which only the documents of `present` are relevant."""
+    """Return the mean of each measure over all rankings of a corpus.
+
+    Only the documents of `present` are relevant.
+    """
     found = []
     for order in permutations([*present, *[0] * (documents - len(present))]):
         grades = np.array(order)

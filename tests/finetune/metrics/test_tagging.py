@@ -1,4 +1,4 @@
-"""F1 of tags against scikit-learn, F1 of spans against seqeval, and votes against a loop."""
+"""F1 of tags against scikit-learn, of spans against seqeval; votes against a loop."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tiny random models of every kind that people bring: what is read packed is what transformers reads padded."""
+"""Tiny random models of every kind: packed states are transformers' padded ones."""
 
 import json
 import subprocess
@@ -103,7 +103,7 @@ def test_packed_states_are_those_of_the_model_read_its_own_way(tmp_path, kind):
 @pytest.mark.parametrize("direction", ["bidirectional", "causal"])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_each_state_depends_on_what_it_should(tmp_path, kind, direction):
-    """Found by gradients, where the check at load changes tokens. They reach every parameter."""
+    """Found by gradients, which reach every parameter; the check changes tokens."""
     _save(tmp_path, kind)
     backbone = _load(tmp_path, direction)
     size = 4 if "window" in kind or kind == "modernbert" else 7
@@ -153,7 +153,7 @@ def test_a_decoder_of_the_padded_way_is_pointed_in_the_direction(tmp_path, monke
 
 
 def test_a_model_that_computes_something_else_packed_is_padded(tmp_path, monkeypatch, capsys):
-    """A model that loses the positions it is given, which are not relative, so that where a text lies in a pack is seen."""
+    """A model that ignores its positions depends on the place of a text in a pack."""
     _save(tmp_path, "llama")
     module = transformers.models.llama.modeling_llama
     forward = module.LlamaRotaryEmbedding.forward
@@ -243,7 +243,7 @@ def _fail(query):
     [(_fail, "fails: head dimension 8"), (lambda *given: 0 * given[0], "computes other states")],
 )
 def test_a_kernel_that_does_not_do_is_not_used(tmp_path, monkeypatch, wrong, said):
-    """What an accelerator's kernel for 16 bits might do, here in the place of the one for processors."""
+    """Faults of a 16-bit kernel of accelerators, in place of the one for processors."""
     _save(tmp_path, "eurobert")
     by_length = attention._sdpa_by_length
 

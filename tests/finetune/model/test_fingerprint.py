@@ -1,4 +1,4 @@
-"""What a model's folder is known by: the bytes of its weights, read once for as long as nobody touches them."""
+"""Fingerprint of a model's folder: bytes of weights, read once while unchanged."""
 
 import hashlib
 import os
@@ -51,7 +51,7 @@ def test_the_fingerprint_is_of_names_and_bytes(tmp_path):
 
 
 def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
-    """Other bytes of the same length under the same name and with the same time of change, as a copy may leave them."""
+    """Other bytes of the same length, name and time of change, as after a copy."""
     model = make_model(tmp_path / "one")
     weights = model / "model.safetensors"
     before, at = compute_and_save([str(model)], str(tmp_path)), weights.stat()

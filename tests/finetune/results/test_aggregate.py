@@ -1,4 +1,4 @@
-"""The study's statistics, on numbers that it printed or that can be worked out by hand."""
+"""The study's statistics, on printed numbers or those worked out by hand."""
 
 import math
 import statistics
@@ -43,7 +43,7 @@ def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
 
 
 def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path):
-    """Against the chosen rate on the seeds of both: 0.9 and 0.55; a failed run is no missing one."""
+    """On the seeds of both rates: 0.9 and 0.55; a failed run is no missing one."""
     rates = {
         1e-5: [0.5, 0.6, 0.1],
         2e-5: [0.9, None, None],
@@ -68,7 +68,7 @@ def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path
 
 
 def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
-    """What counts is what every model is asked for, not what this one has had: else it would be the best of fewer."""
+    """Each model needs all that is asked for, else it would be the best of fewer."""
     trees.cell(tmp_path, "done", "SC/sst2", {1e-5: [0.5, 0.6, 0.7], 2e-5: [0.6, 0.7, 0.8]})
     trees.cell(tmp_path, "begun", "SC/sst2", {1e-5: [0.5, 0.6]})
     trees.cell(tmp_path, "half", "SC/sst2", {1e-5: [0.5, 0.6, 0.7]})
@@ -106,7 +106,7 @@ def test_of_equal_rates_the_lower_is_chosen_and_none_of_incomplete_ones(tmp_path
 
 
 def test_the_average_is_formed_by_seed(tmp_path):
-    """Scores that go against each other: their average hardly varies, though each does."""
+    """Opposite scores: their average hardly varies, though each does."""
     trees.cell(tmp_path, "toy", "SC/a", {1e-5: [0.1, 0.2, 0.3]})
     trees.cell(tmp_path, "toy", "SC/b", {2e-5: [0.5, 0.4, 0.3]})
     found = aggregate.average_by_seed(list(cells(tmp_path).values()))

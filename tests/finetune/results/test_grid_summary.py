@@ -16,7 +16,7 @@ PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]
 
 @pytest.fixture
 def study(tmp_path):
-    """Two models; retrieval as printed, one rate collapsed on SQuAD v2, one run missing."""
+    """Write two models: retrieval as printed, a rate collapsed on SQuAD v2, a gap."""
     root = tmp_path / "results"
     worse = [score - 0.1 for score in PRINTED]
     retrieval = {1e-5: worse, 5e-5: PRINTED, 5e-4: [*worse[:4], None]}
@@ -55,7 +55,7 @@ def test_the_chosen_rate_has_an_interval_rates_are_compared_and_collapsed_runs_l
 
 
 def test_trainings_are_kept_apart(tmp_path, capsys):
-    """Two trainings, each evaluated on two sets: each set has a row, and each training an average, of its own."""
+    """Of two trainings on two sets, each set has a row and each training an average."""
     for train_on, scores in (("pairs", [0.2, 0.4]), ("mined", [0.8, 0.6])):
         for name, more in (("msmarco", 0.0), ("nq", 0.1)):
             trees.cell(
@@ -98,7 +98,7 @@ def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
 
 
 def test_the_results_of_a_grid_with_a_failed_run(tmp_path, capsys):
-    """Standard metrics and baselines stand beside the paper's; a rate with a failed run is not chosen."""
+    """Standard metrics and baselines; a rate with a failed run is not chosen."""
     grid = FakeGrid(tmp_path, **{"lr5e-04_sd0": {"do": "nan"}})
     grid.run("ir1", "ir2", code=1)
     capsys.readouterr()

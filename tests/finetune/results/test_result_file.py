@@ -1,4 +1,4 @@
-"""Results that no run wrote end in one line that names file and field, whichever command reads them."""
+"""Malformed results end in one line with file and field, in every command."""
 
 import os
 
@@ -136,7 +136,7 @@ def test_a_model_whose_name_is_not_utf_8_is_one_line(tree, refused):
 
 
 def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
-    """Names of models in a tree of results are anybody's: HTML, Markdown, LaTeX and formulas."""
+    """Names of models in a tree may be anything: HTML, Markdown, LaTeX, formulas."""
     monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
     hostile = "$a_{b^<script>alert(1)</script>|c\nd&\\e%~`"
     trees.cell(

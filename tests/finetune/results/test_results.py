@@ -159,9 +159,8 @@ def test_published_results_are_read_but_do_not_go_on(tmp_path):
     )
     assert (classified.train_on, classified.test.score) == ("sst2", 0.625)
     assert retrieval.scores_only and classified.scores_only
-    assert (
-        classified.has_common_examples and not retrieval.has_common_examples
-    )  # its halves of NQ were drawn without a seed
+    # Its halves of NQ were drawn without a seed
+    assert classified.has_common_examples and not retrieval.has_common_examples
     with pytest.raises(InputError, match=r"field `protocol`: missing"):
         result_files.read_job_state(job(tmp_path), "sst2")
 

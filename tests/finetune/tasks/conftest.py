@@ -62,7 +62,10 @@ def make_model(folder) -> Callable:
 
 
 class Oracle(nn.Module):
-    """A backbone that knows the states of every text: `told` maps its tokens to [tokens, hidden]."""
+    """Backbone that knows the states of every text.
+
+    `told` maps a text's tokens to [tokens, hidden].
+    """
 
     def __init__(self, told: dict):
         super().__init__()
@@ -80,7 +83,7 @@ class Oracle(nn.Module):
 
 @pytest.fixture
 def oracle() -> Callable:
-    """A model whose head passes on what the states say: `oracle(task, (texts, states), ...)`, a row or rows a text."""
+    """Return `oracle(task, (texts, states), ...)`: models whose heads pass states on."""
 
     def make(task, *sides):
         told = []

@@ -1,4 +1,4 @@
-"""Sequence classification: scores of models that know and of one that does not look."""
+"""Sequence classification: scores of perfect models and of a constant one."""
 
 import numpy as np
 import pytest

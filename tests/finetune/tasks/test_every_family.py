@@ -1,4 +1,4 @@
-"""What the four families share: gradients are those of the plain way, and NaN is no score."""
+"""Properties of all four families: plain gradients, and NaN is no score."""
 
 import numpy as np
 import pytest
@@ -25,9 +25,8 @@ TEXTS = [
     "Lyon and Paris",
 ]
 QUERIES = {f"q{at}": f"Query: {text.split()[-1]}" for at, text in enumerate(TEXTS)}
-DOCUMENTS = {
-    f"d{at}": f"Document: {text}" for at, text in enumerate([*TEXTS[:3], TEXTS[0]])
-}  # equal ones are negatives too
+# Equal ones are negatives too
+DOCUMENTS = {f"d{at}": f"Document: {text}" for at, text in enumerate([*TEXTS[:3], TEXTS[0]])}
 EXAMPLES = {
     TaskFamily.SC: [LabelledText(f"{at}", text, at % 3) for at, text in enumerate(TEXTS)],
     TaskFamily.TC: [
@@ -115,9 +114,8 @@ def test_gradients_of_the_plain_way(
         for weights, others in zip(own.parameters(), other.parameters(), strict=True):
             largest = others.grad.abs().max().item()
             apart = (weights.grad - others.grad).abs().max().item()
-            assert largest > 0 and apart <= 4e-6 * max(
-                1, largest
-            )  # processors round sums differently
+            # Processors round sums differently
+            assert largest > 0 and apart <= 4e-6 * max(1, largest)
 
 
 @pytest.mark.parametrize("family", TaskFamily)
@@ -126,9 +124,8 @@ def test_predictions_that_are_no_number_are_no_score(family, dataset, encoder, m
     task = TASKS[family](dataset(["O", "B-X", "I-X"], train=EXAMPLES[family]), FinetuneConfig())
     data, model = task.encode(SPLITS[family], encoder), make_model(task)
     model.train()
-    assert task.evaluate(model, data, SPLITS[family]) == task.evaluate(
-        model, data, SPLITS[family]
-    )  # nothing is dropped
+    # Nothing is dropped
+    assert task.evaluate(model, data, SPLITS[family]) == task.evaluate(model, data, SPLITS[family])
     assert all(weights.grad is None for weights in model.parameters())
     task.clear_cache()
     with torch.no_grad():

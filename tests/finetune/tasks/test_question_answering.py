@@ -1,4 +1,4 @@
-"""Question answering: what is inside, answers as text, and scores worked out by hand."""
+"""Question answering: spans, answers as text, and scores worked out by hand."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,10 @@ def test_rows_are_question_and_context(task, encoder, tokenizer):
 
 
 def told(data, inside_of=None):
-    """States [outside, inside]: inside where the labels are, or at the positions given for each row with their log-odds."""
+    """Return states [outside, inside], inside at the labels or at given positions.
+
+    The positions are given for each row with their log-odds.
+    """
     found = []
     for row, labels in enumerate(np.split(data.columns["inside"], data.starts[1:-1])):
         states = np.tile([1.0, 0.0], (len(labels), 1))
@@ -69,9 +72,8 @@ def test_scores_by_hand(task, encoder, oracle):
     gold = [list(range(*bounds)) for bounds in data.columns["gold"]]
     first, past = data.columns["context"][0]
     tower = {at: 1.0 for at in range(first, past)}  # the whole context is inside
-    marie = {at: 1.0 for at in gold[1]} | {
-        data.columns["context"][1][0]: 5.0
-    }  # its first token is surer than the answer
+    # Its first token is surer than the answer
+    marie = {at: 1.0 for at in gold[1]} | {data.columns["context"][1][0]: 5.0}
     late = {0: 3.0, 1: 1.0}  # in the question alone: no answer, but positions
     scores = task.evaluate(oracle(task, told(data, [tower, marie, late, {}])), data, EXAMPLES)
     overlap = [
@@ -84,7 +86,8 @@ def test_scores_by_hand(task, encoder, oracle):
         np.mean(overlap)
     )
     assert scores.metrics_i["exact_match"] == [0, 0, 1, 0]
-    # "in Paris" shares two of its two words, Paris one of its one; the context has 14 without the article
+    # "in Paris" shares two of its two words, Paris one of its one; the context has 14 without the
+    # article
     assert scores.metrics_i["f1"] == pytest.approx(
         [max(2 * 1 / (1 + 14), 2 * 2 / (2 + 14)), 0, 1, 0]
     )
@@ -127,7 +130,8 @@ def test_questions_that_are_too_long_are_said(task, tokenizer, oracle, capsys):
 
 
 def test_half_surrogates_shift_no_answer(task, encoder, oracle):
-    context = "\ud83d\udc4d and \ud83d say Lyon."  # as JSON may spell it: one character in two halves, and a half
+    # As JSON may spell it: one character in two halves, and a half
+    context = "\ud83d\udc4d and \ud83d say Lyon."
     examples = [question(0, "What?", "Lyon", context=context)]
     data = task.encode(examples, encoder)
     assert task.evaluate(oracle(task, told(data)), data, examples).metrics == {

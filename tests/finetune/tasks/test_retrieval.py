@@ -22,9 +22,8 @@ PAIRS = [
     Pair("1", "Query: who came?", "Document: Nobody came."),
     Pair("2", "Query: where did the old man walk with his dog?", "Document: down to the river"),
     Pair("3", "Query: Lyon", "Document: Paris and Lyon"),
-    Pair(
-        "4", "Query: Paris", "Document: Paris and Lyon"
-    ),  # the same document: a negative all the same
+    # The same document: a negative all the same
+    Pair("4", "Query: Paris", "Document: Paris and Lyon"),
 ]
 
 
@@ -75,9 +74,8 @@ def test_parts_drop_the_same_both_times(dataset, encoder):
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found, model.backbone.table.weight.grad, rtol=1e-5, atol=1e-6)
-    assert torch.equal(
-        after, torch.get_rng_state()
-    )  # what is drawn next does not depend on the second pass
+    # What is drawn next does not depend on the second pass
+    assert torch.equal(after, torch.get_rng_state())
 
 
 DOCUMENTS = {
@@ -97,7 +95,7 @@ SPLIT = RetrievalExamples(
 
 
 def planted(task, data, oracle, queries, documents):
-    """A model that gives these embeddings; the queries' and documents' in the order of SPLIT."""
+    """Return a model that gives these embeddings, in the order of SPLIT."""
     return oracle(task, (data["queries"], queries), (data["documents"], documents))
 
 

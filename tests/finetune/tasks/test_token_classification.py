@@ -1,4 +1,4 @@
-"""Token classification: which word a sub-token is of, and scores worked out by hand."""
+"""Token classification: words of sub-tokens, and scores worked out by hand."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_a_beginning_has_no_tag(task, tokenizer):
 
 
 def told(data, tags_of):
-    """States that say, for each row and word, the tag of `tags_of`; whatever at the end."""
+    """Return states with the tag of `tags_of` for each row and word."""
     words = np.split(data.columns["words"], data.starts[1:-1])
     tags = [
         [own[word] if word >= 0 else 1 for word in row]

@@ -1,4 +1,4 @@
-"""What a verdict leaves open is said: one run, collapsed sides, seeds and rates that are not there."""
+"""Caveats of verdicts: one run, collapsed sides, missing seeds and rates."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from megaenc.study.stats.run_noise import estimate_run_noise, parse_run_noise
 
 
 def test_a_verdict_says_what_it_is_about():
-    """Of models that were pretrained once: with the noise of the curves over mask ratios, with a given one, or without any."""
+    """Models pretrained once, with the noise of the curves, a given noise, or none."""
     for verdict in judge(published()):
         assert "Another pretraining run: " in verdict.reason or verdict.verdict == "no data"
     sentence = "by how much another pretraining run differs is unknown here: pretrain with several seeds, or state --run-noise"
@@ -47,7 +47,7 @@ def test_odd_noise_is_one_line(text):
 
 
 def test_the_published_noise_is_that_of_the_curves():
-    """Of least squares with a line for each of three sizes and one bend: twelve scores, seven parameters."""
+    """Least squares of three sizes and one bend: twelve scores, seven parameters."""
     noise = estimate_run_noise(ModelSelector(published()))
     sizes, ratios = ("210m", "610m", "1b"), (20, 30, 40, 50)
     rows = [
@@ -90,14 +90,13 @@ def test_collapsed_models_count_once_as_such_and_once_left_out():
     assert [one.verdict for one in some.comparisons] == ["holds", "holds", "holds"]
     assert some.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)"
     assert some.verdict == "holds" and "without the collapsed models holds (p " in some.reason
-    few = by_claim(collapsed(evidence, lambda one: True, runs=1))[
-        "4a"
-    ]  # one seed of five: its score says so
+    # One seed of five: its score says so
+    few = by_claim(collapsed(evidence, lambda one: True, runs=1))["4a"]
     assert not any(one.collapsed for one in few.comparisons)
 
 
 def test_a_model_that_always_collapses_is_evidence():
-    """Its five seeds all score 50 %: the other model is better, and it is left out beside the other sizes."""
+    """All five seeds score 50 %: the other model is better, other sizes leave it out."""
     first = sized("10M", [1], gap=0.05, runs=0)
     first[1] = dataclasses.replace(
         first[1], mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5
@@ -110,9 +109,8 @@ def test_a_model_that_always_collapses_is_evidence():
         found.overall.difference == pytest.approx(20, abs=0.2)
         and "without the collapsed models holds (p " in found.reason
     )
-    undecided = verdict_on(
-        "1a", [*first, *sized("20M", [1], gap=-0.05, runs=0)]
-    )  # without the collapse MLM is below
+    # Without the collapse MLM is below
+    undecided = verdict_on("1a", [*first, *sized("20M", [1], gap=-0.05, runs=0)])
     assert (
         undecided.verdict != "holds"
         and "without the collapsed models reversed (p " in undecided.reason
@@ -120,7 +118,7 @@ def test_a_model_that_always_collapses_is_evidence():
 
 
 def test_a_family_counts_as_without_the_collapsed_models_too():
-    """A quarter of CLM is below MLM by two points on both families, but for one size whose MLM model collapsed on SC."""
+    """CLM is below MLM on both families, but for one size whose MLM collapsed on SC."""
     scores = []
     for family, dataset in (("SC", "sst2"), ("TC", "uner_en")):
         for size in ("10M", "20M"):
@@ -192,14 +190,13 @@ def ratios(family, means, collapsed_at=None, clm_steps=0):
 
 
 def test_a_collapsed_ratio_decides_no_claim_on_ratios():
-    """Scores fall with the ratio and a low one has collapsed: without it the trend is another."""
+    """Scores fall with the ratio; a low one collapsed, without it the trend differs."""
     falling = {ratio: 0.8 - 0.05 * ratio for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)}
     assert verdict_on("6b", ratios("IR", falling)).verdict == "reversed"
     found = verdict_on("6b", ratios("IR", falling, 0.1))
     assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
-    best = verdict_on(
-        "6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)]
-    )  # beaten by its collapse only
+    # Beaten by its collapse only
+    best = verdict_on("6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)])
     assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
     apart, near = (
         {ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}

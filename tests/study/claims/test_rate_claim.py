@@ -1,4 +1,4 @@
-"""Sensitivity to the learning rate: what is the rates', what is noise, and what of runs that failed or are not there yet."""
+"""Sensitivity to the learning rate, noise, and runs that failed or are missing."""
 
 import math
 
@@ -40,7 +40,7 @@ def grid(losses, seeds=5, noise=0.001):
 
 
 def test_a_rate_that_fails_is_no_steadiness():
-    """MLM fails with every seed at the highest rate: it counts as the trivial baseline, and not as if it had not been tried."""
+    """MLM fails with every seed at the highest rate: it counts as trivial baseline."""
     clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.03})
     mlm = grid({1e-4: 0.0, 2e-4: 0.01})
     failed = {"failed_seeds": {5e-4: frozenset(range(5))}}
@@ -49,9 +49,8 @@ def test_a_rate_that_fails_is_no_steadiness():
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
     reversed_sides = rated((clm, mlm), of_sides=({"baseline": 0.5}, {"baseline": 0.5, **failed}))
     assert reversed_sides.verdict == "reversed"
-    unknown = rated(
-        (mlm, clm), of_sides=(failed, {})
-    )  # results that do not say what the baseline gets
+    # Results that do not say what the baseline gets
+    unknown = rated((mlm, clm), of_sides=(failed, {}))
     assert (
         "failed runs count as the worst run of that data set" in unknown.reason
         and unknown.overall.difference < 0.9
@@ -59,7 +58,7 @@ def test_a_rate_that_fails_is_no_steadiness():
 
 
 def test_a_rate_counts_with_the_seeds_that_both_have():
-    """MLM loses 20 points and CLM 2 at the highest rate, at which only three of five seeds are there."""
+    """At the highest rate MLM loses 20 points and CLM 2, with three of five seeds."""
     mlm, clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.2}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
     for missing in (3, 4):
         del mlm[5e-4][missing]
@@ -79,13 +78,12 @@ def test_a_rate_counts_with_the_seeds_that_both_have():
     )
     assert "rates left out because the sides share fewer than 3 seeds there: 1" in found.reason
     two = rated((grid({1e-4: 0.0, 2e-4: 0.03}, seeds=2), grid({1e-4: 0.0, 2e-4: 0.01}, seeds=2)))
-    assert two.verdict == "not resolved" and math.isnan(
-        two.overall.p
-    )  # one pair of seeds: no spread
+    # One pair of seeds: no spread
+    assert two.verdict == "not resolved" and math.isnan(two.overall.p)
 
 
 def test_another_run_is_tested_over_the_sizes_and_noisier_seeds_are_no_sensitivity():
-    """Sizes are runs of their own: three that agree speak of another run, one does not."""
+    """Sizes are runs of their own: three that agree are evidence, one is not."""
     scores = []
     for size, more in (("10M", 0.030), ("20M", 0.033), ("40M", 0.036)):
         for setting, lost in (
@@ -108,11 +106,12 @@ def test_another_run_is_tested_over_the_sizes_and_noisier_seeds_are_no_sensitivi
     assert verdict_on("3", scores).label == "holds"
     one = verdict_on("3", scores[:2])
     assert one.label == "holds for these runs" and "pretrain with several seeds." in one.reason
+    # The same of both: best less worst mean would be against MLM
     losses = {
         1e-4: 0.0,
         2e-4: 0.004,
         5e-4: 0.008,
-    }  # the same of both: best less worst mean would be against MLM
+    }
     noisy = rated((grid(losses, noise=0.006), grid(losses, noise=0.001)))
     assert noisy.verdict == "not resolved"
 

@@ -1,4 +1,4 @@
-"""Which models a claim compares, whatever is done yet and whatever sizes are called."""
+"""Which models a claim compares, for any state of a study and names of sizes."""
 
 from dataclasses import replace
 
@@ -14,7 +14,10 @@ from megaenc.study.stats.comparisons import ModelSelector
 
 
 def gap_by_words(scope: StudyScope, gaps=(0.01, 0.03, 0.05)):
-    """Claim 1d of a study whose gap narrows, read in the order of the names of its models, sizes called by words."""
+    """Return claim 1d of a study whose gap narrows, with sizes called by words.
+
+    Models are read in the order of their names.
+    """
     scores = []
     for number, (size, gap) in enumerate(zip(("large", "medium", "small"), gaps, strict=True)):
         scores += [
@@ -27,9 +30,8 @@ def gap_by_words(scope: StudyScope, gaps=(0.01, 0.03, 0.05)):
 def test_sizes_come_in_the_manifests_order_or_there_are_no_data():
     found = gap_by_words(StudyScope(sizes=("small", "medium", "large")))
     assert found.verdict == "holds" and found.overall.where == "small to large"
-    no_gap = gap_by_words(
-        StudyScope(sizes=("small", "medium", "large")), gaps=(-0.03, 0.0, 0.03)
-    )  # on average
+    # On average
+    no_gap = gap_by_words(StudyScope(sizes=("small", "medium", "large")), gaps=(-0.03, 0.0, 0.03))
     assert no_gap.verdict == "not resolved" and no_gap.overall.p > 0.05
     found = gap_by_words(StudyScope())
     assert found.verdict == "no data" and found.reason.startswith("Needs sizes in a known order")
@@ -52,9 +54,10 @@ def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
             and (one.steps == 22_000 or one.clm_steps == 42_000)
         )
 
+    # All that there is
     assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {
         22_000
-    }  # all that there is
+    }
     assert ModelSelector(only(half, plan)).final_pairs() == {}
     assert judge(only(half, plan))[0].verdict == "no data"
 

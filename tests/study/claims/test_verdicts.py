@@ -1,4 +1,4 @@
-"""Verdicts: silent on studies without differences, right on planted ones, on the published tables as they fell."""
+"""Verdicts on studies without differences, planted ones and the published tables."""
 
 import math
 from dataclasses import replace
@@ -29,9 +29,10 @@ NULLS = (  # a study of each in turn
 
 @pytest.mark.slow
 def test_false_alarms_in_studies_without_differences():
-    """Over 200: at most 5 % have a false verdict (more than 19 would have probability 0.005), and single tests have 5 %.
+    """At most 5 % of 200 have a false verdict; above 19 has probability 0.005.
 
-    Also where seeds of MLM are noisier, and where runs of the pretraining differ and models have one, two or three of them.
+    Also if seeds of MLM are noisier, and if runs of the pretraining differ and models have one, two
+    or three of them.
     """
     alarms, whole, single = 0, [], []
     for number in range(200):
@@ -44,14 +45,14 @@ def test_false_alarms_in_studies_without_differences():
             for one in found
             if one.overall is not None and f"{one.claim}{one.part}" not in names
         ]
-        if (
-            world == NULLS[-1]
-        ):  # where runs differ and only one is known, tests of these models are not at their level
+        # Where runs differ and only one is known, tests of these models are not at their level
+        if world == NULLS[-1]:
             continue
         whole += [one.overall.p < 0.05 for one in directional]
         single += [comparison.p < 0.05 for one in directional for comparison in one.comparisons]
     assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
-    # Not because they never say anything: before any correction they are at their level, pooled and alone.
+    # Not because they never say anything: before any correction they are at their level, pooled and
+    # alone.
     assert 0.03 < np.mean(whole) < 0.07 and 0.03 < np.mean(single) < 0.07
 
 
@@ -85,10 +86,11 @@ def test_planted_effects_are_found_with_their_sign(claim, way, expected):
         simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000)
     )
     assert found[claim].verdict == expected
+    # Which touch nothing that another one looks at, but for the longest run of CLM and MLM both
     if claim in (
         "2",
         "4a",
-    ):  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
+    ):
         others = [
             one.verdict
             for name, one in found.items()
@@ -99,7 +101,7 @@ def test_planted_effects_are_found_with_their_sign(claim, way, expected):
 
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
 def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
-    """Of recipes: each run of the pretraining is a point better or worse, and the largest size has one."""
+    """A run of the pretraining is a point better or worse; the largest size has one."""
     runs = {"pretrained": {"210M": 5, "610M": 3}, "runs": 0.01}
     found = by_claim(
         simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs)
@@ -129,7 +131,7 @@ def test_about_equal_is_within_the_margin_of_the_family(gap, expected):
     [(0.0, 0.0, "holds"), (0.02, 0.05, "holds"), (-0.02, 0.0, "mixed"), (-0.02, -0.05, "reversed")],
 )
 def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
-    """Higher by any amount is comparable too; lower by more than the margin on one family only is mixed."""
+    """Any higher score is comparable; below the margin on one family only is mixed."""
     scores = []
     for family, dataset, gap in (("TC", "uner_en", on_tc), ("SC", "sst2", on_sc)):
         for score in sized("10M", [1], gap, runs=0):
@@ -166,9 +168,8 @@ def test_no_single_best_ratio_and_one():
         and "20 % is beaten by" in found.reason
         and len(found.comparisons) == 6 * 3 * 4
     )
-    assert all(
-        comparison.difference >= 0 for comparison in found.comparisons
-    )  # the better one stands first
+    # The better one stands first
+    assert all(comparison.difference >= 0 for comparison in found.comparisons)
     found = by_claim(simulated.study(0, one_everywhere, quiet=True, examples=500))["6a"]
     assert found.verdict == "reversed" and "30 % is not shown to be beaten anywhere" in found.reason
 
@@ -242,7 +243,7 @@ def test_any_manifest_can_be_judged():
 
 
 def test_one_seed_is_never_a_verdict():
-    """However many examples say so: another seed might say otherwise. Nor are models equal by it."""
+    """Another seed might differ, however many examples there are."""
     every = by_claim(mini(1, examples=5000, families=(*TWO, ("TC", "toy_tc"))))
     assert {one.verdict for one in every.values()} == {"not resolved", "no data"}
     assert abs(every["1c"].overall.difference) < 0.5 and math.isnan(every["1c"].overall.p)

@@ -1,4 +1,4 @@
-"""Models of the same columns that were trained to differently are not taken for one another."""
+"""Models of the same columns with different training are kept apart."""
 
 import manifests
 import pytest

@@ -1,4 +1,4 @@
-"""What a plan says of data sets without opening them is what fine-tuning finds and writes."""
+"""Data sets as a plan describes them unopened are those that fine-tuning reads."""
 
 import pytest
 import small_data
@@ -16,7 +16,7 @@ from megaenc.study.manifest.training_sets import (
 
 @pytest.fixture
 def data(tmp_path):
-    """A folder with one file of labelled text, two small retrieval sets, and a link to one."""
+    """Return a folder of labelled text, two small retrieval sets, and a link to one."""
     sets = tmp_path / "sets"
     small_data.write_file(
         sets / "mine.jsonl.gz", 20 * [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
@@ -67,21 +67,23 @@ def test_a_training_set_has_one_family(data):
 @pytest.mark.parametrize(
     ("datasets", "train_on", "planned"),
     [
+        # A revision of the Hub is no part of the name
         (
             ("sst2@main",),
             "",
             [("sst2", "SC", "sst2")],
-        ),  # a revision of the Hub is no part of the name
+        ),
         (
             ("demo_sc", "demo_ir"),
             "sets/two",
             [("demo_sc", "SC", "demo_sc"), ("demo_ir", "IR", "two")],
         ),
+        # A path may not be there yet
         (
             ("later=sets/x", "sets/y"),
             "",
             [("later", "", "later"), ("y", "", "y")],
-        ),  # a path may not be there yet
+        ),
     ],
 )
 def test_sets_are_planned_with_family_and_pairs(datasets, train_on, planned, data):

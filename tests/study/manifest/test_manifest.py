@@ -42,7 +42,7 @@ def test_the_studys_models_are_fine_tuned_in_its_precision(file):
 
 @pytest.mark.parametrize("size", ["210m", "1b"])
 def test_the_recipe_of_a_single_run_is_the_manifests(size):
-    """configs/pretrain/encoder-*.yaml trains MLM at 40 %; what else the manifest sets must be the same."""
+    """configs/pretrain/encoder-*.yaml is MLM at 40 % with the manifest's settings."""
     manifest = read_manifest(manifests.STUDY / "paper.yaml")
     [model] = [model for model in manifest.models if model.name == f"{size}-mlm40-42k"]
     recipe = flags.flatten(
@@ -310,7 +310,7 @@ def test_phases_of_many_models_are_limited_together(tmp_path, monkeypatch):
 
 
 def test_a_long_chain_of_branches_is_planned(tmp_path):
-    """Each share of CLM is a branch of the next larger one; none is reached by recursion."""
+    """Each share of CLM is a branch of the next larger one, without recursion."""
     shares = [number / 1000 for number in range(300)]
     entry = TOY | {"steps": 100_000, "clm_share": shares}
     graph = manifests.graph(tmp_path, models=[entry], finetune=None)

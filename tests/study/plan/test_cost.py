@@ -18,7 +18,10 @@ HARDWARE = {"tokens_per_second": 512, "finetune_seconds": 36, "devices": 2}
 
 
 def pack_flops(flags, vocab_size, predicted, attended):
-    """Operations of a pack of which a share is predicted, and a share of the squared lengths seen both ways."""
+    """Return the operations of a pack.
+
+    A share is predicted, and a share of the squared lengths seen both ways.
+    """
     length, squares = flags.data.seq_length, expected_length_model(flags).squares
     return ObjectiveWork("", length, predicted * length, squares, attended * squares).flops(
         flags.shape, vocab_size
@@ -75,7 +78,7 @@ def test_a_sum_costs_as_much_as_its_objectives_and_counts_its_tokens_once(tmp_pa
 
 
 def test_the_models_of_the_study_of_objectives_have_equal_flops(monkeypatch):
-    """As they were counted then: with all positions in the last layer, which now leaves out those that predict nothing."""
+    """FLOPs counted with all positions in the last layer, as the study did."""
     monkeypatch.setattr(ParallelConfig, "selects_rows", False)
     manifest = read_manifest(manifests.STUDY / "objectives.yaml")
     flops = [
@@ -96,9 +99,8 @@ def test_hours_bytes_and_waits(tmp_path):
     assert cost.without_sharing.device_hours == pytest.approx(900 / 3600)
     assert cost.finetune_hours == pytest.approx(3 * 2 * 2 * 3 * 36 / 3600)
     parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
-    assert (
-        cost.disk["checkpoints with optimizer"] == 4 * 12 * parameters
-    )  # three ends and the step of the branch, in float32
+    # Three ends and the step of the branch, in float32
+    assert cost.disk["checkpoints with optimizer"] == 4 * 12 * parameters
     assert cost.disk["exports"] == 3 * 4 * parameters
     assert cost.longest_chain.hours == pytest.approx((400 / 2 + 100 / 2 + 36) / 3600)
     assert cost.longest_chain.stages[:2] == (

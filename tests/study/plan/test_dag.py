@@ -1,4 +1,4 @@
-"""The graph: what is trained once, what branches where, and that real runs would accept it."""
+"""The graph: single trainings, branches, and runs that would accept it."""
 
 from pathlib import Path
 
@@ -57,9 +57,8 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
             export.step in (*run.checkpoint_steps, run.model.steps)
             and export.step > run.branch_step
         )
-    assert (
-        plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"
-    )  # whose first 280 steps it shares
+    # Whose first 280 steps it shares
+    assert plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"
     assert plan.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
 
 
@@ -108,7 +107,7 @@ def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
 
 
 def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
-    """`first_differing_step` is what refuses a branch: up to where a run branches there is none, and mostly one right after."""
+    """`first_differing_step` refuses a branch: none before it, mostly one right after."""
     from megaenc.data.tokenizer.vocabulary import Vocabulary
     from megaenc.objectives import Schedule
     from megaenc.training.lr_schedule import LearningRateSchedule
@@ -162,7 +161,7 @@ def test_the_real_settings_take_every_run(file):
 
 
 def test_paths_are_found_from_the_folder_of_data(tmp_path):
-    """Of local sets and corpora, and of a tokenizer that is a folder there; a folder's name is no part of a pattern."""
+    """Local sets, corpora and a tokenizer's folder; folder names are no patterns."""
     folder = tmp_path / "data[1]"
     (folder / "tok").mkdir(parents=True)
     (folder / "qa").mkdir()

@@ -1,4 +1,4 @@
-"""A study that has begun is planned around what is there: runs keep their starts, and are branched where they can be."""
+"""A study that has begun is planned around its runs: starts stay, branches follow."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""`megaenc study plan`: what it prints, the picture that it writes, and that it needs no torch."""
+"""`megaenc study plan`: its output and picture, without torch."""
 
 import subprocess
 import sys

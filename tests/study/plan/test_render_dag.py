@@ -1,4 +1,4 @@
-"""The tree and the picture: every run once, below what it leaves, to the right of where it leaves it."""
+"""The tree and the picture: every run once, below and to the right of its parent."""
 
 import io
 

@@ -56,7 +56,7 @@ def test_rates_with_every_seed_make_the_spread():
 
 
 def test_a_rate_that_broke_runs_counts_at_the_floor():
-    """A model that two of six rates break is no steadier than one that they cost four points."""
+    """Two broken rates of six make a model no steadier than a loss of four points."""
     rates = {
         rate: {0: 0.9 - loss, 1: 0.9 - loss}
         for rate, loss in ((1e-5, 0.005), (2e-5, 0.0), (5e-5, 0.02))
@@ -78,7 +78,7 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
 
 
 def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
-    """A training for three retrieval sets is one training; a model without a score is there too."""
+    """A training for three retrieval sets counts once; models without scores count."""
     for rate in ("1e-05", "5e-05"):
         for seed in range(5):
             for dataset in ("msmarco", "nq"):
@@ -131,6 +131,7 @@ def test_variances_and_seeds_needed_are_those_of_the_statistics():
     ]
     assert row.cells == ("SC", "SST-2", 2, 5, *spreads, *needed) and None not in needed
     [alone] = build_variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
+    # No examples, no number
     assert alone.cells[4:] == (
         "7.07",
         "5.00",
@@ -139,5 +140,5 @@ def test_variances_and_seeds_needed_are_those_of_the_statistics():
         None,
         None,
         None,
-    )  # no examples, no number
+    )
     assert build_diagnostic_tables(published()) == []

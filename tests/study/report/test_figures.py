@@ -34,7 +34,7 @@ def lines(picture: FigureSpec, panel: int = 0) -> dict:
 
 
 def points(picture: FigureSpec, name: str, panel: int = 0) -> dict[float, float]:
-    """By place on the axis, means of the line of that name, rounded as they are printed."""
+    """Return the rounded means of a line by place on the axis."""
     return {round(point.x, 1): round(point.mean, 2) for point in lines(picture, panel)[name].points}
 
 
@@ -106,12 +106,13 @@ def test_shares_of_each_budget_and_continued_pretraining():
     picture = objectives.build_continued_pretraining_figure(published())
     assert list(points(picture, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
     assert list(points(picture, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
+    # It begins with the finished model
     assert list(picture.panels[0].ticks.values()) == [
         "0",
         "2k",
         "12k",
         "22k",
-    ]  # it begins with the finished model
+    ]
 
 
 def test_rates_are_drawn_below_each_models_best(ours):

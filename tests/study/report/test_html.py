@@ -168,9 +168,8 @@ def test_figures_are_drawn_once_with_an_alternative_text(text):
 
 
 def test_tables_align_numbers_and_move_by_themselves(text):
-    assert (
-        text.count('<div class="scroll" tabindex="0" role="region"') == 5
-    )  # two tables and three with comparisons
+    # Two tables and three with comparisons
+    assert text.count('<div class="scroll" tabindex="0" role="region"') == 5
     for part in (
         '<td class="number first">91.65 (0.45)</td>',
         '<th scope="row"><span class="wide">1B</span><span class="narrow">1b-clm-42k</span></th>',

@@ -1,4 +1,4 @@
-"""The study's own files, whole or with some missing: the runs that are not there, and sets that its tables lack."""
+"""The study's own files, whole or with missing runs and sets."""
 
 import shutil
 
@@ -35,7 +35,7 @@ def remove(tree, *runs: str) -> None:
 
 
 def test_a_whole_tree_lacks_nothing_and_has_the_sets_of_the_tables(tree):
-    """Models of other names and sizes, and sets that the tables do not have, count neither in tables nor in claims."""
+    """Other models, sizes and sets count neither in tables nor in claims."""
     for name in ("mini-mlm40-42k", "610m-mlm15-42k"):
         shutil.copytree(tree / MODEL, tree / name)
     shutil.copytree(tree / MODEL / "QA/squad", tree / MODEL / "QA/qed")
@@ -54,17 +54,15 @@ def test_a_whole_tree_lacks_nothing_and_has_the_sets_of_the_tables(tree):
         dict(report.facts)["Left out"]
         == "15 results on data sets that the study's tables do not have"
     )
-    shutil.copytree(
-        tree / MODEL / "QA/qed", tree / "mine/QA/qed"
-    )  # a model of one's own may have any set
+    # A model of one's own may have any set
+    shutil.copytree(tree / MODEL / "QA/qed", tree / "mine/QA/qed")
     assert "qed" in [column.name for column in report_of(tree)[1]["other"].columns]
 
 
 def test_missing_runs_are_named(tree, capsys):
     """A rate that lacks a seed is not chosen, even if it is the best one."""
-    shutil.copytree(
-        tree / MODEL / "IR/nq", tree / "mine/IR/nq"
-    )  # rates that any model has on a set are expected of all
+    # Rates that any model has on a set are expected of all
+    shutil.copytree(tree / MODEL / "IR/nq", tree / "mine/IR/nq")
     remove(
         tree,
         "SC/mnli_m/lr5e-05_sd1",
@@ -89,9 +87,10 @@ def test_missing_runs_are_named(tree, capsys):
         f"{MODEL},TC,UNER,5e-05,0,-10.00",
     ]
     page = (output / "index.html").read_text()
+    # Folded
     assert (
         '<details class="card" id="table-missing-results">' in page
         and "Missing: 9 of 195 results" in page
-    )  # folded
+    )
     for suffix in ("md", "tex"):
         assert (output / "tables" / f"missing-results.{suffix}").read_text().count("MNLI") == 1

@@ -142,7 +142,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
 
 
 def test_a_study_that_is_half_done_says_so(study, tmp_path):
-    """One model has fewer seeds at each rate, another was never evaluated: neither looks like a whole one."""
+    """One model has fewer seeds at each rate, another was never evaluated."""
     shutil.copytree(study / "results", tmp_path / "results")
     for path in (tmp_path / "results/mini-clm-300/SC/demo_sc").glob("*_sd2"):
         shutil.rmtree(path)
@@ -155,9 +155,8 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
         "No run yet: mini-clm-150-mlm40-300."
     )
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
-    assert (
-        report.verdicts[0].verdict == "no data"
-    )  # CLM has no score there, and nothing else stands for it
+    # CLM has no score there, and nothing else stands for it
+    assert report.verdicts[0].verdict == "no data"
 
 
 def test_results_outside_of_the_manifests_grid_are_left_out_and_students_intervals_are_wider(

@@ -1,4 +1,4 @@
-"""The table of schedules compared with MLM against formulas written out by hand, and its rows for studies of several shapes."""
+"""Table of schedules next to MLM, against formulas written out by hand."""
 
 import math
 from dataclasses import replace
@@ -53,9 +53,8 @@ def test_the_deviation_is_pooled_and_the_p_corrected():
             result.run_deviation * math.sqrt(1 / len(recipe) + 1 / 2)
         )
         single = 2 * stats.t.sf(t, 3)
-        assert (
-            single - 1e-3 <= p <= min(1, 3 * single) + 1e-3
-        )  # between no correction and Bonferroni's
+        # Between no correction and Bonferroni's
+        assert single - 1e-3 <= p <= min(1, 3 * single) + 1e-3
 
 
 @pytest.mark.parametrize("runs", [1, 2])

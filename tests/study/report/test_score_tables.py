@@ -71,7 +71,7 @@ def test_all_scores_in_one_file_are_the_published_file():
 
 
 def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
-    """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
+    """Two models that predict a constant would look like a result of 55.00 (0.00)."""
     runs = {"collapsed_at_rate": 3, "ended_runs": 6, "planned_runs": 6}
     collapsed = Score(
         "a", ModelKey("mini", 100), "TC", "ner", 0.55, 0.0, dict.fromkeys(range(3), 0.55), **runs

@@ -1,4 +1,4 @@
-"""The report of a study with zero-shot retrieval: its tables, its figure, its claims, and nothing of them without it."""
+"""Report of a study with zero-shot retrieval: tables, figure and claims."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Trees of results as evidence: every published cell comes out to the printed digit, and what there is not is not made up."""
+"""Trees of results as evidence: published cells to the digit, nothing made up."""
 
 import tomllib
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_examples_are_those_of_the_chosen_rate_read_when_they_are_asked_for(tmp_
 
 
 def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
-    """Each of its runs drew other halves of NQ, in contrast to those of `megaenc finetune`."""
+    """Each run drew other halves of NQ, in contrast to `megaenc finetune`."""
     for model, more in ((MLM, {}), ("mine", {"metrics": {"ndcg@10": 0.5}})):
         for dataset in ("nq", "msmarco"):
             for seed in range(2):
@@ -139,9 +139,8 @@ def test_other_metrics_and_their_examples(tmp_path):
     assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
     assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
     write_result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
-    assert (
-        read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}
-    )  # not what the score is of
+    # Not what the score is of
+    assert read_evidence(tmp_path / "b", {}).scores[0].load_examples() == {}
     with pytest.raises(
         InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"
     ):
@@ -175,7 +174,7 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
 
 
 def test_a_manifest_says_what_should_be_there(tmp_path):
-    """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
+    """Its grid counts, and its models are the base, for any state of the study."""
     for run in ("lr2e-05_sd0", "lr2e-05_sd1", "lr5e-05_sd0", "lr9e-05_sd0", "lr2e-05_sd7"):
         write_result(tmp_path / "mine" / "SC/sst2" / run, 0.5)
     plan = {

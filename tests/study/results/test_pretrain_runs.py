@@ -40,9 +40,8 @@ def test_operations_include_what_came_before(runs):
     assert len(found) == len(settings())
     early = parse_model_name("mini-clm-300-50")  # before the branch it is its parent's
     assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e15}
-    assert (
-        flops_by_model(runs, {"mini-clm-300-7": parse_model_name("mini-clm-300-7")}) == {}
-    )  # no row says
+    # No row says
+    assert flops_by_model(runs, {"mini-clm-300-7": parse_model_name("mini-clm-300-7")}) == {}
 
 
 def test_operations_of_the_study_by_shape():
@@ -71,9 +70,8 @@ def test_names_are_the_manifests_first():
 def test_a_folder_without_runs_is_one_line(tmp_path):
     write_run(tmp_path / "good", made=0)
     (tmp_path / "good/run.json").write_text("{")
-    with pytest.raises(
-        InputError, match="holds no run with a step"
-    ):  # one that has done nothing spoils nothing
+    # One that has done nothing spoils nothing
+    with pytest.raises(InputError, match="holds no run with a step"):
         read_runs(tmp_path)
     facts = write_run(tmp_path / "run") / "run.json"
     for text, said in (

@@ -1,4 +1,4 @@
-"""Zero-shot evaluations become scores of models, and evidence for the claims that compare objectives."""
+"""Zero-shot evaluations as scores of models and evidence for claims."""
 
 import json
 import math

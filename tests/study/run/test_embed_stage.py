@@ -1,4 +1,4 @@
-"""Zero-shot retrieval as a stage: its commands one after the other, what is stale, and what is refused before the run."""
+"""Zero-shot retrieval as a stage: its commands, stale outputs and refusals."""
 
 import manifests
 import pytest
@@ -107,10 +107,11 @@ STALE = [
 FILES = [
     ("ir/sci/corpus.jsonl", "embed: sci is "),
     ("qa/pairs.jsonl", "bytes of train is 32 there, 7 here (pairs.json)"),
+    # The training, not only the evaluation
     (
         f"{STUDY}/hf/base/model.safetensors",
         "here (seed-0)",
-    ),  # the training, not only the evaluation
+    ),
     (f"{STUDY}/embed/base/seed-1/model.safetensors", "(seed-1)"),
     (f"{STUDY}/embed/base/seed-1/tokenizer.json", "embed: tokenizer is "),
 ]

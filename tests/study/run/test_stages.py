@@ -1,4 +1,4 @@
-"""What a stage was made of is compared with what is there now: a study is never of two recipes at once."""
+"""Inputs of a stage are compared with current ones: no study of two recipes."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
 
 
 def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
-    """The run was removed, as it was said; export, results and what continues it were forgotten."""
+    """The run was removed; its export, results and continuations were not."""
     shutil.rmtree(study / STUDY / "runs" / "base")
     stages = nodes(study, models=CHANGED)
     check_stages(stages.values(), stages, study / STUDY)  # there is nothing to compare them with

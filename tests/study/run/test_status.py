@@ -1,4 +1,4 @@
-"""The table says of each stage what its folder and its log say, and of a failure why."""
+"""Status of each stage by its folder and log, with the reason of a failure."""
 
 import os
 from dataclasses import replace
@@ -215,7 +215,7 @@ def test_time_left_follows_what_was_measured(tmp_path):
 
 
 def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
-    """Ten hours and a kill, of which no end is known; the six minutes that were left are not what such a run takes."""
+    """Ten hours and a kill of unknown end: the last six minutes are no estimate."""
     nodes = [
         FakeStage("pretrain/a", tmp_path),
         FakeStage("pretrain/b", tmp_path, planned_seconds=36_000.0),

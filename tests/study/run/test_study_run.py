@@ -1,4 +1,4 @@
-"""Stages are done in order, some at a time; what fails, stops or is killed leaves the rest as it should be."""
+"""Stages run in order, some at a time; failures and kills leave the rest whole."""
 
 import json
 import signal
@@ -124,7 +124,7 @@ with exit_on_sigterm():
 
 
 def begun(tmp_path: Path) -> tuple[subprocess.Popen, Path]:
-    """A process that is at the second of two stages; and the file with the process id of that."""
+    """Start a process; return it in its second of two stages, with the id's file."""
     pid = tmp_path / "pretrain_b.made.pid"
     return start_python(WORKER.format(study=str(tmp_path)), pid), pid
 
@@ -189,14 +189,13 @@ def test_a_stop_under_torchrun_is_no_crash(tmp_path):
         stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome
         == stage_log.STOPPED
     )
-    assert (
-        float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
-    )  # seconds, where its own are 30
+    # Seconds, where its own are 30
+    assert float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
 
 
 @pytest.mark.multiprocess
 def test_what_ends_for_good_is_tried_once(tmp_path):
-    """Wrong input, from a command or from the workers of torchrun; but not by the record of an attempt before."""
+    """Wrong input, of a command or of torchrun's workers, but no earlier attempt's."""
     said = "echo 'error: --lr: found 0' >&2; echo 'exitcode: 2' >&2; "
     command = FakeStage("pretrain/a", tmp_path, script=said + "exit 2")
     workers = FakeStage(
@@ -250,7 +249,10 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
 
 
 def write_smallest(folder: Path) -> Path:
-    """A parent, a branch, an export, a fine-tuning run and a contrastive training of two steps, on local data."""
+    """Write a study on local data with each kind of stage, of two steps each.
+
+    They are a parent, a branch, an export, a fine-tuning run and a contrastive training.
+    """
     runs.write_text(folder / "text.jsonl", documents=60)
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
         rows = [

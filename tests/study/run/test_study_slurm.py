@@ -1,4 +1,7 @@
-"""A study on a cluster: jobs that wait for each other. Stand-ins for Slurm's programs or submitit's own executors do them."""
+"""A study on a cluster: jobs that wait for each other.
+
+Stand-ins for Slurm's programs or submitit's own executors run them.
+"""
 
 import os
 import signal
@@ -20,7 +23,10 @@ HERE = Path(__file__).parents[1]
 
 
 class Slurm:
-    """Programs `sbatch`, which keeps the scripts and numbers jobs from 11 on, and `squeue`, which shows the file `queue`."""
+    """Programs `sbatch` and `squeue`.
+
+    `sbatch` keeps the scripts and numbers jobs from 11 on, `squeue` prints the file `queue`.
+    """
 
     def __init__(self, folder: Path):
         self.jobs = folder / "jobs"
@@ -194,7 +200,7 @@ def test_a_job_that_fails_or_is_stale_says_so_to_the_queue(tmp_path):
 
 @pytest.fixture
 def second_machine(tmp_path, monkeypatch):
-    """The task of the second of two machines, and the commands that it starts, which end with `code`."""
+    """Return the second machine's task and its commands, which end with `code`."""
     for name, value in {
         "JOB_ID": "77",
         "NODEID": "1",

@@ -1,4 +1,4 @@
-"""Each formula against scipy, a published table or a simulation in which the truth is known."""
+"""Formulas against scipy, published tables and simulations with a known truth."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_parts_with_seeds_of_their_own_are_welchs_test():
 
 
 def test_examples_that_parts_share_add_up():
-    """Two parts on the same 200 examples, with 5 and 2 seeds: what examples do to the sum is 0.3 + 0.1, or 0.3 - 0.1."""
+    """Two parts on the same 200 examples: the sum has 0.3 + 0.1 of them, or 0.3 - 0.1."""
     random = np.random.default_rng(0)
     for sign in (1, -1):
         found = []
@@ -68,7 +68,8 @@ def test_examples_that_parts_share_add_up():
 
 
 def test_seeds_and_examples_by_hand():
-    # Three seeds that differ by 0, 3, 6 from the mean of examples that differ by 0, 8 and a residual of 1 at one place.
+    # Three seeds that differ by 0, 3, 6 from the mean of examples that differ by 0, 8 and a
+    # residual of 1 at one place.
     block = np.array([[0.0, 8.0], [3.0, 11.0], [6.0, 15.0]])
     by_seed, by_example = block.mean(1), block.mean(0)
     left = block - by_seed[:, None] - by_example + block.mean()
@@ -118,30 +119,26 @@ def test_without_any_spread_nothing_is_said():
         np.array([0.1]),
         np.zeros(3),
     ):
-        found = contrast_t_test(
-            scores
-        )  # two models that say the same constant are not shown to be equal
+        # Two models that say the same constant are not shown to be equal
+        found = contrast_t_test(scores)
         assert (
             math.isnan(found.p)
             and math.isnan(found.p_above(-0.01))
             and math.isnan(found.p_below(0.01))
         )
-    constants = np.stack(
-        [np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3
-    )  # other ones: a difference in every example
+    # Other ones: a difference in every example
+    constants = np.stack([np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3)
     found = contrast_t_test(constants.mean(1), [constants])
     assert math.isnan(found.p) and found.low < found.difference < found.high
     assert math.isnan(welch_from_intervals([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
-    given_noise = contrast_t_test(
-        np.full(3, 0.5), run_variances=[(0.0625, math.inf)]
-    )  # known, although the seeds agree
+    # Known, although the seeds agree
+    given_noise = contrast_t_test(np.full(3, 0.5), run_variances=[(0.0625, math.inf)])
     assert given_noise.p == pytest.approx(2 * stats.norm.sf(2), rel=1e-4)
 
 
 def test_holm_by_hand():
-    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
-        [0.03, 0.06, 0.06, 0.02]
-    )  # 0.005 x 4, 0.01 x 3, 0.03 x 2, then no less
+    # 0.005 x 4, 0.01 x 3, 0.03 x 2, then no less
+    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     with_none = holm_adjust([0.01, NAN, 0.5, 0.9])
     assert (
         with_none[0] == pytest.approx(0.03)
@@ -153,7 +150,7 @@ def test_holm_by_hand():
 
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (1.0, 10)])
 def test_seeds_needed_are_those_of_the_tables(effect, pairs):
-    """Pairs for 80 % power, two-sided 5 %, effect in sd of the differences: as in Cohen's tables and G*Power."""
+    """Pairs for 80 % power, two-sided 5 %, as in Cohen's tables and G*Power."""
     assert required_seeds(effect, VarianceComponents(1 / 5, NAN), parts_seed_count=5) == pairs
 
 
@@ -176,9 +173,8 @@ def test_power_is_how_often_a_difference_is_seen():
         block = block + 1e-4 * random.standard_normal((4, 100))
         seen.append(contrast_t_test(block.mean(1), [block]).p < 0.05)
     parts = VarianceComponents(0.015**2 / 5, 0.006**2)
-    assert inference.t_test_power(0.02, parts, 5, 4) == pytest.approx(
-        np.mean(seen), abs=0.035
-    )  # three standard errors
+    # Three standard errors
+    assert inference.t_test_power(0.02, parts, 5, 4) == pytest.approx(np.mean(seen), abs=0.035)
 
 
 def test_rates_are_apart_by_what_seeds_do_not_do():
@@ -209,9 +205,8 @@ def test_collapse_rates_and_hedges_correction():
     assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(
         inference.hedges_g([1.0, 1], [2.0, 2])
     )
-    assert inference.collapse_rate(0, 30) == pytest.approx(
-        (0, 0, 0.1135), abs=1e-4
-    )  # Wilson: z2 / (n + z2)
+    # Wilson: z2 / (n + z2)
+    assert inference.collapse_rate(0, 30) == pytest.approx((0, 0, 0.1135), abs=1e-4)
     assert all(math.isnan(part) for part in inference.collapse_rate(0, 0))
 
 
@@ -220,7 +215,7 @@ WORLDS = ("5 seeds, seeds matter, shared", "5 seeds, examples matter", "2 seeds,
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_false_alarms_are_at_most_one_in_twenty(world):
-    """Consistent with 5 %: of 500, 25 on average, and more than 38 in less than 1 of 200 times. Seeds alone raise too many."""
+    """Consistent with 5 %: more than 38 of 500 have a probability below 1 / 200."""
     random = np.random.default_rng(11)
     found = [levels.ways(levels.differences(random, *levels.WORLDS[world])) for _ in range(500)]
     assert sum(ways["the less certain"] for ways in found) <= stats.binom.ppf(0.995, 500, 0.05)

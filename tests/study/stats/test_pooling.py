@@ -1,4 +1,4 @@
-"""Which seeds and examples stand behind a comparison, and how lines with different ones add up."""
+"""Seeds and examples behind a comparison, and sums of lines with different ones."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from megaenc.study.stats import inference
 
 
 def test_each_line_has_all_its_pretraining_seeds():
-    """A second size with one run does not take the runs of the first, and is not surer for having fewer."""
+    """A second size with one run does not take the runs of the first."""
     first, second = sized("10M", range(1, 6)), sized("20M", [1], gap=0.02, runs=0)
     alone, both = verdict_on("1a", first), verdict_on("1a", first + second)
     assert alone.verdict == both.verdict == "not resolved"
@@ -21,9 +21,8 @@ def test_each_line_has_all_its_pretraining_seeds():
         both.comparisons[0].test == alone.comparisons[0].test
         and both.comparisons[0].pretraining_runs == 5
     )
-    single = both.comparisons[
-        1
-    ]  # its fine-tunings agree: what another run would give is taken from the other size
+    # Its fine-tunings agree: what another run would give is taken from the other size
+    single = both.comparisons[1]
     assert (
         single.has_borrowed_variance
         and single.verdict == "not resolved"
@@ -42,7 +41,7 @@ def test_each_line_has_all_its_pretraining_seeds():
 
 
 def test_unequal_seeds_are_welch_and_satterthwaite():
-    """Sizes share no runs, so their variances add up; of one that has less seeds they are greater."""
+    """Sizes share no runs: variances add up, and are greater with fewer seeds."""
     scores = sized("10M", range(1, 6)) + sized("20M", (1, 2))
     whole = verdict_on("1a", scores).overall
     differences = []
@@ -55,9 +54,8 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
         sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1)
     )
     equal = verdict_on("1a", sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))).overall
-    assert equal.test.seed_count == 3 and equal.test.errors[0][1] == pytest.approx(
-        2
-    )  # by seed, whatever they share
+    # By seed, whatever they share
+    assert equal.test.seed_count == 3 and equal.test.errors[0][1] == pytest.approx(2)
 
 
 def test_other_examples_leave_the_seeds_alone():
