@@ -145,7 +145,8 @@ def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
         sizes = f"peak {large['peak_bytes'] / 1e9:.2f} GB for {weights / 1e9:.2f} GB of weights"
         excess = f"{ratios['peak_ratio_beyond_program']:.2f} without the program itself"
         print(
-            f"{direction}: {large['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {excess})",
+            f"{direction}: {large['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; "
+            f"{excess})",
             flush=True,
         )
     return result

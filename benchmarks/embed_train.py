@@ -193,7 +193,8 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
     batches = len(pairs) // config.batch_size
     if not batches:
         raise InputError(
-            f"--pairs: found {len(pairs)} pairs without repeated texts, expected at least {config.batch_size}"
+            f"--pairs: found {len(pairs)} pairs without repeated texts, expected at least "
+            f"{config.batch_size}"
         )
     # The model's own attention, as sentence-transformers uses no other.
     rules = dataclasses.replace(read_embedding_config(config.model), attention=None)
@@ -205,7 +206,8 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
         losses["megaenc"]
     ):
         raise InputError(
-            f"the losses of the first batch differ, so that the contenders do not do the same work: {losses}"
+            "the losses of the first batch differ, so that the contenders do not do the same work: "
+            f"{losses}"
         )
     trials = {}
     for padded.mini_batch_size in config.mini_batch_sizes:

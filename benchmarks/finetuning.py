@@ -125,7 +125,10 @@ def run_trainer(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[
     program = (
         f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
     )
-    program += "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), int(sys.argv[2]))))"
+    program += (
+        "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), "
+        "int(sys.argv[2]))))"
+    )
     began, scores = time.monotonic(), []
     environment = os.environ | {
         "HF_DATASETS_CACHE": str(work / "datasets"),
@@ -188,7 +191,8 @@ def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
             elapsed, scores[name] = sides[name](settings, folder)
             seconds[name].append(elapsed)
             print(
-                f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy {mean(scores[name]):.4f}",
+                f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy "
+                f"{mean(scores[name]):.4f}",
                 flush=True,
             )
     ratios = [slow / fast for slow, fast in zip(seconds["trainer"], seconds["grid"], strict=True)]
@@ -223,7 +227,8 @@ def main() -> None:
     common.write_report(settings.output, results)
     hourly = results["runs_per_hour"]
     print(
-        f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {results['ratio']:.1f} times"
+        f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: "
+        f"{results['ratio']:.1f} times"
     )
 
 

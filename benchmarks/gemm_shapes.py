@@ -222,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError(
-            "--device cuda: this machine has no accelerator; --device cpu --packs 1 tries the script"
+            "--device cuda: this machine has no accelerator; --device cpu --packs 1 tries the "
+            "script"
         )
     check_output_file(Path(config.output), "--output")
     torch.manual_seed(0)

@@ -298,7 +298,10 @@ def measure_machine(job: Job) -> dict[str, Any]:
     square, copy = measure_references(
         job.preset.square, Stopwatch(backend.device, 0.5), backend.device
     )
-    line = f"{about['name']}, torch {about['torch']}: a large product {square:.3g} TFLOP/s, a copy {copy:.3g} TB/s"
+    line = (
+        f"{about['name']}, torch {about['torch']}: a large product {square:.3g} TFLOP/s, a copy "
+        f"{copy:.3g} TB/s"
+    )
     rates = {"square_tflops": square, "copy_terabytes_per_second": copy}
     job.report(
         line,
@@ -580,7 +583,10 @@ def measure_speed(job: Job) -> None:
         job.report(line, "breakdown", model=job.model, objective=objective, **breakdown)
     waits = count_synchronizations(engine, setup.parse_objective(MLM))
     if waits:
-        line = f"  the host waits for the device {waits['of_a_micro_batch']:.0f} times in a micro-batch"
+        line = (
+            f"  the host waits for the device {waits['of_a_micro_batch']:.0f} times in a "
+            "micro-batch"
+        )
         job.report(line, "synchronizations", model=job.model, **waits)
     synthetic.destroy_process()
 
@@ -591,8 +597,10 @@ def format_speed(model: str, objective: str, row: dict[str, Any]) -> str:
     share = "" if utilization is None else f" ({100 * utilization:.1f} % of the peak)"
     fused = [name for name, is_fused in row["kernels"]["fused"].items() if is_fused]
     return (
-        f"{model}, {objective}: {row['tokens_per_second']:,.0f} tokens/s, {row['flops_per_second'] / 1e12:.3g} TFLOP/s{share}, "
-        f"{row['peak_memory'] / 2**30:.1f} GiB, {row['micro_batches']} x {row['packs']} packs, loss {row['loss']:.3f}"
+        f"{model}, {objective}: {row['tokens_per_second']:,.0f} tokens/s, "
+        f"{row['flops_per_second'] / 1e12:.3g} TFLOP/s{share}, "
+        f"{row['peak_memory'] / 2**30:.1f} GiB, {row['micro_batches']} x {row['packs']} packs, "
+        f"loss {row['loss']:.3f}"
         f"{'' if row['finite'] else ' NOT FINITE'}; attention by {row['kernels']['attention']}, "
         f"fused: {', '.join(fused) or 'none'}{', fp8 ' + row['kernels']['fp8_format'] if row['kernels']['fp8_format'] else ''}"
     )
@@ -940,8 +948,10 @@ def compare_with_transformers(job: Job) -> None:
             padded = rows.get(PADDED, row)
             line = (
                 f"peer, {name}: {row['tokens_per_second']:,.0f} tokens/s, "
-                f"{row['tokens_per_second'] / padded['tokens_per_second']:.2f} times padded transformers, "
-                f"{row['peak_memory'] / 2**30:.1f} GiB, {row['batch']} documents a step, loss {row['loss']:.5f}"
+                f"{row['tokens_per_second'] / padded['tokens_per_second']:.2f} times padded "
+                "transformers, "
+                f"{row['peak_memory'] / 2**30:.1f} GiB, {row['batch']} documents a step, loss "
+                f"{row['loss']:.5f}"
             )
             job.report(line, "peer", model=preset.peer, name=name, **row)
 

@@ -333,7 +333,8 @@ def format_table(results: dict[str, Any]) -> str:
     """Return a table of startup time, memory and reading speed by packing."""
     documents = results["settings"]["documents"]
     lines = [
-        f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"
+        f"{documents:,} documents, from opening to the first pack; millions of tokens per second "
+        "of one process"
     ]
     processes = f"of {results['settings']['processes']} processes"
     lines.append(

@@ -219,8 +219,10 @@ def format_table(result: dict) -> str:
             f"{row['monitor_percent']:8.2f} %{row['more_percent']:8.2f} %"
         )
     lines.append(
-        f"a save adds {result['seconds_a_save_adds']:.2f} s: every {result['save_interval']:,} steps "
-        f"{result['saves_more_percent']:.2f} %, with monitoring {result['together_more_percent']:.2f} %"
+        f"a save adds {result['seconds_a_save_adds']:.2f} s: every {result['save_interval']:,} "
+        "steps "
+        f"{result['saves_more_percent']:.2f} %, with monitoring "
+        f"{result['together_more_percent']:.2f} %"
     )
     return "\n".join(lines)
 

@@ -221,7 +221,10 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
 
 def format_table(results: dict[str, Any]) -> str:
     """Return a table of speed and memory by tokenizer, and megaenc's ratios."""
-    size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
+    size = (
+        f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, "
+        f"{results['tokens']:,} tokens"
+    )
     lines = [
         f"{size}; the ids of all are identical",
         f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}",

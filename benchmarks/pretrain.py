@@ -109,7 +109,8 @@ class PretrainBenchConfig:
             or objective.attention == Attention.PREFIX
         ):
             raise InputError(
-                f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)"
+                f"--objective {self.objective}: transformers has no loss for it, expected clm or "
+                "mlm(...)"
             )
 
     def build_job(self, weights: str) -> TrainingJob:
@@ -306,23 +307,29 @@ def format_table(results: dict[str, Any]) -> str:
     rate = f"{results['peak_flops'] / 1e9:,.0f} GFLOP/s" if results["peak_flops"] else "unknown"
     objective = results["settings"]["objective"]
     lines = [
-        f"{results['parameters'] / 1e6:.0f}M parameters, {objective}, {kind}; {results['tokens']:,} tokens per turn",
+        f"{results['parameters'] / 1e6:.0f}M parameters, {objective}, {kind}; "
+        f"{results['tokens']:,} tokens per turn",
         f"matrix products of this machine: {rate}",
-        f"{'':<24} {'tokens/s':>10} {'lowest':>10} {'highest':>10} {'GFLOP/s':>10} {'of peak':>8} {'CPU s':>8} {'GiB':>6}",
+        f"{'':<24} {'tokens/s':>10} {'lowest':>10} {'highest':>10} {'GFLOP/s':>10} {'of peak':>8} "
+        f"{'CPU s':>8} {'GiB':>6}",
     ]
     for side, row in results["sides"].items():
         rates, share = row["tokens_per_second"], row["share_of_peak"]
         lines.append(
-            f"{side:<24} {rates['median']:>10,.0f} {rates['lowest']:>10,.0f} {rates['highest']:>10,.0f} "
-            f"{row['useful_flops_per_second']['median'] / 1e9:>10,.1f} {'' if share is None else f'{100 * share:.0f} %':>8} "
+            f"{side:<24} {rates['median']:>10,.0f} {rates['lowest']:>10,.0f} "
+            f"{rates['highest']:>10,.0f} "
+            f"{row['useful_flops_per_second']['median'] / 1e9:>10,.1f} "
+            f"{'' if share is None else f'{100 * share:.0f} %':>8} "
             f"{row['cpu_seconds']['median']:>8.1f} {row['peak_memory'] / 2**30:>6.2f}"
         )
     lines.append(
-        f"{results['ratio_padded']:.2f} times padded transformers, {results['ratio_sorted']:.2f} times sorted by length"
+        f"{results['ratio_padded']:.2f} times padded transformers, {results['ratio_sorted']:.2f} "
+        "times sorted by length"
     )
     if "tensor_parallel_cpu_ratio" in results:
         lines.append(
-            f"tensor parallel: {results['tensor_parallel_cpu_ratio']:.2f} times the processor time of one process"
+            f"tensor parallel: {results['tensor_parallel_cpu_ratio']:.2f} times the processor time "
+            "of one process"
         )
     return "\n".join(lines)
 

@@ -40,7 +40,8 @@ def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list
     x = LEFT + column * (BOX + GAP)
     middle = x + BOX / 2
     drawn = [
-        f'<rect x="{x}" y="{top}" width="{BOX}" height="{HIGH}" rx="8" fill="{STATION if code else THING}" stroke="{LINE}"/>'
+        f'<rect x="{x}" y="{top}" width="{BOX}" height="{HIGH}" rx="8" '
+        f'fill="{STATION if code else THING}" stroke="{LINE}"/>'
     ]
     drawn.append(
         f'<text x="{middle}" y="{top + 25}" font-weight="600" font-size="15">{escape(title)}</text>'
@@ -55,7 +56,10 @@ def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list
 def arrow(x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> str:
     """A line with a head at its end."""
     dash = ' stroke-dasharray="4 3"' if dashed else ""
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{LINE}" stroke-width="1.8" marker-end="url(#head)"{dash}/>'
+    return (
+        f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{LINE}" stroke-width="1.8" '
+        f'marker-end="url(#head)"{dash}/>'
+    )
 
 
 def label(x: float, y: float, words: str) -> str:
@@ -97,15 +101,21 @@ def picture() -> str:
             "blue: a package of megaenc; imports go the way of the data",
         )
     )
-    title = "Data flow: text, data, objectives, model, training, run directory, convert, finetune, study, report"
+    title = (
+        "Data flow: text, data, objectives, model, training, run directory, convert, finetune, "
+        "study, report"
+    )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 376" width="{WIDTH}" role="img" '
-            f'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12.5" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 376" width="{WIDTH}" '
+            'role="img" '
+            'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" '
+            'font-size="12.5" '
             f'text-anchor="middle" fill="{INK}">',
             f"<title>{escape(title)}</title>",
             f"<style>.between {{ fill: {GREY}; font-size: 12.5px }}</style>",
-            f'<defs><marker id="head" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto">'
+            '<defs><marker id="head" markerWidth="9" markerHeight="9" refX="7" refY="4" '
+            'orient="auto">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
             *drawn,
             "</svg>\n",

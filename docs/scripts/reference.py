@@ -27,7 +27,10 @@ import tyro
 from megaenc import cli, flags
 
 DOCS = Path(__file__).resolve().parents[1]
-NOTE = "<!-- Written by docs/scripts/reference.py from the docstrings. Change those, then run it again: `make reference`. -->"
+NOTE = (
+    "<!-- Written by docs/scripts/reference.py from the docstrings. Change those, then run it "
+    "again: `make reference`. -->"
+)
 
 _SHARED_FLAGS = 10
 
@@ -35,7 +38,8 @@ _SHARED_FLAGS = 10
 PUBLIC = [
     (
         "Objectives",
-        "Names for packages that add an objective ([how](extending.md#an-objective-of-your-own-package)).",
+        "Names for packages that add an objective "
+        "([how](extending.md#an-objective-of-your-own-package)).",
         "megaenc.objectives",
         [
             "Objective",
@@ -57,7 +61,8 @@ PUBLIC = [
     ("Errors", "Wrong input, as one line and exit code 2.", "megaenc.errors", ["InputError"]),
     (
         "Claims of a study",
-        "What `megaenc study report` prints, for notebooks ([how they are judged](study-claims.md)).",
+        "What `megaenc study report` prints, for notebooks ([how they are "
+        "judged](study-claims.md)).",
         "megaenc.study.claims.verdicts",
         ["judge", "Verdict"],
     ),
@@ -77,8 +82,10 @@ def api() -> str:
     parts = [
         "# Python names",
         NOTE,
-        "Most of what megaenc does is done by [commands](flags.md). These names may be imported; what is not here may change "
-        "from one version to the next. N is the predicted positions of a pack, T its tokens, D its documents.",
+        "Most of what megaenc does is done by [commands](flags.md). These names may be imported; "
+        "what is not here may change "
+        "from one version to the next. N is the predicted positions of a pack, T its tokens, D its "
+        "documents.",
     ]
     for heading, purpose, module, names in PUBLIC:
         if heading:
@@ -174,8 +181,10 @@ def flag_pages() -> str:
     parts = [
         "# Every flag of every command",
         NOTE,
-        "Each flag may be spelled with `-` or `_`; where a command takes `--config`, each is also a key of that YAML file, and "
-        "the command line wins. A flag of yes and no has a `--no-` form. Without a default a flag has to be given, does "
+        "Each flag may be spelled with `-` or `_`; where a command takes `--config`, each is also "
+        "a key of that YAML file, and "
+        "the command line wins. A flag of yes and no has a `--no-` form. Without a default a flag "
+        "has to be given, does "
         "nothing unless given, or takes what suits the machine.",
     ]
     printed: dict[str, set[str]] = {}  # rows of each command
@@ -197,7 +206,8 @@ def flag_pages() -> str:
                 )
                 link = base.replace(" ", "-")
                 parts.append(
-                    f"Takes the flags of [megaenc {base}](#megaenc-{link}) with the same defaults{exceptions}, and:"
+                    f"Takes the flags of [megaenc {base}](#megaenc-{link}) with the same "
+                    f"defaults{exceptions}, and:"
                 )
                 groups = [
                     (title, [row for row in rows if row not in shared]) for title, rows in groups

@@ -82,7 +82,10 @@ def check_driver(context: CheckContext) -> list[Finding]:
             return findings
         if failure:
             return [problem("rocm-smi", failure, ADVICE["accelerators"])]
-        advice = "run `rocm-smi`: check the driver, or start the container with --device /dev/kfd --device /dev/dri"
+        advice = (
+            "run `rocm-smi`: check the driver, or start the container with --device /dev/kfd "
+            "--device /dev/dri"
+        )
         return [note("rocm-smi", "lists no device", advice)]
     if nvidia:
         query = f"--query-gpu={','.join(_NVIDIA_QUERY)}"
@@ -182,7 +185,10 @@ def _memory_in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
         program: Command that shows which processes use the devices.
     """
     busy = [f"{device}: {size / GIB:.1f} GiB" for device, size in used if size > _BUSY_BYTES]
-    advice = f"another process uses them, see `{program}`: two runs on a device run out of memory or at half speed"
+    advice = (
+        f"another process uses them, see `{program}`: two runs on a device run out of memory or at "
+        "half speed"
+    )
     return [note("memory in use", ", ".join(busy), advice)] if busy else []
 
 
@@ -233,7 +239,10 @@ def check_torch_devices(context: CheckContext) -> list[Finding]:
                 mismatch_level="note",
             )
         ]
-    advice = "driver and torch do not match, or this user lacks permission: groups video and render, --gpus all"
+    advice = (
+        "driver and torch do not match, or this user lacks permission: groups video and render, "
+        "--gpus all"
+    )
     if not is_gpu_build:
         advice = (
             "this torch is a CPU build: install one for CUDA or ROCm (TORCH_INDEX=... ./install.sh)"

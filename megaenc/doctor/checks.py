@@ -17,7 +17,8 @@ OPTIONAL_PACKAGES = (
 )
 ATTENTION_BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
 Subject = Literal[
-    "versions", "machine", "accelerators", "network", "variables", "numbers", "attention", "kernels", "ranks",
+    "versions", "machine", "accelerators", "network", "variables", "numbers", "attention",
+                  "kernels", "ranks",
     "collectives", "disk",
 ]  # fmt: skip
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
@@ -25,10 +26,19 @@ SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 TIMEOUT_FACTORS = {"versions": 2, "attention": 3, "kernels": 3, "ranks": 2, "collectives": 2}
 """Time limit of each check of a subject in multiples of --timeout; 1 for other subjects."""
 ADVICE = {
-    "accelerators": "the driver does not answer: look at `dmesg` for Xid or amdgpu errors; a restart of the machine may help",
-    "attention": "runs would fail too, also with --attention-backend auto: choose another backend; reinstall torch if it is sdpa",
+    "accelerators": (
+        "the driver does not answer: look at `dmesg` for Xid or amdgpu errors; a restart of the "
+        "machine may help"
+    ),
+    "attention": (
+        "runs would fail too, also with --attention-backend auto: choose another backend; "
+        "reinstall torch if it is sdpa"
+    ),
     "kernels": "run with --no-fused-kernels, or without --fp8-format if it is float8 products",
-    "ranks": "a rank is late or unreachable: set GLOO_SOCKET_IFNAME to the nodes' network, check firewalls",
+    "ranks": (
+        "a rank is late or unreachable: set GLOO_SOCKET_IFNAME to the nodes' network, check "
+        "firewalls"
+    ),
 }
 """Advice by subject for a check that fails."""
 

@@ -111,7 +111,10 @@ def _check_collective(
         output, expected = run(*call)
         wrong = int((output != expected()).sum())
         if wrong:
-            advice = "runs over this network are not trustworthy: find the link with NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
+            advice = (
+                "runs over this network are not trustworthy: find the link with "
+                "NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
+            )
             return problem(
                 name,
                 f"{wrong:,} of {output.numel():,} numbers are wrong on rank {get_rank()}",
@@ -125,5 +128,6 @@ def _check_collective(
     small = f"{1e6 * seconds[0]:,.0f} µs for {_SMALL_COUNT * size * 4:,} bytes"
     return ok(
         name,
-        f"right, {small}, {large * 4 * traffic_factor / seconds[1] / 1e9:.3g} GB/s for {large * 4 / 2**20:.0f} MiB",
+        f"right, {small}, {large * 4 * traffic_factor / seconds[1] / 1e9:.3g} GB/s for "
+        f"{large * 4 / 2**20:.0f} MiB",
     )

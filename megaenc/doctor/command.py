@@ -178,7 +178,10 @@ def _gather_findings(
             )
     missing = [rank for rank in range(1, get_world_size()) if rank not in contents]
     if missing:
-        advice = "see the output of those ranks and their nodes; a larger --timeout waits longer for slow ones"
+        advice = (
+            "see the output of those ranks and their nodes; a larger --timeout waits longer for "
+            "slow ones"
+        )
         result = f"no findings from rank {format_ranks(missing)} within {timeout:g} s"
         own.findings.append(_rank_problem("missing", result, advice))
     return gathered

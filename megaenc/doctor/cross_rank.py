@@ -32,7 +32,8 @@ def join_ranks(context: CheckContext) -> list[Finding]:
         return [
             ok(
                 "ranks",
-                "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of several",
+                "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of "
+                "several",
             )
         ]
     hosts = len(set(_all_gather(socket.gethostname())))
@@ -41,7 +42,8 @@ def join_ranks(context: CheckContext) -> list[Finding]:
     return [
         ok(
             "ranks",
-            f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s",
+            f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after "
+            f"{seconds:.1f} s",
         )
     ]
 
@@ -129,14 +131,20 @@ def assess_sharing(observations: list[str]) -> Finding:
     missing = [rank for rank, observation in enumerate(observations) if observation == "missing"]
     unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
     if missing:
-        advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
+        advice = (
+            "checkpoints are written by all ranks into one folder: give --save one that all nodes "
+            "see"
+        )
         return problem(
             "shared by ranks",
             f"a file of rank 0 is missing on rank {format_ranks(missing)}",
             advice,
         )
     if unlocked:
-        advice = "two commands on different nodes could train in one folder: start one only, or mount it with locks across nodes"
+        advice = (
+            "two commands on different nodes could train in one folder: start one only, or mount "
+            "it with locks across nodes"
+        )
         return note(
             "shared by ranks",
             f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}",

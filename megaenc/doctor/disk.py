@@ -46,7 +46,10 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
     kind = file_system_type(folder, context.root)
     free = about.f_frsize * about.f_bavail
     volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a folder on a disk"
-    space_advice = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits their number"
+    space_advice = (
+        "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits "
+        "their number"
+    )
     text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
     findings = [
         note("folder", f"{folder}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
@@ -111,7 +114,10 @@ def check_file_system(context: CheckContext) -> list[Finding]:
 
 def check_locks(folder: Path) -> Finding:
     """Lock a file in `folder` twice; return a problem unless the second waits."""
-    advice = "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"
+    advice = (
+        "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with "
+        "lockd)"
+    )
     try:
         with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +147,10 @@ def measure_write_speed(folder: Path) -> Finding:
     except OSError as error:
         return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
     rate = written / (time.perf_counter() - begin)
-    advice = "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save or a longer --save-interval"
+    advice = (
+        "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save "
+        "or a longer --save-interval"
+    )
     return note(
         "writing",
         f"{rate / _MB:,.0f} MB/s by one process, synced",

@@ -5,7 +5,8 @@ import re
 from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 
 _PREFIXES = (
-    "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
+    "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_",
+             "NCCL_", "NVIDIA_", "NVTE_",
     "OMP_", "PYTORCH_", "RCCL_", "ROCBLAS_", "ROCR_", "TORCH_", "TRITON_", "UCX_",
 )  # fmt: skip
 _PER_RANK = (
@@ -32,29 +33,43 @@ _MAX_LENGTH = 120
 
 PITFALLS = (
     ("NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_UNFUSED_ATTN", "not 1",
-     "no effect: it is for Transformer Engine's attention, which no run uses; use --attention-backend instead"),
+     "no effect: it is for Transformer Engine's attention, which no run uses; use "
+     "--attention-backend instead"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "not 1",
-     "megatron-core's overlap of communication and computation needs 1, which megaenc sets if it is unset: unset it"),
+     "megatron-core's overlap of communication and computation needs 1, which megaenc sets if it "
+     "is unset: unset it"),
     ("CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY", "on",
      "the host waits for each kernel: for debugging only, unset it"),
     ("NCCL_P2P_DISABLE", "on",
-     "accelerators of a node communicate through host memory, several times slower: unset it unless they hang without it"),
-    ("NCCL_SHM_DISABLE", "on", "traffic without a direct link goes over the network: enlarge /dev/shm instead"),
+     "accelerators of a node communicate through host memory, several times slower: unset it "
+     "unless they hang without it"),
+    ("NCCL_SHM_DISABLE", "on",
+     "traffic without a direct link goes over the network: enlarge /dev/shm instead"),
     ("NCCL_IB_DISABLE", "on", "nodes use TCP even with InfiniBand or RoCE: unset it there"),
     ("NCCL_NET", "SOCKET", "nodes use TCP instead of a faster network: unset it"),
-    ("NCCL_NET_GDR_LEVEL", "0 LOC", "network cards do not access the accelerators' memory directly: unset it"),
-    ("NCCL_ALGO NCCL_PROTO", "any", "one algorithm for all sizes is slower: unset it unless runs must be bit-identical"),
-    ("NCCL_DEBUG", "INFO TRACE", "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file"),
-    ("NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT", "any", "torch now reads TORCH_NCCL_...: rename or unset it"),
+    ("NCCL_NET_GDR_LEVEL", "0 LOC",
+     "network cards do not access the accelerators' memory directly: unset it"),
+    ("NCCL_ALGO NCCL_PROTO", "any",
+     "one algorithm for all sizes is slower: unset it unless runs must be bit-identical"),
+    ("NCCL_DEBUG", "INFO TRACE",
+     "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file"),
+    ("NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT", "any",
+     "torch now reads TORCH_NCCL_...: rename or unset it"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "off",
      "after a rank is lost, the others wait until megaenc's watchdog ends them: unset it"),
     ("TORCH_NCCL_BLOCKING_WAIT", "on", "the host waits for each collective: unset it"),
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "every collective is first checked across ranks: slow, unset it"),
-    ("HSA_OVERRIDE_GFX_VERSION", "any", "kernels of another architecture run and may compute wrong results"),
-    ("HSA_ENABLE_SDMA", "off", "copies use compute units: unset it unless copies are known to be wrong without it"),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NO_HIP_MEMORY_CACHING", "on", "each tensor is newly allocated: slow, unset it"),
-    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "on", "float32 products are rounded to 10 bits: unset it"),
-    ("TRITON_INTERPRET", "on", "kernels run on the host, thousands of times slower: for tests only, unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL",
+     "every collective is first checked across ranks: slow, unset it"),
+    ("HSA_OVERRIDE_GFX_VERSION", "any",
+     "kernels of another architecture run and may compute wrong results"),
+    ("HSA_ENABLE_SDMA", "off",
+     "copies use compute units: unset it unless copies are known to be wrong without it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NO_HIP_MEMORY_CACHING", "on",
+     "each tensor is newly allocated: slow, unset it"),
+    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "on",
+     "float32 products are rounded to 10 bits: unset it"),
+    ("TRITON_INTERPRET", "on",
+     "kernels run on the host, thousands of times slower: for tests only, unset it"),
 )  # fmt: skip
 """(Variable names, harmful values, advice): notes, except for the last, which is a problem."""
 

@@ -46,7 +46,10 @@ def check_processors(context: CheckContext) -> list[Finding]:
         check_threads(context, cores),
     ]
     if share and share < 0.9 * cores:
-        advice = "one thread is started per core: limit the container's cores (--cpuset-cpus) instead of its CPU time (--cpus)"
+        advice = (
+            "one thread is started per core: limit the container's cores (--cpuset-cpus) instead "
+            "of its CPU time (--cpus)"
+        )
         findings.insert(2, note("CPU quota", f"limited to the time of {share:.3g} cores", advice))
     return findings
 
@@ -163,7 +166,10 @@ def check_dev_shm(context: CheckContext) -> list[Finding]:
         return [problem(name, f"{text}, not writable", "chmod 1777 /dev/shm")]
     if size >= MIN_SHM_BYTES and usage.free >= MIN_SHM_BYTES // 2:
         return [ok(name, text)]
-    more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {MIN_SHM_BYTES // GIB}g"
+    more = (
+        f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size "
+        f"{MIN_SHM_BYTES // GIB}g"
+    )
     advice = (
         more if size < MIN_SHM_BYTES else "it is nearly full: remove leftovers of ended processes"
     )

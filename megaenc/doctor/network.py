@@ -37,7 +37,10 @@ def check_network_cards(context: CheckContext) -> list[Finding]:
     findings += [_check_plugin(context)] if slingshot and has_accelerators(context) else []
     findings += [_check_port(port, context) for port in ports]
     if ports and not (context.root / "dev/infiniband").exists():
-        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
+        advice = (
+            "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind "
+            "of it"
+        )
         findings.append(
             multi_node_problem("/dev/infiniband", "missing, though there are cards", advice)
         )
@@ -71,7 +74,10 @@ def _check_plugin(context: CheckContext) -> Finding:
     ]
     if plugins:
         return ok(label, plugins[0])
-    advice = f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its folder to LD_LIBRARY_PATH"
+    advice = (
+        f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its folder "
+        "to LD_LIBRARY_PATH"
+    )
     return multi_node_problem(label, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 
 
@@ -89,12 +95,18 @@ def _check_port(port: Path, context: CheckContext) -> Finding:
         return ok(name, text, mismatch_level="note")
     version = read_kernel_file(port / "gid_attrs/types" / index)
     if read_kernel_file(port / "gids" / index) in ("", _NO_GID):
-        advice = f"NCCL_IB_GID_INDEX={index} is no address of this card: unset it (NCCL_IB_GID_INDEX= for rocm_env.sh)"
+        advice = (
+            f"NCCL_IB_GID_INDEX={index} is no address of this card: unset it (NCCL_IB_GID_INDEX= "
+            "for rocm_env.sh)"
+        )
         return multi_node_problem(name, f"{text}, address {index}: none", advice)
     text += f", address {index}: {version or 'InfiniBand'}"
     if kind == "RoCE" and "v2" not in version:
         version = version or "no RoCE v2"
-        advice = f"NCCL_IB_GID_INDEX={index} is {version}, which is not routable: choose one of RoCE v2 (show_gids)"
+        advice = (
+            f"NCCL_IB_GID_INDEX={index} is {version}, which is not routable: choose one of RoCE v2 "
+            "(show_gids)"
+        )
         return note(name, text, advice)
     return ok(name, text, mismatch_level="note")
 
@@ -137,7 +149,10 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
     label = "NCCL meets over"
     if ifname:
         chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
-        advice = f"NCCL_SOCKET_IFNAME={ifname} matches no interface that is up: unset it or choose from {', '.join(usable)}"
+        advice = (
+            f"NCCL_SOCKET_IFNAME={ifname} matches no interface that is up: unset it or choose from "
+            f"{', '.join(usable)}"
+        )
         return (
             ok(label, f"{chosen}, by NCCL_SOCKET_IFNAME")
             if chosen
@@ -193,7 +208,8 @@ def check_gloo_interface(
     if real:
         return ok(
             label,
-            f"{interface_by_address[real]}, the interface of {real}, to which the host name resolves",
+            f"{interface_by_address[real]}, the interface of {real}, to which the host name "
+            "resolves",
         )
     text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
     if not is_multi_node():

@@ -26,11 +26,17 @@ _HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = (
 )
 _FORMATS = ("hybrid", "e4m3")
 _ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
-_ADVICE_BACKEND = "--attention-backend auto detects this too and uses a slower one: install a version built for this torch"
+_ADVICE_BACKEND = (
+    "--attention-backend auto detects this too and uses a slower one: install a version built for "
+    "this torch"
+)
 _ADVICE_FLASH = (
     "EXTRAS=flash ./install.sh (CUDA 13): 8 % more tokens/s at 1b under MLM, measured on an H200"
 )
-_ADVICE_KERNEL = "runs detect this too and use torch instead, which is slower: install the triton built for this torch"
+_ADVICE_KERNEL = (
+    "runs detect this too and use torch instead, which is slower: install the triton built for "
+    "this torch"
+)
 
 
 def _init_backend() -> Backend:
@@ -62,7 +68,10 @@ def check_matmul(context: CheckContext) -> list[Finding]:
             rate = f"{speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"{speed / 1e9:.3g} GFLOP/s"
             findings.append(ok(name, f"right, {rate}"))
         else:
-            advice = "this device's results cannot be trusted: try another device or another build of torch"
+            advice = (
+                "this device's results cannot be trusted: try another device or another build of "
+                "torch"
+            )
             findings.append(problem(name, f"error {error:.2g}, allowed {allowed:.2g}", advice))
     has = devices.cpu_has_bf16() if backend.is_cpu else backend.has_bf16
     text = f"{'has' if has else 'no'} instructions for it"
@@ -202,7 +211,8 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
     return [
         ok(
             name,
-            f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed",
+            f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error "
+            "allowed",
         )
     ]
 

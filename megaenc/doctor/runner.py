@@ -49,7 +49,10 @@ class CheckRunner:
         try:
             result, failure = answer.result(seconds)
         except TimeoutError:
-            failure = f"no answer in {seconds:.3g} s (see --timeout){self._read_last_line(printed_before)}"
+            failure = (
+                f"no answer in {seconds:.3g} s (see "
+                f"--timeout){self._read_last_line(printed_before)}"
+            )
         except WorkerProcessDied as error:
             failure = f"its process {error.end}{self._read_last_line(printed_before)}"
         if failure:

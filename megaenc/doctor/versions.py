@@ -62,7 +62,10 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
         else:
             importlib.import_module(_MODULES.get(name, name))
     except Exception as error:  # a half-installed package may raise anything
-        text = f"{version}, cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        text = (
+            f"{version}, cannot be imported: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:160]}"
+        )
         if is_required:
             return [
                 problem(name, text, f"reinstall {name}: ./install.sh", mismatch_level="problem")

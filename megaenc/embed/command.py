@@ -74,7 +74,8 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError(
-            "--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`"
+            "--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval "
+            "--help`"
         )
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(
@@ -129,7 +130,8 @@ def _evaluate(
     }
     if not settings.model and len(labelled) == len(named_data):
         raise InputError(
-            "--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed eval --help`"
+            "--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed "
+            "eval --help`"
         )
     named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
     if settings.bm25 and named_data:
@@ -237,7 +239,8 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
             )
         if name in named:
             raise InputError(
-                f"{flag}: found {name} twice, expected each once; name one of them otherwise, NAME=FOLDER"
+                f"{flag}: found {name} twice, expected each once; name one of them otherwise, "
+                "NAME=FOLDER"
             )
         named[name] = source
     return named

@@ -77,7 +77,8 @@ class ContrastiveData:
         if not lengths.all():
             text = texts[int(np.argmin(lengths))]
             raise InputError(
-                f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at least one in each"
+                f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at "
+                "least one in each"
             )
         for query, pair in zip(queries, pairs, strict=True):
             if (document := index.get(before_document + pair.query)) is not None:

@@ -94,7 +94,8 @@ def fetch_model(name_or_folder: str) -> str:
         return snapshot_download(name_or_folder, allow_patterns=_HUB_FILES)
     except Exception as error:  # HTTP, file system and the Hub's own errors
         raise InputError(
-            f"--model {name_or_folder}: neither a folder nor a model that the Hub gives ({first_error_line(error, 120)})"
+            f"--model {name_or_folder}: neither a folder nor a model that the Hub gives "
+            f"({first_error_line(error, 120)})"
         ) from None
 
 
@@ -115,7 +116,8 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     parts = [str(module.get("path", "")) for module in modules]
     if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
         raise InputError(
-            f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it"
+            f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and "
+            "folders in it"
         )
     pooling = _read_pooling(path / parts[1] / "config.json")
     transformer = _read_optional(path / "sentence_bert_config.json")
@@ -192,11 +194,13 @@ def build_embedder(
     )
     if given.max_length > embedder.max_length:
         raise InputError(
-            f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
+            f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} "
+            f"tokens that {name} reads"
         )
     if given.truncate_dim > (full := embedder.backbone.hidden_size):
         raise InputError(
-            f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of {name}'s embeddings"
+            f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of "
+            f"{name}'s embeddings"
         )
     config = dataclasses.replace(
         config, attention=embedder.backbone.attention, max_length=embedder.max_length
@@ -213,7 +217,8 @@ def build_embedder(
     )
     size = f", cut to {config.truncate_dim} numbers" if config.truncate_dim else ""
     print_rank_0(
-        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
+        f"{name}: {config.pooling} pooling, {config.attention} attention, at most "
+        f"{config.max_length} tokens, "
         f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}{size}"
     )
     return embedder
@@ -234,7 +239,8 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
         ) from None
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise InputError(
-            f"{path}: found the modules {', '.join(kinds)}, expected Transformer, Pooling and maybe Normalize"
+            f"{path}: found the modules {', '.join(kinds)}, expected Transformer, Pooling and "
+            "maybe Normalize"
         )
     return modules
 
@@ -256,11 +262,13 @@ def _read_pooling(path: Path) -> Pooling:
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
     if not isinstance(mode, str) or mode not in POOLING_FUNCTIONS:
         raise InputError(
-            f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(POOLING_FUNCTIONS)}"
+            f"{path}: found the pooling {str(mode)[:40]}, expected one of "
+            f"{', '.join(POOLING_FUNCTIONS)}"
         )
     if values.get("include_prompt") is False:
         raise InputError(
-            f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt too"
+            f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt "
+            "too"
         )
     return mode
 
@@ -304,7 +312,8 @@ class Embedder:
         added = self.tokenizer.num_special_tokens_to_add()
         if self.max_length <= added:  # tokenizers would not cut at all
             raise InputError(
-                f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens"
+                f"--max-length: found {self.max_length}, expected room for text next to {added} "
+                "added tokens"
             )
 
     def tokenize(
@@ -336,7 +345,8 @@ class Embedder:
             progress(len(rows))
         if truncated and not quiet:
             print_rank_0(
-                f"{truncated:,} of {len(texts):,} texts are longer than {self.max_length} tokens and are cut"
+                f"{truncated:,} of {len(texts):,} texts are longer than {self.max_length} tokens "
+                "and are cut"
             )
         return rows
 

@@ -95,7 +95,10 @@ def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
     """
     hf_model = build_hf_model(backbone, nn.Identity(), TaskFamily.IR, (), None).to(backbone.device)
     flag = f"--attention {backbone.attention}"
-    advice = "expected an attention that an export has too; leave --attention out, or choose another --model"
+    advice = (
+        "expected an attention that an export has too; leave --attention out, or choose another "
+        "--model"
+    )
     check_same_outputs(hf_model, texts, lambda: backbone.compute_states(texts), flag, advice)
 
 
@@ -118,12 +121,14 @@ def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> 
     ):
         if not np.array_equal(expected, actual):
             raise InputError(
-                f"its tokenizer encodes {text[:40]!r} as {actual[:8].tolist()}, the trained model's as {expected[:8].tolist()}"
+                f"its tokenizer encodes {text[:40]!r} as {actual[:8].tolist()}, the trained "
+                f"model's as {expected[:8].tolist()}"
             )
     difference = (embedder.embed(rows) - reloaded.embed(rows)).abs().max().item()
     if not difference <= _TOLERANCE:
         raise InputError(
-            f"its embeddings differ by {difference:.2g} from the trained model's, expected at most {_TOLERANCE:g}"
+            f"its embeddings differ by {difference:.2g} from the trained model's, expected at most "
+            f"{_TOLERANCE:g}"
         )
 
 

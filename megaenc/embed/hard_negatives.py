@@ -67,7 +67,8 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     last_rank = settings.skip + settings.negatives
     if settings.depth < last_rank:
         raise InputError(
-            f"--depth: found {settings.depth}, expected at least {last_rank}, --skip and --negatives together"
+            f"--depth: found {settings.depth}, expected at least {last_rank}, --skip and "
+            "--negatives together"
         )
     output = Path(settings.output)
     if output.suffix != ".jsonl":

@@ -19,7 +19,8 @@ from megaenc.finetune.datasets.hub import load_from_hub
 from megaenc.finetune.datasets.hub_repository import HubReference, parse_hub_reference
 
 EXPECTED_PAIRS = (
-    "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), SQuAD's .json, "
+    "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), "
+    "SQuAD's .json, "
     "a BEIR folder with qrels/train.tsv, or ORG/NAME on the Hugging Face Hub"
 )
 # Of sentence-transformers and SQuAD too.
@@ -75,7 +76,8 @@ def load_pairs(sources: Sequence[str]) -> PairData:
             raise InputError(f"{source}: found no pair, expected {EXPECTED_PAIRS}")
     if len(pairs) < 2:
         raise InputError(
-            f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the negatives"
+            f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the "
+            "negatives"
         )
     print_rank_0(_describe(list(pairs), total - len(pairs), unanswerable))
     digest = hashlib.sha256()
@@ -137,7 +139,8 @@ def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
     negatives = _get_negatives(row, location)
     if document in negatives:
         raise InputError(
-            f"{location}: negative {negatives.index(document) + 1} is the document itself, expected another text"
+            f"{location}: negative {negatives.index(document) + 1} is the document itself, "
+            "expected another text"
         )
     return TrainingPair(query, document, negatives)
 
@@ -151,7 +154,8 @@ def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str
     present = [key for key in keys if key in row]
     if len(present) != 1:
         raise InputError(
-            f"{location}: found {format_names(present or row)}, expected one column of {', '.join(keys)}"
+            f"{location}: found {format_names(present or row)}, expected one column of "
+            f"{', '.join(keys)}"
         )
     text = formats.get_value(row, present[0], location, str)
     if not text.strip():
@@ -172,12 +176,14 @@ def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
         return tuple(formats.get_value(row, key, location, str) for key, _ in cells)
     if columns:
         raise InputError(
-            f"{location}: found `negatives` and {format_names(columns)}, expected one of the two forms"
+            f"{location}: found `negatives` and {format_names(columns)}, expected one of the two "
+            "forms"
         )
     negatives = row["negatives"] or []
     if not isinstance(negatives, list):
         raise InputError(
-            f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, negative_2 ..."
+            f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, "
+            "negative_2 ..."
         )
     for number, text in enumerate(negatives, 1):
         if not isinstance(text, str) or not text.strip():

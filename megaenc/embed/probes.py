@@ -38,11 +38,13 @@ def import_mteb() -> ModuleType:
         import mteb
     except ImportError:
         raise InputError(
-            "similarity, classification and --tasks need the package mteb: `pip install 'mteb>=2.26,<3'`"
+            "similarity, classification and --tasks need the package mteb: `pip install "
+            "'mteb>=2.26,<3'`"
         ) from None
     except OSError as error:
         raise InputError(
-            f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be written"
+            f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be "
+            "written"
         ) from None
     return mteb
 
@@ -115,7 +117,8 @@ class ProbeTask:
         half = math.nan
         if not math.isfinite(score):
             raise InputError(
-                f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its scores are equal"
+                f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its "
+                "scores are equal"
             )
         if len(parts) > 1:
             return self._build_row(model, score, None)
@@ -212,14 +215,16 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
         raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
     if formats.infer_family(file, rows[0][1]) is not TaskFamily.SC:
         raise InputError(
-            f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for similarity, text_pair"
+            f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for "
+            "similarity, text_pair"
         )
     has_scores = any(_is_score(row.get("label")) for _, row in rows)
     if any(row.get("text_pair") is not None for _, row in rows):
         if has_scores:
             return _build_similarity(name, file, rows)
         raise InputError(
-            f"{file}: found pairs with classes as labels, expected scores such as 3.5 (similarity), or texts without text_pair; "
+            f"{file}: found pairs with classes as labels, expected scores such as 3.5 "
+            "(similarity), or texts without text_pair; "
             "pairs of classes need `megaenc finetune run`"
         )
     if has_scores:
@@ -282,7 +287,8 @@ def _build_similarity(name: str, file: Path, rows: Sequence[formats.Row]) -> Pro
         columns["score"].append(score)
     if len(set(columns["score"])) < 2:
         raise InputError(
-            f"{file}: found the score {columns['score'][0]} in all rows, expected at least two different ones"
+            f"{file}: found the score {columns['score'][0]} in all rows, expected at least two "
+            "different ones"
         )
     return _build_local_task(name, "STS", "cosine_spearman", {"test": columns})
 
@@ -335,17 +341,20 @@ def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
             ) from None
         if task.metadata.modalities != ["text"]:
             raise InputError(
-                f"--tasks {name}: found a task of {', '.join(task.metadata.modalities)}, expected text"
+                f"--tasks {name}: found a task of {', '.join(task.metadata.modalities)}, expected "
+                "text"
             )
         if members := getattr(task.metadata, "tasks", ()):
             raise InputError(
-                f"--tasks {name}: found a group, expected its tasks: {' '.join(m.metadata.name for m in members)}"
+                f"--tasks {name}: found a group, expected its tasks: "
+                f"{' '.join(m.metadata.name for m in members)}"
             )
         try:
             task.load_data()
         except Exception as error:  # HTTP, file system and the Hub's own errors
             raise InputError(
-                f"--tasks {name}: the data set is neither in the Hub's cache nor can it be downloaded "
+                f"--tasks {name}: the data set is neither in the Hub's cache nor can it be "
+                "downloaded "
                 f"({first_error_line(error, 120)}); local folders go to --data"
             ) from None
         yield ProbeTask.from_loaded(name, task)

@@ -66,7 +66,8 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
     # Halves of a text that is too long have a quarter of its words at least
     if settings.max_words < 4 * settings.min_words:
         raise InputError(
-            f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, 4 x --min-words"
+            f"--max-words: found {settings.max_words}, expected at least {4 * settings.min_words}, "
+            "4 x --min-words"
         )
     output = Path(settings.output)
     if output.suffix != ".jsonl":

@@ -69,8 +69,10 @@ def iterate_contrastive_batches(
         while not batch.has_negatives:
             if high - low == batches:
                 raise InputError(
-                    "--data: found no negative, as every document answers every query or is the query itself; "
-                    "expected documents of other queries, or hard negatives with --negatives above 0"
+                    "--data: found no negative, as every document answers every query or is the "
+                    "query itself; "
+                    "expected documents of other queries, or hard negatives with --negatives above "
+                    "0"
                 )
             if low:
                 low -= 1
@@ -102,7 +104,8 @@ class ContrastiveTrainer:
         full = embedder.backbone.hidden_size
         if wrong := [size for size in config.matryoshka_dims if size > full]:
             raise InputError(
-                f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the embeddings"
+                f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the "
+                "embeddings"
             )
         embedder.backbone.train()
         self.optimizer = MasterWeightOptimizer(
@@ -215,7 +218,8 @@ class StateFolder:
                     )
             except Exception as error:  # a damaged file may fail in any way
                 raise InputError(
-                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} to start over"
+                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} "
+                    "to start over"
                 ) from None
         if not get_rank():
             with atomic_files(log) as [temporary]:

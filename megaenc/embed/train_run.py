@@ -94,12 +94,14 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         return
     if state.exists() and not state.is_dir():
         raise InputError(
-            f"{state}: found a file, expected the folder of a training's state; choose another --output"
+            f"{state}: found a file, expected the folder of a training's state; choose another "
+            "--output"
         )
     if state.is_dir() and any(state.iterdir()):
         if not (state / _SETTINGS).is_file():
             raise InputError(
-                f"{state}: no {_SETTINGS}, expected the state of a training or no such folder; choose another --output"
+                f"{state}: no {_SETTINGS}, expected the state of a training or no such folder; "
+                "choose another --output"
             )
         _check_same_settings(state / _SETTINGS, read_json_object(state / _SETTINGS), record)
 
@@ -118,13 +120,15 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
             )
         trainer = ContrastiveTrainer(embedder, data, config)
         print_rank_0(
-            f"{settings.model}: {embedding.pooling} pooling, {embedder.backbone.attention} attention, "
+            f"{settings.model}: {embedding.pooling} pooling, {embedder.backbone.attention} "
+            "attention, "
             f"at most {embedder.max_length} tokens, {config.precision}"
         )
         texts = len(data.rows)
         tokens = int(data.lengths.sum())
         print_rank_0(
-            f"{len(pairs.pairs):,} pairs, {texts:,} distinct texts, {tokens:,} tokens: {trainer.steps:,} steps"
+            f"{len(pairs.pairs):,} pairs, {texts:,} distinct texts, {tokens:,} tokens: "
+            f"{trainer.steps:,} steps"
         )
         progress = _train(settings, trainer, state, record)
         details = {
@@ -150,7 +154,8 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
             for leftover in (state, *find_stale_temp_files(output)):
                 remove_path(leftover)
     print_rank_0(
-        f"written: {output}: loss {progress.loss:.4f} after {progress.step:,} steps in {format_duration(progress.seconds)}; "
+        f"written: {output}: loss {progress.loss:.4f} after {progress.step:,} steps in "
+        f"{format_duration(progress.seconds)}; "
         f"{progress.masked:,} scores masked as false negatives"
     )
 
@@ -176,7 +181,8 @@ def _load_embedder(
     )
     if settings.contrastive.max_length > embedder.max_length:
         raise InputError(
-            f"--max-length: found {settings.contrastive.max_length}, expected at most the {embedder.max_length} tokens that the "
+            f"--max-length: found {settings.contrastive.max_length}, expected at most the "
+            f"{embedder.max_length} tokens that the "
             "model reads"
         )
     return embedder
@@ -228,13 +234,15 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
     for name, value in current["config"].items():
         if config.get(name) != value:
             raise InputError(
-                f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; {advice}"
+                f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; "
+                f"{advice}"
             )
     for name, value in current["fingerprints"].items():
         if fingerprints.get(name) != value:
             flag = "--data" if name == "data" else "--model"
             raise InputError(
-                f"{flag}: the content of its {_CONTENTS[name]} is not that recorded in {file}; {advice}"
+                f"{flag}: the content of its {_CONTENTS[name]} is not that recorded in {file}; "
+                f"{advice}"
             )
 
 
@@ -263,7 +271,8 @@ def _hold_lock(output: Path) -> Iterator[None]:
             lambda: stack.enter_context(try_lock(output.with_name(f".{output.name}.lock")))
         ):
             raise InputError(
-                f"--output {output}: another process trains this model; wait for it or choose another --output"
+                f"--output {output}: another process trains this model; wait for it or choose "
+                "another --output"
             )
         yield
 

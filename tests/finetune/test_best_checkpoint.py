@@ -173,7 +173,8 @@ def test_a_prediction_that_is_nan_is_a_failed_run(flags, where, model, data, tmp
 
 
 def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, capfd, refusal):
-    flags = ["--model", model, "--dataset", data / "sc", "--output", tmp_path, "--batch-size", 8, "--precision", "fp32",
+    flags = ["--model", model, "--dataset", data / "sc", "--output", tmp_path, "--batch-size", 8,
+             "--precision", "fp32",
              "--max-steps", 6, "--eval-interval", 3, "--best-checkpoint"]  # fmt: skip
     for again in ("", "finished before, "):
         run_main([str(flag) for flag in flags])
@@ -202,7 +203,8 @@ def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, 
 
 @pytest.mark.parametrize("limits, steps, said", [
     ({"max_steps": 0, "epochs": 1.5}, 8, ""),  # of 40 examples
-    ({"max_steps": 3, "epochs": 1.5}, 3, "0.6 epochs instead of --epochs 1.5: --max-steps 3; --max-steps 0 lifts this limit"),
+    ({"max_steps": 3, "epochs": 1.5}, 3,
+     "0.6 epochs instead of --epochs 1.5: --max-steps 3; --max-steps 0 lifts this limit"),
     ({"max_steps": 3, "epochs": 1.0}, 3, ""),  # as in the study
 ])  # fmt: skip
 def test_the_limit_of_a_training_is_printed(limits, steps, said, model, data, tmp_path, capsys):

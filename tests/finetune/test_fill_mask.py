@@ -20,7 +20,8 @@ from megaenc.objectives import MaskedLanguageModeling
 
 SENTENCE = "The small garden behind the house was full of yellow flowers in the early summer."
 TEXTS = [
-    f"{SENTENCE} {'Nobody came. ' * (number % 7)}The old man walked slowly down to the river with his dog and a {word} book."
+    f"{SENTENCE} {'Nobody came. ' * (number % 7)}The old man walked slowly down to the river with "
+    f"his dog and a {word} book."
     for number, word in enumerate(["heavy", "green", "little", "borrowed"] * 6)
 ]
 
@@ -252,7 +253,8 @@ def test_the_surest_guesses_come_first_next_to_the_accuracy_of_all(capsys):
     assert re.findall(r"Number (\d)", output) == ["1", "3", "0"]
     assert re.findall(r"✓ (\w+)", output) == ["cat"]
     assert output.endswith(
-        "the 3 sentences with the surest guesses of 4; the first guess is right in 50.0 % of all 4\n"
+        "the 3 sentences with the surest guesses of 4; the first guess is right in 50.0 % of all "
+        "4\n"
     )
 
 

@@ -521,7 +521,10 @@ def test_pairs_have_the_tokenizers_own_special_tokens(
             tmp_path / "out",
             *LEARNING,
         ]
-        said = "field `protocol.special_tokens`: found '', expected 'template'; use --no-add-bos --add-eos, choose another"
+        said = (
+            "field `protocol.special_tokens`: found '', expected 'template'; use --no-add-bos "
+            "--add-eos, choose another"
+        )
         assert said in refusal(run_main, argv)
 
 
@@ -638,7 +641,10 @@ def test_a_tokenizer_of_another_model_is_refused(copied, data, refusal):
     Tokenizer(models_of_tokens.WordLevel({"a": 0}, unk_token="[UNK]")).save(
         str(copied / "tokenizer.json")
     )
-    said = f"{copied}: its tokenizer fails: WordLevel error: Missing [UNK] token from the vocabulary; expected"
+    said = (
+        f"{copied}: its tokenizer fails: WordLevel error: Missing [UNK] token from the vocabulary; "
+        "expected"
+    )
     assert said in refusal(predict_main, argv)
 
 
@@ -730,8 +736,10 @@ def test_odd_fields_of_a_kept_model_are_named(file, changes, words, copied, tmp_
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ('{"id": 0.5, "text": "stan"}', "rows.jsonl:2: key `id`: found 0.5, expected text or an integer"),
-    ('{"id": true, "text": "stan"}', "rows.jsonl:2: key `id`: found true, expected text or an integer"),
+    ('{"id": 0.5, "text": "stan"}',
+     "rows.jsonl:2: key `id`: found 0.5, expected text or an integer"),
+    ('{"id": true, "text": "stan"}',
+     "rows.jsonl:2: key `id`: found true, expected text or an integer"),
     ('{"words": 1}', "rows.jsonl:2: no key `text`; found `words`"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_predicted_are_named(row, said, kept, tmp_path, refusal):

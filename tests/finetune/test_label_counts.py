@@ -16,11 +16,14 @@ from megaenc.finetune.tasks.token_classification import TokenClassification
 @pytest.mark.parametrize("train, validation, test, lines", [
     ([10, 50], [1, 1], [3, 1], []),
     ([10, 51], [1, 1], [3, 1], [
-        "x: pos is 5.1 times as frequent as neg; train: pos 51, neg 10; always predicting neg is right in 75.00 % of test"]),
+        "x: pos is 5.1 times as frequent as neg; train: pos 51, neg 10; always predicting neg is "
+        "right in 75.00 % of test"]),
     ([10, 10], [4, 0], [1, 1], [
-        "x: validation has no pos; train: neg 10, pos 10; always predicting neg is right in 50.00 % of test"]),
+        "x: validation has no pos; train: neg 10, pos 10; always predicting neg is right in 50.00 "
+        "% of test"]),
     ([10, 0], [4, 0], [5, 3], [
-        "x: train has no pos; validation has no pos; train: neg 10, pos 0; always predicting neg is right in 62.50 % of test",
+        "x: train has no pos; validation has no pos; train: neg 10, pos 0; always predicting neg "
+        "is right in 62.50 % of test",
         "x: warning: labels without a training example cannot be learned: pos (test: 3)"]),
 ])  # fmt: skip
 def test_what_is_said_of_classes(train, validation, test, lines):
@@ -40,7 +43,8 @@ def test_the_tag_of_no_span_is_no_class():
         "x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts * [1, 9, 1])
     )
     assert line.startswith(
-        "x: B-X is 7.5 times as frequent as I-X; train: O 1,000, B-X 90, I-X 12; always predicting O is right"
+        "x: B-X is 7.5 times as frequent as I-X; train: O 1,000, B-X 90, I-X 12; always predicting "
+        "O is right"
     )
 
 
@@ -88,7 +92,8 @@ def test_a_run_counts_labels_before_it_trains(model, tmp_path, capfd):
     )
     said = capfd.readouterr().out.splitlines()
     assert (
-        "films: pos is 7.0 times as frequent as neg; train has no odd; validation has no neg, odd; train: pos 14, neg 2, odd 0; "
+        "films: pos is 7.0 times as frequent as neg; train has no odd; validation has no neg, odd; "
+        "train: pos 14, neg 2, odd 0; "
         "always predicting pos is right in 60.00 % of test"
     ) in said
     assert (

@@ -205,7 +205,9 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
         file.write("\n")
     with pytest.raises(
         InputError,
-        match=r"(sc|the tokenizer in .*little): has changed since the run was planned; run the same",
+        match=(
+            r"(sc|the tokenizer in .*little): has changed since the run was planned; run the same"
+        ),
     ):
         train_and_evaluate(job)
     assert not (tmp_path / "out").exists()

@@ -77,7 +77,10 @@ def start_python(code: str, started: Path) -> subprocess.Popen:
     """Start a process of `code`; return when `started` has its stage's process id."""
     import runs  # not found by the processes that import this module
 
-    head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\n"
+    head = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import "
+        "Path\n"
+    )
     head += "from fake_stages import SAVE_WHEN_TOLD, SUCCEED, FakeStage\n"
     process = subprocess.Popen(
         [sys.executable, "-c", head + code],

@@ -15,7 +15,9 @@ def folder(tmp_path):
     ("sst-2", "unknown data set `sst-2`, expected one of sst2, qqp, .*; did you mean `sst2`?"),
     ("demo_sq", "did you mean `demo_sc`?"),
     ("qqqqq_zzzz", "unknown data set `qqqqq_zzzz`, expected one of .* NAME=PATH$"),
-    ("/runs/nowhere", "data set /runs/nowhere: found no file or folder /runs/nowhere, expected one with labelled data"),
+    ("/runs/nowhere",
+     "data set /runs/nowhere: found no file or folder /runs/nowhere, expected one with labelled "
+     "data"),
     ("films=nowhere", "data set films=nowhere: found no file or folder nowhere"),
 ])  # fmt: skip
 def test_unknown_names(given, message):

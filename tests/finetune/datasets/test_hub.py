@@ -54,8 +54,10 @@ def table(columns, count=ROWS):
 
 @pytest.mark.parametrize("name, config, columns, text, test, count", [
     ("sst2", "sst2", ["sentence"], "{sentence}", "validation", 2),
-    ("qqp", "qqp", ["question1", "question2"], "Question 1: {question1}\nQuestion 2: {question2}", "validation", 2),
-    ("mnli_m", "mnli", ["premise", "hypothesis"], "Premise: {premise}\nHypothesis: {hypothesis}", "validation_matched", 3),
+    ("qqp", "qqp", ["question1", "question2"], "Question 1: {question1}\nQuestion 2: {question2}",
+     "validation", 2),
+    ("mnli_m", "mnli", ["premise", "hypothesis"], "Premise: {premise}\nHypothesis: {hypothesis}",
+     "validation_matched", 3),
 ])  # fmt: skip
 def test_classification(on_hub, name, config, columns, text, test, count):
     values = {column: (lambda row, column=column: f"{column} {row} {{}}") for column in columns}
@@ -125,7 +127,9 @@ def test_tags_that_the_study_does_not_have_are_refused(on_hub):
     on_hub({("hgissbkh/uner_en", None, "test"): data})
     with pytest.raises(
         InputError,
-        match=r"uner_en: test row 1: label 'B-OTH': outside the label set, expected one of O, B-PER",
+        match=(
+            r"uner_en: test row 1: label 'B-OTH': outside the label set, expected one of O, B-PER"
+        ),
     ):
         find_dataset("uner_en").load_split("test")
 
@@ -148,7 +152,10 @@ def test_answering(on_hub, capsys, name, repository):
         Question(ids[0], "Who 0?", "Yes Ada did.", ()),
         Question(ids[1], "Who 2?", "Yes Ada did.", (Answer("Ada", 4),)),
     ]
-    said = f"{name}: 1 of 3 questions of validation are left out, the first because of {name}: validation row 2: answer_start 5"
+    said = (
+        f"{name}: 1 of 3 questions of validation are left out, the first because of {name}: "
+        "validation row 2: answer_start 5"
+    )
     assert said in capsys.readouterr().out
 
 

@@ -172,13 +172,16 @@ def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
 
 @pytest.mark.parametrize("content, message", [
     ({"train": Dataset.from_dict({"body": ["x"], "stars": [1]})},
-     r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) and label"),
+     r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) "
+     r"and label"),
     ({"train": Dataset.from_dict({"text": ["x"], "label": [0.5]})},
      r"data set odd \(org/odd\): train row 1: label 0.5: .* regression is not supported"),
     ({"train": Dataset.from_dict({"text": ["x", "y"], "label": ["5", "4.8"]})},
      r"data set odd \(org/odd\): train row 2: label '4.8': .* regression is not supported"),
-    ({"train": Dataset.from_dict({"tokens": [["x"]], "tags": [["NN"]]})}, r"train row 1: tag 1: found 'NN', expected IOB2"),
-    ({"unsupervised": reviews(2)}, r"found the splits `unsupervised`, expected train, validation and test"),
+    ({"train": Dataset.from_dict({"tokens": [["x"]], "tags": [["NN"]]})},
+     r"train row 1: tag 1: found 'NN', expected IOB2"),
+    ({"unsupervised": reviews(2)},
+     r"found the splits `unsupervised`, expected train, validation and test"),
     ({"train": reviews(2)}, r"data set odd \(org/odd\): no test split, expected a split test"),
 ])  # fmt: skip
 def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
@@ -189,10 +192,13 @@ def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
 
 @pytest.mark.parametrize("given, error, message", [
     ("runs/nowhere", ConnectionError("Couldn't reach it"),
-     r"^data set runs/nowhere: found no file or folder runs/nowhere; runs/nowhere of the Hugging Face Hub cannot be read: "
-     r"Couldn't reach it; expected a data set of the Hub and a network once, or a path of local data$"),
+     r"^data set runs/nowhere: found no file or folder runs/nowhere; runs/nowhere of the Hugging "
+     r"Face Hub cannot be read: "
+     r"Couldn't reach it; expected a data set of the Hub and a network once, or a path of local "
+     r"data$"),
     ("hf:glue", ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']\nExample"),
-     r"^data set hf:glue: glue of .*: Config name is missing. Please pick one among the available configs: \['cola', 'sst2'\];"),
+     r"^data set hf:glue: glue of .*: Config name is missing. Please pick one among the available "
+     r"configs: \['cola', 'sst2'\];"),
 ])  # fmt: skip
 def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch, given, error, message):
     on_hub({})

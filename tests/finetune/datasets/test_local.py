@@ -194,7 +194,10 @@ def test_csv_is_read_with_its_quotes(tmp_path):
     """Line ends in a cell are text; columns without a name may repeat."""
     assert read(tmp_path, "unnamed.csv", "text,label,,\na,x,,\n") == [LabelledText("0", "a", 0)]
     long = "long " * 50_000
-    table = f'\ufeffid,text,label\r\na,"the ""best"", he said",1\r\n\r\nb,"two\r\nlines\rand a tab\t\n",0\r\nc,{long},1\r\n'
+    table = (
+        '\ufeffid,text,label\r\na,"the ""best"", he said",1\r\n\r\nb,"two\r\nlines\rand a '
+        f'tab\t\n",0\r\nc,{long},1\r\n'
+    )
     assert read(tmp_path, "test.csv", table) == [
         LabelledText("a", 'the "best", he said', 1),
         LabelledText("b", "two\r\nlines\rand a tab\t\n", 0),
@@ -239,7 +242,10 @@ def test_class_names_in_parquet_files_are_the_labels_and_must_be_those_of_train(
             labelled(0, 1),
         )
     folder = str(tmp_path / "stars")
-    message = r"test.parquet: names of column `label`: found 1, 2, expected those of .*train.parquet or a meta.json"
+    message = (
+        r"test.parquet: names of column `label`: found 1, 2, expected those of .*train.parquet or "
+        r"a meta.json"
+    )
     with pytest.raises(InputError, match=message):
         find_dataset(folder)
     (tmp_path / "stars" / "test.parquet").unlink()
@@ -276,7 +282,10 @@ rejects VBZ I-VP O
 
 Ada NNP I-NP B-PER
 """
-UNER = "# sent_id = first\n# text = Ada is in\n1\tAda\tB-PER\t-\tann\n2\tis\tO\t-\tann\n\n# sent_id = second\n1\tIn\tO\t-\tann\n"
+UNER = (
+    "# sent_id = first\n# text = Ada is in\n1\tAda\tB-PER\t-\tann\n2\tis\tO\t-\tann\n\n# sent_id = "
+    "second\n1\tIn\tO\t-\tann\n"
+)
 
 
 def test_tagged_words_of_every_format(tmp_path):
@@ -449,7 +458,8 @@ def test_a_split_of_one_is_too_small_to_share(tmp_path):
         (
             write_splits(tmp_path / "c", "jsonl", labelled("x"), valid=None),
             "train",
-            r"train.jsonl: found 1, too few examples .* expected 2 at least or a file validation.\*",
+            r"train.jsonl: found 1, too few examples .* expected 2 at least or a file "
+            r"validation.\*",
         ),
     ):
         with pytest.raises(InputError, match=message):
@@ -706,15 +716,22 @@ def test_bad_folders(tmp_path, changed, message):
 
 
 @pytest.mark.parametrize("file, content, message", [
-    ("qrels/dev.tsv", "q2\td9\t1", r"validation split: found none of the 1 relevant documents in corpus.jsonl"),
-    ("qrels/train.tsv", "q2\td9\t1", r"train.tsv:1: document 'd9': not in corpus.jsonl, expected the _id of a doc"),
-    ("qrels/dev.tsv", "q99\td1\t1", r"dev.tsv:1: query 'q99': not in queries.jsonl, expected the _id of a query"),
-    ("qrels/dev.tsv", "q2\td1\t1\nq2\td1\t2", r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
-    ("qrels/dev.tsv", "q2\t0\td1\t1", r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
+    ("qrels/dev.tsv", "q2\td9\t1",
+     r"validation split: found none of the 1 relevant documents in corpus.jsonl"),
+    ("qrels/train.tsv", "q2\td9\t1",
+     r"train.tsv:1: document 'd9': not in corpus.jsonl, expected the _id of a doc"),
+    ("qrels/dev.tsv", "q99\td1\t1",
+     r"dev.tsv:1: query 'q99': not in queries.jsonl, expected the _id of a query"),
+    ("qrels/dev.tsv", "q2\td1\t1\nq2\td1\t2",
+     r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
+    ("qrels/dev.tsv", "q2\t0\td1\t1",
+     r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
     ("qrels/dev.tsv", f"q2\td1\t{'9' * 5000}", r"dev.tsv:1: found"),
     ("qrels/dev.tsv", "q2\td1\t0", r"the validation split is empty"),
-    ("queries.jsonl", [{"_id": "q2", "text": "a"}, {"_id": "q2", "text": "b"}], r"queries.jsonl:2: _id 'q2': found at .*:1 too"),
-    ("queries.jsonl", [{"id": "q2", "text": "a"}], r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
+    ("queries.jsonl", [{"_id": "q2", "text": "a"}, {"_id": "q2", "text": "b"}],
+     r"queries.jsonl:2: _id 'q2': found at .*:1 too"),
+    ("queries.jsonl", [{"id": "q2", "text": "a"}],
+     r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
 ])  # fmt: skip
 def test_bad_retrieval_data(tmp_path, file, content, message):
     found = find_dataset(beir(tmp_path / "b", {file: content}))

@@ -69,7 +69,8 @@ def test_what_sbatch_gets(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "submitit.core.utils.CommandFunction.__call__", lambda self: "Submitted batch job 17\n"
     )
-    wanted = ["--slurm-partition", "mi250", "--slurm-minutes", 90, "--slurm-gpus", 8, "--slurm-parallel", 5,
+    wanted = ["--slurm-partition", "mi250", "--slurm-minutes", 90, "--slurm-gpus", 8,
+              "--slurm-parallel", 5,
               "--slurm-cpus", 56, "--slurm-extra", "account=abc", "--jobs-per-task", 3]  # fmt: skip
     grid = FakeGrid(tmp_path)
     submitted = submit(grid, *wanted)

@@ -205,7 +205,8 @@ def test_a_folder_with_code_or_a_head_is_read_without_them(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    (transformers.BertConfig(**SIZES, vocab_size=300), r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a b"),
+    (transformers.BertConfig(**SIZES, vocab_size=300),
+     r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a b"),
     (transformers.T5Config(), "found a t5 model, expected an encoder or a decoder"),
 ])  # fmt: skip
 def test_a_folder_of_another_model_is_refused(tmp_path, config, message):
@@ -225,7 +226,10 @@ def test_texts_of_like_length_are_padded_together():
 @pytest.mark.slow
 def test_megatron_stays_out():
     """Models are fine-tuned where only transformers is."""
-    code = "import sys, megaenc.finetune.train; print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    code = (
+        "import sys, megaenc.finetune.train; print([name for name in sys.modules if "
+        "name.split('.')[0] == 'megatron'])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -105,6 +105,8 @@ def test_what_is_missing_is_named(tmp_path, name, content, message):
 def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
     with pytest.raises(
         InputError,
-        match=r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`",
+        match=(
+            r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`"
+        ),
     ):
         check_model_folder("bert-base-uncased")

@@ -130,8 +130,8 @@ def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
     text = output.read_text()
     if ending == "md":
         assert (
-            "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | - | 5e-05 | 14/15 |"
-            in text
+            "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | - | 5e-05 "
+            "| 14/15 |" in text
         )
         return
     rows = json.loads(text)["rows"] if ending == "json" else list(csv.DictReader(text.splitlines()))

@@ -153,8 +153,8 @@ def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
     assert r"$a_{b^&lt;script>alert(1)&lt;script>\|c d&\\e%~\`" in markdown
     latex = (output / "tables/other.tex").read_text()
     assert (
-        r"\$a\_\{b\textasciicircum{}$<$script$>$alert(1)$<$script$>$|c d\&\textbackslash{}e\%\textasciitilde{}`"
-        in latex
+        r"\$a\_\{b\textasciicircum{}$<$script$>$alert(1)$<$script$>$|c "
+        r"d\&\textbackslash{}e\%\textasciitilde{}`" in latex
     )
 
 

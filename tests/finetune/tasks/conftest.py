@@ -15,8 +15,10 @@ from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.tasks import TaskModel
 
 TEXT = (
-    "The small garden behind the house was full of yellow flowers in the early summer. Nobody came. "
-    "The old man walked slowly down to the river with his dog, a heavy book and 1,024 letters from Lyon and Paris. "
+    "The small garden behind the house was full of yellow flowers in the early summer. Nobody "
+    "came. "
+    "The old man walked slowly down to the river with his dog, a heavy book and 1,024 letters from "
+    "Lyon and Paris. "
     "Question: where did Marie Curie live?\nContext: "
 )
 

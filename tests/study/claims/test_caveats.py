@@ -21,7 +21,10 @@ def test_a_verdict_says_what_it_is_about():
     """Models pretrained once, with the noise of the curves, a given noise, or none."""
     for verdict in judge(published()):
         assert "Another pretraining run: " in verdict.reason or verdict.verdict == "no data"
-    sentence = "by how much another pretraining run differs is unknown here: pretrain with several seeds, or state --run-noise"
+    sentence = (
+        "by how much another pretraining run differs is unknown here: pretrain with several seeds, "
+        "or state --run-noise"
+    )
     unknown = {name: one for name, one in by_claim(mini(5)).items() if one.verdict != "no data"}
     assert all(sentence in one.reason for one in unknown.values())
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)

@@ -205,7 +205,9 @@ def test_the_published_tables():
     assert "QA -15.71 points after 2,000 steps" in found["5a"].reason
     families = {one.family: (round(one.difference, 2), one.verdict) for one in found["5a"].families}
     assert families == {
-        "SC": (0.93, "holds"), "TC": (0.59, "holds"), "QA": (-1.04, "reversed"), "IR": (0.25, "not resolved"),
+        "SC": (0.93, "holds"), "TC": (0.59, "holds"), "QA": (-1.04, "reversed"), "IR": (0.25,
+                                                                                        "not "
+                                                                                        "resolved"),
     }  # fmt: skip
 
 

@@ -277,7 +277,8 @@ WRONG = {
                 "seeds": 5_000,
             }
         },
-        "found 1,005,000 results per model (datasets x learning_rates x seeds), expected at most 1,000,000",
+        "found 1,005,000 results per model (datasets x learning_rates x seeds), expected at most "
+        "1,000,000",
     ),
     "the name of a log": (
         {"models": [TOY | {"name": "n" * 170}], "finetune": {"datasets": ["d" * 170 + "=data"]}},

@@ -43,7 +43,10 @@ def test_the_picture_is_written_and_what_the_plan_lacks_is_said(tmp_path, capsys
 
 def test_nothing_is_written_and_torch_stays_out(tmp_path):
     path = manifests.write(tmp_path)
-    code = "import sys; from megaenc.cli import main; main(['study', 'plan', sys.argv[1]]); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from megaenc.cli import main; main(['study', 'plan', sys.argv[1]]); assert "
+        "'torch' not in sys.modules"
+    )
     subprocess.run(
         [sys.executable, "-c", code, str(path)], check=True, capture_output=True, cwd=tmp_path
     )

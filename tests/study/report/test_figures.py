@@ -175,7 +175,10 @@ def test_published_values_lie_behind_the_same_models_with_thin_bars_and_beside_o
     ]
     for one in others:
         if one.published is not None:
-            said = "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100"
+            said = (
+                "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times "
+                "in 100"
+            )
             assert said in one.figure.caption and "88 times in 100" in one.published.caption
 
 

@@ -75,7 +75,8 @@ def test_missing_runs_are_named(tree, capsys):
     report_command.main(["--results", str(tree), "--output", str(output)])
     *_, missing, written = capsys.readouterr().out.splitlines()
     assert missing == (
-        "Missing: 9 of 195 results. Rates that lack a seed cannot be chosen; 1 of 4 would validate better than the chosen one "
+        "Missing: 9 of 195 results. Rates that lack a seed cannot be chosen; 1 of 4 would validate "
+        "better than the chosen one "
         "(table missing-results)."
     )
     assert written.startswith("6 tables")

@@ -151,7 +151,8 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
         ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results")
     )
     assert report.missing_scores == (
-        "No score yet, which needs a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
+        "No score yet, which needs a learning rate with every seed finished: mini-clm-300 (SC "
+        "demo_sc: 4 of 6 runs ended). "
         "No run yet: mini-clm-150-mlm40-300."
     )
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"

@@ -114,7 +114,10 @@ def test_notes_say_what_an_interval_is_worth():
         in table.note
     )
     [table] = build_score_tables(Evidence([OURS], kind="t"), published())
-    expected = "95 % by Student's t over 2 fine-tuning seeds, given the chosen learning rate; published ones are 1.96"
+    expected = (
+        "95 % by Student's t over 2 fine-tuning seeds, given the chosen learning rate; published "
+        "ones are 1.96"
+    )
     assert f"{expected} standard errors over 5" in table.note and "88 times in 100" in table.note
     assert [normal_interval_coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx(
         [0.70, 0.81, 0.88, 0.95], abs=0.01

@@ -60,13 +60,20 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     stage, study = stages["embed/base"], data / STUDY
     root = study / "embed" / "base"
     sets = f"--data sci={data}/ir/sci demo_ir={study}/demo/demo_ir"
-    first = f"embed eval --model pretrained={study}/hf/base {sets} --output {root}/pretrained.json --overwrite --query-prefix=- "
+    first = (
+        f"embed eval --model pretrained={study}/hf/base {sets} --output {root}/pretrained.json "
+        "--overwrite --query-prefix=- "
+    )
     expected = [first]
     for name in ("seed-0", "seed-1"):
-        training = f"embed train --model {study}/hf/base --data {data}/qa/pairs.jsonl --output {root}/{name}"
+        training = (
+            f"embed train --model {study}/hf/base --data {data}/qa/pairs.jsonl --output "
+            f"{root}/{name}"
+        )
         expected.append(f"{training} --seed {name[-1]} --batch-size 64 --query-prefix=- ")
         expected.append(
-            f"embed eval --model {name}={root}/{name} {sets} --output {root}/{name}.json --overwrite --no-bm25"
+            f"embed eval --model {name}={root}/{name} {sets} --output {root}/{name}.json "
+            "--overwrite --no-bm25"
         )
     assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
     assert [" ".join(words(command)) for command in stage.remaining_commands()] == expected
@@ -163,8 +170,8 @@ def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
     )
     lines = list(format_plan(graph, cost))
     assert (
-        f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} checkpoints as pretrained"
-        in lines
+        f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} "
+        "checkpoints as pretrained" in lines
     )
     assert (
         f"  and after {2 * checkpoints} contrastive trainings: 2 seeds of each checkpoint" in lines

@@ -236,8 +236,14 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
         FakeStage("pretrain/a", tmp_path),
         FakeStage("export/a", tmp_path, ("pretrain/a",)),
     )
-    hold = f"import time; from pathlib import Path; from megaenc.study.run import stage_log; study = Path({str(tmp_path)!r})\n"
-    hold += "with stage_log.lock_stage(study, 'pretrain/a'):\n    (study / 'held').touch(); time.sleep(2); "
+    hold = (
+        "import time; from pathlib import Path; from megaenc.study.run import stage_log; study = "
+        f"Path({str(tmp_path)!r})\n"
+    )
+    hold += (
+        "with stage_log.lock_stage(study, 'pretrain/a'):\n    (study / 'held').touch(); "
+        "time.sleep(2); "
+    )
     hold += f"Path({str(node.made)!r}).touch()"
     other = subprocess.Popen([sys.executable, "-c", hold], env=runs.surroundings())
     wait_until((tmp_path / "held").exists, other)
