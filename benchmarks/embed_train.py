@@ -76,7 +76,8 @@ class OwnContender:
         self.trainer = ContrastiveTrainer(
             embedder, self.data, ContrastiveConfig(**same, epochs=100.0, negatives=config.negatives)
         )
-        self.config, self.number = config, 0
+        self.config = config
+        self.number = 0
 
     def prepare(self, batch: int) -> Callable[[], float]:
         """Return the step on a batch: a function that returns the loss."""
@@ -96,7 +97,9 @@ class PaddedContender:
         import torch
         from sentence_transformers import SentenceTransformer
 
-        self.config, self.pairs, self.rules = config, pairs, embedder.config
+        self.config = config
+        self.pairs = pairs
+        self.rules = embedder.config
         self.model = (
             SentenceTransformer(config.model, device=str(embedder.backbone.device)).float().train()
         )
@@ -116,7 +119,8 @@ class PaddedContender:
         from sentence_transformers.util import batch_to_device
 
         some = self.pairs[batch * self.config.batch_size : (batch + 1) * self.config.batch_size]
-        before, prefix = self.rules.query_prefix, self.rules.document_prefix
+        before = self.rules.query_prefix
+        prefix = self.rules.document_prefix
         columns = [
             [before + pair.query for pair in some],
             [prefix + pair.document for pair in some],
@@ -149,7 +153,8 @@ def time_step(step: Callable[[], float]) -> dict[str, float]:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu_began = time.process_time()
     loss = step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -200,7 +205,8 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
     rules = dataclasses.replace(read_embedding_config(config.model), attention=None)
     rules = dataclasses.replace(rules, max_length=config.max_length or rules.max_length)
     embedder = Embedder(config.model, rules, device=backend.device, dtype=torch.float32)
-    padded, own = PaddedContender(config, embedder, pairs), OwnContender(config, embedder, pairs)
+    padded = PaddedContender(config, embedder, pairs)
+    own = OwnContender(config, embedder, pairs)
     losses = {"megaenc": own.prepare(0)(), "sentence-transformers": padded.prepare(0)()}
     if abs(losses["megaenc"] - losses["sentence-transformers"]) > TOLERANCE * abs(
         losses["megaenc"]
@@ -221,7 +227,8 @@ def measure(config: EmbedTrainBenchConfig) -> dict[str, Any]:
     )
     sides = {"megaenc": own, "sentence-transformers": padded}
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    tokens, padded_tokens = [], []
+    tokens = []
+    padded_tokens = []
     for round_ in range(config.rounds):
         for name in list(sides)[:: 1 if round_ % 2 == 0 else -1]:
             turns[name].append(time_step(sides[name].prepare(round_ % batches)))
@@ -293,7 +300,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{side['tokens_per_second']:,.0f} tokens/s without padding{share}"
         )
     padding = 100 * (1 - sum(result["tokens"]) / sum(result["padded_tokens"]))
-    ratio, by_cpu_time = result["seconds_ratio"], result["cpu_seconds_ratio"]
+    ratio = result["seconds_ratio"]
+    by_cpu_time = result["cpu_seconds_ratio"]
     print_rank_0(f"{padding:.0f} % of sentence-transformers' tokens are padding")
     print_rank_0(f"megaenc is {ratio:.2f} times as fast, {by_cpu_time:.2f} times by CPU time")
 

@@ -129,7 +129,8 @@ def run_trainer(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[
         "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), "
         "int(sys.argv[2]))))"
     )
-    began, scores = time.monotonic(), []
+    began = time.monotonic()
+    scores = []
     environment = os.environ | {
         "HF_DATASETS_CACHE": str(work / "datasets"),
         "TOKENIZERS_PARALLELISM": "false",

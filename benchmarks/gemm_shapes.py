@@ -148,26 +148,23 @@ def build_kernels(
     from megaenc.model.kernels.norm import layer_norm, rms_norm
     from megaenc.model.kernels.rotary import rotate
 
-    hidden, ffn, width = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    stream, residual, gated, heads = (
-        torch.randn(*size, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for size in (
-            (tokens, hidden),
-            (tokens, hidden),
-            (tokens, 2 * ffn),
-            (tokens, 1, shape.num_attention_heads, width),
-        )
-    )
+    hidden = shape.hidden_size
+    ffn = shape.ffn_hidden_size
+    width = shape.head_dim
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    stream = torch.randn(tokens, hidden, **options)
+    residual = torch.randn(tokens, hidden, **options)
+    gated = torch.randn(tokens, 2 * ffn, **options)
+    heads = torch.randn(tokens, 1, shape.num_attention_heads, width, **options)
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     angles = torch.randn(2, tokens, 1, 1, width // 2, device=device)
-    vocabulary, predictions = 128_256, min(tokens, 4096)
+    vocabulary = 128_256
+    predictions = min(tokens, 4096)
     logits = torch.randn(predictions, vocabulary, device=device, dtype=torch.bfloat16)
     labels = torch.randint(vocabulary, (predictions,), device=device)
     top, total = softmax_statistics(logits, labels, 0, vocabulary)[:2]
-    summed, gradient = (
-        torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16),
-        torch.randn_like(gated[:, :ffn]),
-    )
+    summed = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    gradient = torch.randn_like(gated[:, :ffn])
 
     def backward(outputs: Any, inputs: tuple[Tensor, ...], gradients: Any) -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
@@ -228,7 +225,8 @@ def main(argv: list[str] | None = None) -> None:
     check_output_file(Path(config.output), "--output")
     torch.manual_seed(0)
     device = torch.device(config.device)
-    watch, is_gpu = Stopwatch(device, config.seconds), device.type == "cuda"
+    watch = Stopwatch(device, config.seconds)
+    is_gpu = device.type == "cuda"
     peak, copy = measure_references(config.square, watch, device)
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     print(f"{name}: square product {peak:.3g} TFLOP/s, copy {copy:.3g} TB/s", flush=True)

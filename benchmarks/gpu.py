@@ -526,7 +526,8 @@ class SpeedMeasurement:
         results = []
         durations: list[float] = []
         while len(durations) < 3 or sum(durations) < self.seconds:
-            with work.measure_usage(usage := {}):
+            usage: dict[str, float] = {}
+            with work.measure_usage(usage):
                 results.append(self.engine.train_step(next(self.steps)))
             durations.append(usage["seconds"])
         total = sum((result.metrics for result in results), BatchSums())
@@ -602,15 +603,22 @@ def format_speed(model: str, objective: str, row: dict[str, Any]) -> str:
         f"{row['peak_memory'] / 2**30:.1f} GiB, {row['micro_batches']} x {row['packs']} packs, "
         f"loss {row['loss']:.3f}"
         f"{'' if row['finite'] else ' NOT FINITE'}; attention by {row['kernels']['attention']}, "
-        f"fused: {', '.join(fused) or 'none'}{', fp8 ' + row['kernels']['fp8_format'] if row['kernels']['fp8_format'] else ''}"
+        f"fused: {', '.join(fused) or 'none'}"
+        f"{', fp8 ' + row['kernels']['fp8_format'] if row['kernels']['fp8_format'] else ''}"
     )
 
 
 # ---- where the time of a step goes --------------------------------------------------------------
 
-MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention backward"
-ELEMENTWISE, LOSS, OPTIMIZER = "elementwise", "loss", "optimizer"
-BUFFERS, COMMUNICATION, IDLE = "gradient buffers", "communication", "idle"
+MATMUL = "matrix products"
+FORWARD = "attention forward"
+BACKWARD = "attention backward"
+ELEMENTWISE = "elementwise"
+LOSS = "loss"
+OPTIMIZER = "optimizer"
+BUFFERS = "gradient buffers"
+COMMUNICATION = "communication"
+IDLE = "idle"
 # The order matters: flash attention kernels are also named cutlass, and backward kernels contain
 # forward names.
 KERNEL_NAMES = (
@@ -902,7 +910,9 @@ def _count_waits(engine: Any, objective: "Objective", micro_batches: int) -> Cou
 
 # ---- transformers -------------------------------------------------------------------------------
 
-OURS, PADDED, SORTED = "megaenc", "transformers, padded", "transformers, by length"
+OURS = "megaenc"
+PADDED = "transformers, padded"
+SORTED = "transformers, by length"
 MIN_BATCH = 4  # documents per step, below which transformers is skipped
 
 

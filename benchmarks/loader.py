@@ -112,17 +112,16 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
         stream.truncate(HEADER.size + 20 * documents + 8)
-    index, tokens = IndexArrays.map(f"{prefix}.idx", mode="r+"), 0
+    index = IndexArrays.map(f"{prefix}.idx", mode="r+")
+    tokens = 0
     for first in range(0, documents, _CHUNK):
         numbers = np.arange(first, min(first + _CHUNK, documents))
         lengths = draw_lengths(len(numbers), mean, seed=first // _CHUNK)
         ends = tokens + np.cumsum(lengths, dtype=np.int64)
         place = slice(first, first + len(numbers))
-        index.lengths[place], index.pointers[place], index.documents[place] = (
-            lengths,
-            2 * (ends - lengths),
-            numbers,
-        )
+        index.lengths[place] = lengths
+        index.pointers[place] = 2 * (ends - lengths)
+        index.documents[place] = numbers
         tokens = int(ends[-1])
     index.documents[documents] = documents
     with open(f"{prefix}.bin", "wb") as stream:
@@ -306,7 +305,8 @@ def measure_reading(arguments: tuple[str, str, LoaderBenchConfig, None]) -> dict
     vocabulary = Vocabulary(_VOCAB_SIZE, 0, 1, (0, 1), "")
     packs.stream.corpus.check_vocabulary(vocabulary)
     objective = MaskedLanguageModeling(vocabulary)
-    size, cpu = config.micro_batch_size, torch.device("cpu")
+    size = config.micro_batch_size
+    cpu = torch.device("cpu")
     readers = {
         "packs": (1, lambda first: packs[first]),
         "micro_batches": (
@@ -314,10 +314,12 @@ def measure_reading(arguments: tuple[str, str, LoaderBenchConfig, None]) -> dict
             lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu),
         ),
     }
-    results, first = {}, 0
+    results = {}
+    first = 0
     for name, (step, read) in readers.items():
         read(first)
-        start, count = time.perf_counter(), 0
+        start = time.perf_counter()
+        count = 0
         while (spent := time.perf_counter() - start) < config.seconds:
             first += step
             read(first)
@@ -338,14 +340,15 @@ def format_table(results: dict[str, Any]) -> str:
     ]
     processes = f"of {results['settings']['processes']} processes"
     lines.append(
-        f"{'':16}{'s':>8}{'GiB':>8}{'packs/CPU s':>13}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}"
+        f"{'':16}{'s':>8}{'GiB':>8}{'packs/CPU s':>13}{processes + ', s':>20}{'GiB':>8}"
+        f"{'packs':>10}{'with MLM':>10}"
     )
     for packing, row in results["index"].items():
         read = results["reading"][packing]
-        packs, batches = (
-            read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches")
-        )
-        seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
+        packs = read["packs_tokens_per_second"]["median"] / 1e6
+        batches = read["micro_batches_tokens_per_second"]["median"] / 1e6
+        seconds = row["seconds"]["median"]
+        gib = row["peak_gib"]["median"]
         rate = row["packs_per_processor_second"]["median"]
         shared = results["index_together"][packing] or {
             "seconds": row["seconds"],

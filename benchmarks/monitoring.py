@@ -131,7 +131,10 @@ def train_and_record(file: str, flags: list[str]) -> None:
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
 
-    starts, train_step, monitor, after_step = [], Engine.train_step, [], MetricsLogger.after_step
+    starts = []
+    train_step = Engine.train_step
+    monitor = []
+    after_step = MetricsLogger.after_step
 
     def timed_step(engine: Engine, step: int, *arguments):
         starts.append(time.perf_counter())
@@ -142,7 +145,8 @@ def train_and_record(file: str, flags: list[str]) -> None:
         after_step(self, *arguments)
         monitor.append(time.perf_counter() - clock)
 
-    Engine.train_step, MetricsLogger.after_step = timed_step, timed_log
+    Engine.train_step = timed_step
+    MetricsLogger.after_step = timed_log
     main(flags)
     Path(file).write_text(json.dumps({"begun": starts, "monitor": monitor}))
 
@@ -153,7 +157,8 @@ def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
     Each round starts with another arm.
     """
     runs: dict[str, list[TimedRun]] = {arm: [] for arm in ARMS}
-    start, names = time.monotonic(), list(ARMS)
+    start = time.monotonic()
+    names = list(ARMS)
     for number in range(settings.rounds):
         spent = time.monotonic() - start
         if number and spent * (number + 1) / number > 60 * settings.minutes:
@@ -173,9 +178,11 @@ def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[
     save; `mean_seconds` includes it. `monitor_percent` is the share of the metrics logger, a robust
     lower bound of the cost of monitoring.
     """
-    arms, base = {}, [median(run.steps) for run in next(iter(runs_by_arm.values()))]
+    arms = {}
+    base = [median(run.steps) for run in next(iter(runs_by_arm.values()))]
     for arm, runs in runs_by_arm.items():
-        medians, means = [median(run.steps) for run in runs], [mean(run.steps) for run in runs]
+        medians = [median(run.steps) for run in runs]
+        means = [mean(run.steps) for run in runs]
         more = [
             100 * (value / reference - 1) for value, reference in zip(medians, base, strict=True)
         ]
@@ -210,7 +217,8 @@ def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[
 def format_table(result: dict) -> str:
     """Return the results as a table for the console."""
     lines = [
-        f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}{'more':>10}"
+        f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}"
+        f"{'more':>10}"
     ]
     for arm, row in result["arms"].items():
         low, high = row["spread"]

@@ -117,7 +117,9 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
 
         inputs = (str(build_demo_corpus(folder / "demo").corpus),)
     resolved = resolve.resolve_inputs(resolve.InputConfig(inputs), [config.json_key])
-    documents, size, limit = [], 0, 1e6 * config.megabytes
+    documents = []
+    size = 0
+    limit = 1e6 * config.megabytes
     for text in resolve.read_texts(resolved, config.json_key):
         if text:
             documents.append(
@@ -133,7 +135,9 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
         raise InputError(
             f"{inputs[0]}: no document has text under `{config.json_key}`; set --json-key"
         )
-    generator, size, path = random.Random(0), 0, folder / "text.jsonl"
+    generator = random.Random(0)
+    size = 0
+    path = folder / "text.jsonl"
     with open(path, "wb") as stream:
         while size < limit:
             for document in documents:

@@ -39,12 +39,10 @@ from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
 from megaenc.training.config import has_bf16
 
-OURS, TENSOR_PARALLEL, PADDED, SORTED = (
-    "megaenc",
-    "megaenc, TP",
-    "transformers, padded",
-    "transformers, by length",
-)
+OURS = "megaenc"
+TENSOR_PARALLEL = "megaenc, TP"
+PADDED = "transformers, padded"
+SORTED = "transformers, by length"
 TOLERANCE = {True: 1e-2, False: 1e-4}  # relative difference of losses, by bf16
 
 
@@ -129,7 +127,8 @@ def build_contenders(
 
     They are in the order of a round.
     """
-    job, parts = config.build_job(weights), config.tensor_model_parallel_size
+    job = config.build_job(weights)
+    parts = config.tensor_model_parallel_size
     parallel = (work.train_with_megaenc, dataclasses.replace(job, tensor_model_parallel_size=parts))
     return {
         OURS: (work.train_with_megaenc, job),
@@ -314,7 +313,8 @@ def format_table(results: dict[str, Any]) -> str:
         f"{'CPU s':>8} {'GiB':>6}",
     ]
     for side, row in results["sides"].items():
-        rates, share = row["tokens_per_second"], row["share_of_peak"]
+        rates = row["tokens_per_second"]
+        share = row["share_of_peak"]
         lines.append(
             f"{side:<24} {rates['median']:>10,.0f} {rates['lowest']:>10,.0f} "
             f"{rates['highest']:>10,.0f} "

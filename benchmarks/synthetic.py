@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from megaenc.training.engine import Engine
     from megaenc.training.plan import Plan
 
-EOS, MASK = 0, 1
+EOS = 0
+MASK = 1
 MAX_STEPS = 1 << 20  # more than any benchmark runs
 CORPUS_TOKENS = 1 << 21  # approximate tokens of the packs of concatenated documents
 
@@ -192,10 +193,8 @@ class BenchSetup:
             learning_rate=dataclasses.replace(default.learning_rate, lr=self.learning_rate),
         )
         settings.check(get_world_size())
-        data, rate = (
-            RunData((), (), (), packs, None),
-            LearningRateSchedule(self.learning_rate, 0, 0, MAX_STEPS),
-        )
+        data = RunData((), (), (), packs, None)
+        rate = LearningRateSchedule(self.learning_rate, 0, 0, MAX_STEPS)
         return Plan(settings, self.vocabulary, None, data, self.build_schedule(*objectives), rate)
 
 

@@ -56,7 +56,8 @@ def measure_usage(results: dict[str, Any]) -> Iterator[None]:
     They are `seconds` and `cpu_seconds` of the block, and `peak_memory` of the process in bytes.
     """
     synchronize_device()
-    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    started = time.perf_counter()
     yield
     synchronize_device()
     results["seconds"] = time.perf_counter() - started
@@ -165,7 +166,8 @@ def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
     """
     import torch
 
-    model, documents = load_hf_model(job), job.read_documents()
+    model = load_hf_model(job)
+    documents = job.read_documents()
     device = next(model.parameters()).device
     objective = job.parse_objective(job.objective)
     optimizer = torch.optim.AdamW(
@@ -194,8 +196,8 @@ def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
             (float(loss) * predicted, predicted)
             for loss, predicted in map(compute_loss, range(job.documents // job.batch))
         ]
-    total, predicted = (sum(column) for column in zip(*losses, strict=True))
-    results = {"loss": total / predicted, "predicted": predicted}
+    predicted = sum(count for _, count in losses)
+    results = {"loss": sum(loss for loss, _ in losses) / predicted, "predicted": predicted}
     train(0)
     with measure_usage(results):
         for step in range(1, job.timed_steps + 1):

@@ -10,9 +10,16 @@ from html import escape
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parents[1] / "way.svg"
-WIDTH, BOX, HIGH, GAP, LEFT = 1000, 168, 104, 28, 22
-GREY, LINE, INK = "#768390", "#768390", "#1f2328"
-STATION, THING = "#d7e8fb", "#f6f3e6"
+WIDTH = 1000
+BOX = 168
+HIGH = 104
+GAP = 28
+LEFT = 22
+GREY = "#768390"
+LINE = "#768390"
+INK = "#1f2328"
+STATION = "#d7e8fb"
+THING = "#f6f3e6"
 
 # (title, lines below it, whether it is a package of the code)
 ROWS = [
@@ -69,13 +76,15 @@ def label(x: float, y: float, words: str) -> str:
 
 def picture() -> str:
     """The SVG."""
-    first, second = 34, 216
+    first = 34
+    second = 216
     drawn = []
     for top, row in zip((first, second), ROWS, strict=True):
         for column, (title, lines, code) in enumerate(row):
             drawn += box(column, top, title, lines, code)
     for at in range(4):
-        right, left = LEFT + at * (BOX + GAP) + BOX, LEFT + (at + 1) * (BOX + GAP)
+        right = LEFT + at * (BOX + GAP) + BOX
+        left = LEFT + (at + 1) * (BOX + GAP)
         drawn.append(arrow(right + 2, first + HIGH / 2, left - 3, first + HIGH / 2))
         drawn.append(arrow(left - 2, second + HIGH / 2, right + 3, second + HIGH / 2))
         drawn.append(label((right + left) / 2, first - 12, BETWEEN[0][at]))

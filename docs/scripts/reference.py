@@ -237,7 +237,8 @@ def _asked(name: str, place: str) -> Iterator[tuple[str, type, object]]:
 
 def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]:
     """Yield the rows of a dataclass's flags and of those nested in it, by title."""
-    own, nested = [], []
+    own = []
+    nested = []
     hints = typing.get_type_hints(settings, include_extras=True)
     said = {
         name: text
@@ -245,11 +246,13 @@ def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]
         for name, text in field_docstrings(owner).items()
     }
     for field in dataclasses.fields(settings):
-        kind, value = hints[field.name], _default(field, default)
+        kind = hints[field.name]
+        value = _default(field, default)
         if dataclasses.is_dataclass(kind):
             nested += _grouped(kind, None if value is dataclasses.MISSING else value)
             continue
-        name, aliases = field.name, []
+        name = field.name
+        aliases = []
         if typing.get_origin(kind) is typing.Annotated:
             kind, *notes = typing.get_args(kind)
             named = [getattr(note, "name", None) for note in notes]
@@ -287,7 +290,8 @@ def _kind(kind: object) -> str:
     """Return a type in words."""
     if isinstance(kind, str):
         return kind
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inside = typing.get_args(kind)
     if origin in (UnionType, typing.Union):
         return " or ".join(_kind(part) for part in inside if part is not NoneType)
     if origin is typing.Literal:

@@ -26,7 +26,8 @@ class WordOrder(Objective):
 
     def targets(self, pack, randomness):
         """Return the shuffled inputs of a pack, with the original tokens as labels."""
-        count, position = len(pack.tokens), pack.positions
+        count = len(pack.tokens)
+        position = pack.positions
         is_start = position % self.length == 0  # windows do not cross document boundaries
         window = np.cumsum(is_start) - 1
         text = ~np.isin(pack.tokens, self.vocabulary.special_ids)

@@ -25,11 +25,8 @@ from megaenc.machine import read_processor_name, usable_core_count
 MIN_SHM_BYTES = GIB
 """Minimum size of /dev/shm: RCCL and NCCL take up to about 10 MB for each pair of communicating
 processes of a node, and loader workers pass batches through it. Docker's default is 64 MB."""
-# Connections to each other rank; all other files of a process
-_FILES_PER_RANK, _BASE_FILES = (
-    8,
-    512,
-)
+_FILES_PER_RANK = 8  # connections to each other rank
+_BASE_FILES = 512  # all other files of a process
 _MIN_LOCKED_BYTES = 16 * GIB
 
 

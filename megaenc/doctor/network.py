@@ -84,7 +84,9 @@ def _check_plugin(context: CheckContext) -> Finding:
 def _check_port(port: Path, context: CheckContext) -> Finding:
     """Check the state of an InfiniBand or RoCE port and its NCCL_IB_GID_INDEX address."""
     name = f"{port.parents[1].name} port {port.name}"
-    state, rate, layer = (read_kernel_file(port / file) for file in ("state", "rate", "link_layer"))
+    state = read_kernel_file(port / "state")
+    rate = read_kernel_file(port / "rate")
+    layer = read_kernel_file(port / "link_layer")
     kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
     text = f"{kind}, {rate}, {state.partition(':')[2].strip() or state}"
     if "ACTIVE" not in state:

@@ -15,15 +15,16 @@ from megaenc.doctor.result import CheckContext, Finding, note, ok, problem
 from megaenc.errors import InputError
 
 _MIN_PEAK_FRACTION = 0.4  # of the accelerator's data sheet peak
-_HEADS, _QUERY_GROUPS, _SEQ_LENGTH = 4, 2, 1024  # of the attention checks
+# Of the attention checks
+_HEADS = 4
+_QUERY_GROUPS = 2
+_SEQ_LENGTH = 1024
 _HEAD_DIMS = (64, 96)  # 210M and 610M models, 1B model
 # Of the kernel checks: the 210M model
-_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = (
-    768,
-    64,
-    3072,
-    32_768,
-)
+_HIDDEN = 768
+_HEAD_DIM = 64
+_FFN = 3072
+_VOCABULARY = 32_768
 _FORMATS = ("hybrid", "e4m3")
 _ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
 _ADVICE_BACKEND = (
@@ -103,7 +104,8 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
     They are normal, 384 x 384; the reference is float64 on the host.
     """
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(384, 384, generator=generator).to(dtype) for _ in range(2))
+    a = torch.randn(384, 384, generator=generator).to(dtype)
+    b = torch.randn(384, 384, generator=generator).to(dtype)
     exact = a.double() @ b.double()
     product = (a.to(device) @ b.to(device)).double().cpu()
     return float((product - exact).norm() / exact.norm())
@@ -117,7 +119,8 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cpu":
         return detect_backend().peak_flops(dtype)
     size = 8192
-    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    b = torch.ones(size, size, device=device, dtype=dtype)
     torch.cuda.set_device(device)  # the device that the timer synchronizes
     timer = Timer("a @ b", globals={"a": a, "b": b})
     return 2 * size**3 / min(timer.timeit(1).median for _ in range(6))

@@ -14,7 +14,8 @@ from megaenc.doctor.result import LEVELS, Finding
 from megaenc.json_files import parse_json
 
 WIDTH = 100
-_MARK, _NAME = 11, 25
+_MARK = 11
+_NAME = 25
 _MAX_BYTES = 1 << 20  # for one rank's findings, which take a few KiB
 _MAX_LENGTH = 1000  # characters on the ranks that deviate in one finding
 
@@ -96,7 +97,8 @@ def _merge_finding(
     groups = sorted(
         ranks_by_result.values(), key=lambda ranks: (by_rank[ranks[0]].level != "ok", -len(ranks))
     )
-    usual, *others = [by_rank[ranks[0]] for ranks in groups]
+    usual = by_rank[groups[0][0]]
+    others = [by_rank[ranks[0]] for ranks in groups[1:]]
     if not others:
         return [usual]
     texts = []
@@ -117,15 +119,18 @@ def _merge_finding(
 def format_report(findings: Sequence[Finding]) -> str:
     """Return findings as text by subject, then the problems with their advice."""
     lines: list[str] = []
+    beyond = " " * (_MARK + _NAME)
     for subject in SUBJECTS:
-        subject_lines = [
-            line
-            for finding in findings
-            if finding.subject == subject
-            for line in _format_finding(finding)
-        ]
-        if subject_lines:
-            lines += [subject, *subject_lines, ""]
+        of_subject = [finding for finding in findings if finding.subject == subject]
+        if of_subject:
+            lines.append(subject)
+            for finding in of_subject:
+                first = f"  {finding.level:<{_MARK - 2}}{finding.name:<{_NAME}}"
+                if len(finding.name) >= _NAME:
+                    first += "  "
+                lines += _wrap(finding.result or "-", first, beyond)
+                lines += _wrap(finding.advice, f"{beyond}-> ", f"{beyond}   ")
+            lines.append("")
     problems = [finding for finding in findings if finding.level == "problem"]
     notes = sum(finding.level == "note" for finding in findings)
     summary = (
@@ -136,18 +141,6 @@ def format_report(findings: Sequence[Finding]) -> str:
         lines += _wrap(f"{finding.subject}, {finding.name}: {finding.result}", "  ", "    ")
         lines += _wrap(finding.advice, "    -> ", "       ")
     return "\n".join(lines)
-
-
-def _format_finding(finding: Finding) -> list[str]:
-    """Return a finding as lines of at most `WIDTH` characters, with its advice below."""
-    mark = f"  {finding.level:<{_MARK - 2}}"
-    beyond = " " * (_MARK + _NAME)
-    first = (
-        f"{mark}{finding.name:<{_NAME}}" if len(finding.name) < _NAME else f"{mark}{finding.name}  "
-    )
-    return _wrap(finding.result or "-", first, beyond) + _wrap(
-        finding.advice, f"{beyond}-> ", f"{beyond}   "
-    )
 
 
 def _wrap(words: str, first: str, rest: str) -> list[str]:

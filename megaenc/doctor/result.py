@@ -7,7 +7,8 @@ from typing import Literal
 from megaenc.dist_env import is_multi_node
 
 Level = Literal["ok", "note", "problem"]
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 """Severities in increasing order: a note stops nothing, a problem stops or spoils a run."""
 

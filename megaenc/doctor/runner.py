@@ -88,17 +88,9 @@ def _call_function(function_and_arguments: tuple[str, tuple]) -> tuple[Any, str]
     try:
         return pkgutil.resolve_name(function)(*arguments), ""
     except Exception as error:  # a broken machine may raise anything
-        return None, _describe_exception(error)
-
-
-def _describe_exception(error: Exception) -> str:
-    """Return an exception as one line with the package to reinstall, if any.
-
-    The class name is left out for an InputError.
-    """
-    message = " ".join(str(error).split())[:300]
-    if isinstance(error, InputError):
-        return message
-    if isinstance(error, ImportError) and error.name:
-        message += f"; reinstall {error.name.partition('.')[0]}"
-    return f"{type(error).__name__}: {message}"
+        message = " ".join(str(error).split())[:300]
+        if isinstance(error, InputError):
+            return None, message
+        if isinstance(error, ImportError) and error.name:
+            message += f"; reinstall {error.name.partition('.')[0]}"
+        return None, f"{type(error).__name__}: {message}"

@@ -148,8 +148,12 @@ def check_libraries(context: CheckContext) -> list[Finding]:
 
     hip = torch.version.hip
     cuda = torch.version.cuda
-    backend = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU only"
-    findings = [ok("torch is built for", backend, mismatch_level="problem")]
+    build = "CPU only"
+    if hip:
+        build = f"ROCm {hip}"
+    elif cuda:
+        build = f"CUDA {cuda}"
+    findings = [ok("torch is built for", build, mismatch_level="problem")]
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         findings.append(ok("RCCL" if hip else "NCCL", nccl, mismatch_level="problem"))

@@ -117,9 +117,9 @@ def _evaluate(
     )
 
     named_data = _name_all("--data", settings.data)
-    if repeated := [
-        name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1
-    ]:
+    counts = Counter([*named_data, *settings.tasks])
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
         raise InputError(
             f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once"
         )
@@ -136,7 +136,8 @@ def _evaluate(
     named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
     if settings.bm25 and named_data:
         evaluate.import_bm25s()
-    if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
+    named_models = _name_all("--model", settings.model)
+    if "BM25" in named_models or "random" in named_models:
         raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
     folders = {name: fetch_model(source) for name, source in named_models.items()}
     configs = {

@@ -15,8 +15,10 @@ from megaenc.flags import (
     Seed,
 )
 
-TRAINING_DETAILS, TRAINING_LOG = "training.json", "training.jsonl"
-"""Files next to a trained model: its settings, digests and counts, and the losses by step."""
+TRAINING_DETAILS = "training.json"
+"""File next to a trained model with its settings, digests and counts."""
+TRAINING_LOG = "training.jsonl"
+"""File next to a trained model with the losses by step."""
 
 
 @dataclass(frozen=True)

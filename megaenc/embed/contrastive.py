@@ -147,9 +147,8 @@ class ContrastiveBatch:
         """
         device = vectors.device
         full = vectors.shape[1]
-        queries, documents = (
-            torch.from_numpy(places).to(device) for places in (self.queries, self.documents)
-        )
+        queries = torch.from_numpy(self.queries).to(device)
+        documents = torch.from_numpy(self.documents).to(device)
         masked = tuple(
             torch.from_numpy(places).to(device)
             for places in (self.masked_rows, self.masked_columns)

@@ -395,7 +395,8 @@ class Embedder:
             vectors[torch.from_numpy(part).to(vectors.device)] = (
                 normalize(pooled, dim=1) if unit_length else pooled
             )
-            progress(done := done + len(packed.tokens))
+            done += len(packed.tokens)
+            progress(done)
         return vectors
 
     def embed_queries_and_documents(

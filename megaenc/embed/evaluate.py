@@ -26,8 +26,9 @@ from megaenc.finetune.tasks.retrieval import (
 )
 
 METRICS = ("ndcg@10", "recall@100")
-BM25_K1, BM25_B = 1.2, 0.75
-"""Lucene's parameters of BM25."""
+# Lucene's parameters of BM25
+BM25_K1 = 1.2
+BM25_B = 0.75
 _DRAWS = 10_000
 _DRAWS_AT_ONCE = 100
 
@@ -112,13 +113,22 @@ def build_rows(
     """
     rows = []
     for metric, by_query in values.items():
-        low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
-        ends = [None if end is None else 100 * end for end in (low, high)]
-        counts = (len(by_query), len(data.documents))
-        mean = 100 * float(by_query.mean())
+        low = high = None
+        if interval and len(by_query) > 1:
+            ends = bootstrap_mean(by_query)
+            low = 100 * ends[0]
+            high = 100 * ends[1]
         rows.append(
             EvaluationRow(
-                data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())
+                data.name,
+                model,
+                metric,
+                100 * float(by_query.mean()),
+                low,
+                high,
+                len(by_query),
+                len(data.documents),
+                scores=tuple(by_query.tolist()),
             )
         )
     return rows

@@ -170,14 +170,16 @@ tags: [megaenc, sentence-transformers, feature-extraction]
 
 # {escape_markdown(name)}
 
-{escape_markdown(base)} trained contrastively on pairs of queries and documents. Texts of at most {details["max_length"]:,} tokens
+{escape_markdown(base)} trained contrastively on pairs of queries and documents. \
+Texts of at most {details["max_length"]:,} tokens
 become vectors of {details["embedding_size"]:,} numbers, compared by their cosine.{about}
 
 ```python
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer("FOLDER")
-queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
+queries = model.encode(["a query"], prompt_name="query")
+documents = model.encode(["a text"], prompt_name="document")
 model.similarity(queries, documents){smaller}
 ```
 

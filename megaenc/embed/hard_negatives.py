@@ -5,7 +5,7 @@ megaenc embed mine --model demo/hf --data pairs.jsonl --output mined.jsonl
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,8 +77,12 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     check_output_file(output, "--output", inputs=inputs, overwrite=settings.overwrite)
     with exit_on_sigterm(), create_parent_with_rollback(output, "--output"):
         pairs, negatives = _mine(settings)
+        from megaenc.data.tokenizer.fast_encode import replace_surrogates
+
         with atomic_files(output) as [temporary], open(temporary, "w", encoding="utf-8") as stream:
-            _write(pairs, negatives, stream.write)
+            for pair, texts in zip(pairs, negatives, strict=True):
+                row = {"query": pair.query, "document": pair.document, "negatives": texts}
+                stream.write(replace_surrogates(json.dumps(row, ensure_ascii=False)) + "\n")
     counts = np.array([len(texts) for texts in negatives])
     few = int((counts < settings.negatives).sum())
     none = int((counts == 0).sum())
@@ -103,32 +107,25 @@ def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
         read_embedding_config,
     )
     from megaenc.embed.pairs import load_pairs
+    from megaenc.finetune.datasets.beir import load_beir_corpus
 
     folder = fetch_model(settings.model)
     config = override_config(read_embedding_config(folder), settings.embedding)
     pairs = load_pairs(settings.data).pairs
     queries = list(dict.fromkeys(pair.query for pair in pairs))
-    documents = list(
-        dict.fromkeys((*(pair.document for pair in pairs), *_read_corpus(settings.corpus)))
-    )
+    texts = [pair.document for pair in pairs]
+    for source in settings.corpus:
+        if os.path.isdir(source):
+            texts += filter(str.strip, load_beir_corpus(Path(source)))  # without empty ones
+        else:
+            texts += [pair.document for pair in load_pairs([source]).pairs]
+    documents = list(dict.fromkeys(texts))
     embedder = build_embedder(
         Path(settings.model).name or settings.model, folder, config, settings.embedding
     )
     vectors = embedder.embed_queries_and_documents(queries, documents)
     with ProgressLine("searching", total=len(queries), closing=False) as line:
         return pairs, mine_negatives(pairs, queries, documents, *vectors, settings, line.update)
-
-
-def _read_corpus(sources: Sequence[str]) -> Iterator[str]:
-    """Yield the documents of BEIR folders and pairs, without empty ones."""
-    from megaenc.embed.pairs import load_pairs
-    from megaenc.finetune.datasets.beir import load_beir_corpus
-
-    for source in sources:
-        if os.path.isdir(source):
-            yield from filter(str.strip, load_beir_corpus(Path(source)))
-        else:
-            yield from (pair.document for pair in load_pairs([source]).pairs)
 
 
 def mine_negatives(
@@ -181,15 +178,3 @@ def mine_negatives(
             ]
         progress(done)
     return negatives
-
-
-def _write(
-    pairs: Sequence["TrainingPair"],
-    negatives: Sequence[Sequence[str]],
-    write: Callable[[str], object],
-) -> None:
-    from megaenc.data.tokenizer.fast_encode import replace_surrogates
-
-    for pair, texts in zip(pairs, negatives, strict=True):
-        row = {"query": pair.query, "document": pair.document, "negatives": texts}
-        write(replace_surrogates(json.dumps(row, ensure_ascii=False)) + "\n")

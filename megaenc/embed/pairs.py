@@ -16,7 +16,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
 from megaenc.finetune.datasets.hub import load_from_hub
-from megaenc.finetune.datasets.hub_repository import HubReference, parse_hub_reference
+from megaenc.finetune.datasets.hub_repository import parse_hub_reference
 
 EXPECTED_PAIRS = (
     "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), "
@@ -90,7 +90,7 @@ def _read_source(source: str) -> Iterator[formats.Row]:
     """Yield (location, fields) of each pair of a source.
 
     Raises:
-        InputError: There is no such source.
+        InputError: There is no such source, or the split `train` on the Hub cannot be read.
     """
     path = Path(source)
     if os.path.isdir(source):
@@ -100,7 +100,13 @@ def _read_source(source: str) -> Iterator[formats.Row]:
     bare = strip_compression_suffix(path.name).lower()
     if not os.path.exists(source):  # False for a name that is too long
         if not bare.endswith(_SUFFIXES) and (reference := parse_hub_reference(source)):
-            yield from _read_hub(source, reference)
+            repository, config, revision = reference
+            advice = "expected a network once, or a local file of pairs"
+            rows = load_from_hub(
+                source, repository, config or None, revision, f"{source}: ", advice, split="train"
+            )
+            for number, row in enumerate(rows, 1):
+                yield f"{source}: row {number}", row
             return
         raise InputError(f"{source}: no such file or folder; expected {EXPECTED_PAIRS}")
     if not os.path.isfile(path):
@@ -110,28 +116,14 @@ def _read_source(source: str) -> Iterator[formats.Row]:
     yield from formats.read_rows(path)
 
 
-def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
-    """Yield (location, fields) of each row of the split `train` on the Hub.
-
-    Raises:
-        InputError: The split cannot be read.
-    """
-    repository, config, revision = reference
-    advice = "expected a network once, or a local file of pairs"
-    data = load_from_hub(
-        source, repository, config or None, revision, f"{source}: ", advice, split="train"
-    )
-    for number, row in enumerate(data, 1):
-        yield f"{source}: row {number}", row
-
-
 def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
     """Return the TrainingPair of a row.
 
     Raises:
         InputError: A text is missing or empty, or the query or a negative is the document itself.
     """
-    query, document = (_get_text(row, keys, location) for keys in (_QUERY_KEYS, _DOCUMENT_KEYS))
+    query = _get_text(row, _QUERY_KEYS, location)
+    document = _get_text(row, _DOCUMENT_KEYS, location)
     if query.strip() == document.strip():
         raise InputError(
             f"{location}: query and document are the same text, expected two different texts"
@@ -196,10 +188,10 @@ def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
 def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int) -> str:
     """Return the line with the counts of pairs, texts, negatives and rows left out."""
     different = {(pair.query, pair.document) for pair in pairs}
-    queries, documents = (Counter(texts) for texts in zip(*different, strict=True))
-    several_documents, several_queries = (
-        sum(count > 1 for count in counts.values()) for counts in (queries, documents)
-    )
+    queries = Counter(query for query, _ in different)
+    documents = Counter(document for _, document in different)
+    several_documents = sum(count > 1 for count in queries.values())
+    several_queries = sum(count > 1 for count in documents.values())
     parts = [f"{len(pairs):,} pairs of {len(queries):,} queries and {len(documents):,} documents"]
     parts += [f"{several_documents:,} queries with several documents"] if several_documents else []
     parts += [f"{several_queries:,} documents with several queries"] if several_queries else []

@@ -114,7 +114,6 @@ class ProbeTask:
         )
         parts = [part for of_split in results.task_results[0].scores.values() for part in of_split]
         score = float(np.mean([part["main_score"] for part in parts]))
-        half = math.nan
         if not math.isfinite(score):
             raise InputError(
                 f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its "
@@ -122,17 +121,17 @@ class ProbeTask:
             )
         if len(parts) > 1:
             return self._build_row(model, score, None)
-        if experiments := parts[0].get("scores_per_experiment"):
-            half = compute_interval(
-                [scores[self.task.metadata.main_score] for scores in experiments], "t"
-            ).half
+        ends = None
+        experiments = parts[0].get("scores_per_experiment")
+        if experiments:
+            main_scores = [scores[self.task.metadata.main_score] for scores in experiments]
+            half = compute_interval(main_scores, "t").half
+            if not math.isnan(half):
+                ends = (score - half, score + half)
         elif self.metric == "spearman" and self.examples and self.examples > 3 and abs(score) < 1:
             error = 1.96 * math.sqrt((1 + score**2 / 2) / (self.examples - 3))
-            ends = math.tanh(math.atanh(score) - error), math.tanh(math.atanh(score) + error)
-            return self._build_row(model, score, ends)
-        return self._build_row(
-            model, score, None if math.isnan(half) else (score - half, score + half)
-        )
+            ends = (math.tanh(math.atanh(score) - error), math.tanh(math.atanh(score) + error))
+        return self._build_row(model, score, ends)
 
     def _build_row(
         self, model: str, score: float, ends: tuple[float, float] | None

@@ -268,7 +268,8 @@ def _draw_spans(text: str, number: int, settings: TextPairsConfig) -> Iterator[t
         settings.seed, "pairs:spans", 4 * part_count, counters=(number,)
     ).reshape(-1, 4)
     for part, draws in enumerate(uniforms):
-        start, stop = (len(words) * edge // part_count for edge in (part, part + 1))
+        start = len(words) * part // part_count
+        stop = len(words) * (part + 1) // part_count
         longest = min(settings.max_words, (stop - start) // 2)
         if longest < settings.min_words:
             continue
