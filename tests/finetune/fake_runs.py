@@ -130,10 +130,8 @@ def calls(model: Path) -> list[str]:
 
 
 def run(job: FinetuneJob, report) -> None:
-    model, name = (
-        Path(job.model.location),
-        f"lr{format_learning_rate(job.learning_rate)}_sd{job.seed}",
-    )
+    model = Path(job.model.location)
+    name = f"lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     with open(model / "calls", "a") as stream:
         stream.write(f"{job.train_on}_{name}\n")
     behaviour = json.loads((model / "behaviour.json").read_text())

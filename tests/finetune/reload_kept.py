@@ -34,21 +34,18 @@ def score_tc(folder, data):
 
     A word's tag is the vote of its tokens.
     """
-    model, tokenizer = (
-        AutoModelForTokenClassification.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = []
     for row in read(data / "test.jsonl"):
         words = row["tokens"]
         inputs = tokenizer(
             " ".join(words), truncation=True, return_tensors="pt", return_offsets_mapping=True
         )
-        offsets, special = (
-            inputs.pop("offset_mapping")[0].tolist(),
-            inputs["input_ids"][0] == tokenizer.eos_token_id,
-        )
-        ends, votes = np.cumsum([len(word) + 1 for word in words]) - 1, [Counter() for _ in words]
+        offsets = inputs.pop("offset_mapping")[0].tolist()
+        special = inputs["input_ids"][0] == tokenizer.eos_token_id
+        ends = np.cumsum([len(word) + 1 for word in words]) - 1
+        votes = [Counter() for _ in words]
         for label, (start, end), is_special in zip(
             model(**inputs).logits[0].argmax(-1), offsets, special, strict=True
         ):
@@ -61,19 +58,19 @@ def score_tc(folder, data):
 
 def score_qa(folder, data):
     """Mean F1 of the positions inside the answer."""
-    model, tokenizer = (
-        AutoModelForTokenClassification.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = []
     for paragraph in json.loads((data / "test.json").read_text())["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
-            prefix, [answer] = f"Question: {qa['question']}\nContext: ", qa["answers"]
+            prefix = f"Question: {qa['question']}\nContext: "
+            [answer] = qa["answers"]
             texts = (prefix, paragraph["context"])
             inputs = tokenizer(
                 *texts, truncation="only_second", return_tensors="pt", return_offsets_mapping=True
             )
-            start, end = answer["answer_start"], answer["answer_start"] + len(answer["text"])
+            start = answer["answer_start"]
+            end = answer["answer_start"] + len(answer["text"])
             places = zip(
                 inputs.sequence_ids(0), inputs.pop("offset_mapping")[0].tolist(), strict=True
             )
@@ -94,19 +91,15 @@ def score_ir(folder, data):
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder))
-    documents, queries = (
-        {row["_id"]: row["text"] for row in read(data / f"{name}.jsonl")}
-        for name in ("corpus", "queries")
-    )
-    dev, relevant = (
-        dict(
-            line.split("\t")[:2]
-            for line in (data / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
-        )
-        for split in ("dev", "test")
-    )
+    documents = {row["_id"]: row["text"] for row in read(data / "corpus.jsonl")}
+    queries = {row["_id"]: row["text"] for row in read(data / "queries.jsonl")}
+    judged = {}
+    for split in ("dev", "test"):
+        lines = (data / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
+        judged[split] = dict(line.split("\t")[:2] for line in lines)
+    relevant = judged["test"]
     # Only judged documents are searched
-    names = sorted({*dev.values(), *relevant.values()}, reverse=True)
+    names = sorted({*judged["dev"].values(), *relevant.values()}, reverse=True)
     embedded = model.encode([documents[name] for name in names], prompt_name="document")
     similar = model.similarity(
         model.encode([queries[query] for query in relevant], prompt_name="query"), embedded

@@ -164,7 +164,8 @@ def test_a_prediction_that_is_nan_is_a_failed_run(flags, where, model, data, tmp
     assert not train_and_evaluate(
         plan(model, [str(data / "sc")], tmp_path, rate=1e40, warmup=0.5, **flags)
     )
-    [failure] = [read_json(path) for path in tmp_path.rglob("failed.json")]
+    [path] = tmp_path.rglob("failed.json")
+    failure = read_json(path)
     assert (failure["reason"], failure["step"]) == (
         f"a prediction of the model is NaN or inf after step {where}",
         2,
@@ -181,10 +182,8 @@ def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, 
         said = capfd.readouterr().out
         [path] = tmp_path.rglob("results.json")
         values = read_json(path)
-        (first, last), best = (
-            (f"{100 * one['score']:.2f}" for one in values["evaluations"]),
-            values["best_step"],
-        )
+        first, last = [f"{100 * one['score']:.2f}" for one in values["evaluations"]]
+        best = values["best_step"]
         assert (
             f"validation score by step: 3 {first}, 5 {last}; best: step {best}\n" in said
             and f"; {again}{tmp_path}" in said

@@ -68,7 +68,9 @@ class Stub:
     named_modules = staticmethod(list)
 
     def __init__(self, answer, vocabulary: int):
-        self.answer, self.vocabulary, self.asked = answer, vocabulary, []
+        self.answer = answer
+        self.vocabulary = vocabulary
+        self.asked = []
 
     def __call__(self, input_ids, attention_mask):
         self.asked += [
@@ -126,9 +128,8 @@ def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatc
         labels[0] = -100
         count = int((labels != -100).sum())
         if count:
-            inputs, targets_of_window = (
-                torch.from_numpy(array)[None] for array in (window.inputs, labels)
-            )
+            inputs = torch.from_numpy(window.inputs)[None]
+            targets_of_window = torch.from_numpy(labels)[None]
             found = model(input_ids=inputs, labels=targets_of_window)
             total += count * found.loss.item()
             right += int((found.logits.argmax(-1) == targets_of_window).sum())

@@ -44,8 +44,8 @@ def test_the_guide_s_run_is_one_of_its_grid():
         (ROOT / "docs" / "finetuning.md").read_text().partition("```bash\n")[2].splitlines()[:3]
     )
     one = flags.parse(FinetuneRunConfig, run.split()[3:], prog="test", description="")
-    all_ = flags.parse_with_config(GridConfig, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
-                                   prog="test", description="")  # fmt: skip
+    words = [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]]
+    all_ = flags.parse_with_config(GridConfig, words, prog="test", description="")
     assert (
         one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
     )

@@ -225,7 +225,8 @@ def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, 
 
 def test_the_card_names_rate_seed_and_digests(kept):
     folder = kept["ir"][0]
-    card, details = (folder / "README.md").read_text(), read_json(folder / "finetuning.json")
+    card = (folder / "README.md").read_text()
+    details = read_json(folder / "finetuning.json")
     assert "| learning rate | `5e-03` |" in card and "| seed | `0` |" in card
     assert len(details["fingerprints"]) == 4 and all(
         digest in card for digest in details["fingerprints"].values()
@@ -302,10 +303,9 @@ def test_a_folder_with_content_is_not_overwritten(models, data, tmp_path, refusa
     write_file(tmp_path / "kept" / "mine", "text")
     argv = ["--model", models / "eurobert", "--dataset", data / "sc", "--output", tmp_path / "out"]
     said = refusal(run_main, [*argv, "--save-model", tmp_path / "kept"])
-    assert (
-        said
-        == f"error: --save-model {tmp_path / 'kept'}: exists already; remove it or choose another name"
-    )
+    name = tmp_path / "kept"
+    advice = "remove it or choose another name"
+    assert said == f"error: --save-model {name}: exists already; {advice}"
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "mine"]
 
 
@@ -406,7 +406,8 @@ def pairs(tmp_path_factory):
     """Equal and other pairs of words."""
     rows = []
     for number in range(20):
-        first, second = ("stan", "mill")[number % 2], ("stan", "mill")[number // 2 % 2]
+        first = ("stan", "mill")[number % 2]
+        second = ("stan", "mill")[number // 2 % 2]
         rows.append(
             {
                 "id": number,
@@ -491,10 +492,10 @@ def test_pairs_have_the_tokenizers_own_special_tokens(
     rows = read(pairs / "test.jsonl")
     found = [one["label"] for one in predict(kept, pairs / "test.jsonl", tmp_path / "found.jsonl")]
     tokenizer = AutoTokenizer.from_pretrained(kept)
-    begin, end = tokenizer.mask_token_id, tokenizer.eos_token_id
-    first, second = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("stan", "mill")
-    )
+    begin = tokenizer.mask_token_id
+    end = tokenizer.eos_token_id
+    first = tokenizer("stan", add_special_tokens=False)["input_ids"]
+    second = tokenizer("mill", add_special_tokens=False)["input_ids"]
     is_ended = "--add-eos" in given
     assert tokenizer("stan", "mill")["input_ids"] == [
         *([] if is_ended else [begin]),
@@ -555,7 +556,8 @@ def test_standard_output_has_only_predictions(kept, data, tmp_path, capsys):
 
 def test_scores_of_all_labels(kept, data, tmp_path, refusal):
     """Those of transformers' pipeline."""
-    folder, source = kept["native sc"][0], data / "sc" / "test.jsonl"
+    folder = kept["native sc"][0]
+    source = data / "sc" / "test.jsonl"
     predict_main(
         [
             "--model",
@@ -655,10 +657,9 @@ def test_questions_need_no_answers(kept, tmp_path):
         {"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]},
     )
     write_file(tmp_path / "asked.jsonl", [asked | {"context": "stan mill"}])
-    names = ("asked.json", "asked.jsonl")
-    first, second = (
-        predict(kept["native qa"][0], tmp_path / name, tmp_path / "found.jsonl") for name in names
-    )
+    folder = kept["native qa"][0]
+    first = predict(folder, tmp_path / "asked.json", tmp_path / "found.jsonl")
+    second = predict(folder, tmp_path / "asked.jsonl", tmp_path / "found.jsonl")
     assert first == second and first[0]["id"] == "q"
 
 

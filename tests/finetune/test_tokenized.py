@@ -113,7 +113,8 @@ def test_the_cache_makes_once_for_each_key(tokenizer, tmp_path):
         both["queries"].columns["labels"] = np.arange(5)
         return both
 
-    made, read = (load_or_compute(tmp_path / "cache", encoder.cache_key, make) for _ in range(2))
+    made = load_or_compute(tmp_path / "cache", encoder.cache_key, make)
+    read = load_or_compute(tmp_path / "cache", encoder.cache_key, make)
     assert len(calls) == 1 and list(read) == list(made)
     for name, texts in made.items():
         for field in ("tokens", "starts", "truncated_count"):
@@ -147,12 +148,11 @@ def test_a_broken_file_is_made_again(tokenizer, tmp_path):
 
 def test_several_processes_make_it_once_together(tmp_path):
     """Forks, of which all but the first wait."""
-    context, folder, made = (
-        multiprocessing.get_context("fork"),
-        tmp_path / "cache",
-        tmp_path / "made",
-    )
-    begun, all_wait = context.Event(), context.Semaphore(0)
+    context = multiprocessing.get_context("fork")
+    folder = tmp_path / "cache"
+    made = tmp_path / "made"
+    begun = context.Event()
+    all_wait = context.Semaphore(0)
 
     def make() -> TokenizedTexts:
         with open(made, "a") as file:

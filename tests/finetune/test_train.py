@@ -117,10 +117,9 @@ def test_the_studys_file_trains_every_family_on_this_machine(model, data, tmp_pa
 def test_what_a_grid_writes(grid):
     """Sets of the same pairs are evaluated after one training, and seeds matter."""
     assert "20 results from 16 trainings" in grid[1]
-    one, seed, other = (
-        result_of(grid, f"IR/{run}")
-        for run in ("ir/ir_lr1e-03_sd0", "ir/ir_lr1e-03_sd1", "other/ir_lr1e-03_sd0")
-    )
+    one = result_of(grid, "IR/ir/ir_lr1e-03_sd0")
+    seed = result_of(grid, "IR/ir/ir_lr1e-03_sd1")
+    other = result_of(grid, "IR/other/ir_lr1e-03_sd0")
     assert (
         one["trained"] == other["trained"] != seed["trained"]
         and one["train_on"] == other["train_on"] == "ir"
@@ -148,15 +147,15 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     with pytest.raises(SystemExit) as stop:
         alone(model, data / "sc", output, "--learning-rate", "1e30")
     assert stop.value.code == 1
-    assert (
-        "failed before: the " in (found := capfd.readouterr().out)
-        and "choose a smaller --learning-rate" in found
-    )
+    found = capfd.readouterr().out
+    assert "failed before: the " in found and "choose a smaller --learning-rate" in found
 
 
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
-    expected = [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in
-                (("train", 40), ("validation", 12), ("test", 12))]  # fmt: skip
+    expected = [
+        f"sc, {split}: {count} texts are longer than 5 tokens and are cut"
+        for split, count in (("train", 40), ("validation", 12), ("test", 12))
+    ]
     for seed in (0, 1):
         alone(model, data / "sc", tmp_path, "--max-length", 5, "--seed", seed)
         said = capfd.readouterr().out.splitlines()
@@ -242,7 +241,8 @@ def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_do
         dataset, read_split=lambda split: calls.append(split) or dataset.read_split(split)
     )
     task = RetrievalTask(counted, FinetuneConfig())
-    first, second = (read.load_training(task) for _ in range(2))
+    first = read.load_training(task)
+    second = read.load_training(task)
     assert calls == ["train"] and np.array_equal(
         first["documents"].tokens, second["documents"].tokens
     )
@@ -258,7 +258,8 @@ def test_training_examples_are_read_once_and_splits_share_the_tokens_of_their_do
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
     made = list(iterate_batches(3, 10, 4, 7))
     assert [len(rows) for rows in made] == [4, 4, 2, 4, 4, 2, 4]
-    first, second = (np.concatenate(made[at : at + 3]) for at in (0, 3))
+    first = np.concatenate(made[0:3])
+    second = np.concatenate(made[3:6])
     assert sorted(first) == sorted(second) == list(range(10)) and (first != second).any()
     assert (np.concatenate(list(iterate_batches(4, 10, 4, 3))) != first).any()
 

@@ -35,7 +35,8 @@ def differences(
 ) -> np.ndarray:
     """float[S, N]: of two models that are equally good, one less the other."""
     ease = 1.5 + 1.5 * random.standard_normal(examples)
-    own, common = random.standard_normal((2, count, 1)), random.standard_normal((count, 1))
+    own = random.standard_normal((2, count, 1))
+    common = random.standard_normal((count, 1))
     logits = (
         ease
         + liked * random.standard_normal((2, 1, examples))

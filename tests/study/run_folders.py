@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-CLM, MLM = "clm", "mlm(mask=0.3)"
+CLM = "clm"
+MLM = "mlm(mask=0.3)"
 
 
 def write_run(

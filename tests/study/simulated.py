@@ -71,12 +71,11 @@ def study(
         uneven: Standard deviation of the effect of seeds on MLM beyond that on CLM, and at each
             worse rate again.
     """
-    random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
-    of_seed, shared, liked = (
-        random.choice([0.02, 0.1, 0.3]),
-        random.choice([0.0, 0.8]),
-        random.choice([0.3, 1.0]),
-    )
+    random = np.random.default_rng([number, 7])
+    more = np.random.default_rng([number, 8])
+    of_seed = random.choice([0.02, 0.1, 0.3])
+    shared = random.choice([0.0, 0.8])
+    liked = random.choice([0.3, 1.0])
     of_seed, liked = (0.02, 0.1) if quiet else (of_seed, liked)
     often = pretrained or {}
     settings = [
@@ -133,8 +132,10 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
     that began as MLM), so that 0 makes all claims on differences false. A run's noise is the same
     on all data sets of a family, in their standard deviations around those curves.
     """
-    random, printed = np.random.default_rng([number, 9]), published()
-    noise, names = estimate_run_noise(ModelSelector(printed)), printed.model_names()
+    random = np.random.default_rng([number, 9])
+    printed = published()
+    noise = estimate_run_noise(ModelSelector(printed))
+    names = printed.model_names()
     true = {(score.model_key, score.family, score.dataset): score.mean for score in printed.scores}
     for place, size in itertools.product(noise.residuals, ("210M", "610M", "1B")):
         curve = [
@@ -143,7 +144,8 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
             if key.size == size and key.decayed and not key.clm_steps + key.cpt_mlm_steps
         ]
         curve = [key for key in curve if key.steps == 42_000]
-        ratios, means = [key.mask_ratio for key in curve], [true[key, *place] for key in curve]
+        ratios = [key.mask_ratio for key in curve]
+        means = [true[key, *place] for key in curve]
         true |= {
             (key, *place): mean
             for key, mean in zip(
@@ -161,7 +163,8 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
         for family, datasets in STUDY_DATASETS.items():
             members = []
             for dataset in datasets:
-                place, score = (str(family), dataset), printed.find(key, dataset, family)
+                place = (str(family), dataset)
+                score = printed.find(key, dataset, family)
                 origin = true.get((base, *place), true[key, *place])
                 variance, finetuning = noise.variance({place: 1.0})
                 mean = (
@@ -238,10 +241,8 @@ def false_alarm(verdict: Verdict, another_run: bool = False) -> bool:
 
     It is on the study's models or on `another_run`; only equality is right.
     """
-    outcome, name = (
-        verdict.another_run if another_run else verdict.verdict,
-        f"{verdict.claim}{verdict.part}",
-    )
+    outcome = verdict.another_run if another_run else verdict.verdict
+    name = f"{verdict.claim}{verdict.part}"
     return outcome not in ("not resolved", "no data") and not (
         outcome == "holds" and name in OF_EQUALITY
     )

@@ -43,10 +43,8 @@ def mini(seeds, pretraining_seeds=(1,), examples=200, families=TWO):
                     + 0.004 * random.standard_normal((seeds, 1))
                     + 0.1 * random.random((1, examples))
                 )
-                by_seed, named = (
-                    dict(enumerate(blocks)),
-                    dataclasses.replace(setting, seed=pretraining),
-                )
+                by_seed = dict(enumerate(blocks))
+                named = dataclasses.replace(setting, seed=pretraining)
                 means = {seed: float(block.mean()) for seed, block in by_seed.items()}
                 mean = float(blocks.mean())
                 numbers = (mean, 0.01, means, {1e-5: means}, lambda by_seed=by_seed: by_seed)
@@ -59,7 +57,8 @@ def sized(size, pretraining_seeds, gap=0.0, runs=0.02, random=2):
 
     `runs` is the standard deviation of their runs.
     """
-    random, scores = np.random.default_rng(random), []
+    random = np.random.default_rng(random)
+    scores = []
     for seed in pretraining_seeds:
         for setting, above in (
             (ModelKey(size, mlm_steps=600, mask_ratio=0.4), gap),

@@ -10,7 +10,9 @@ from run_folders import write_run
 
 from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 
-RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
+RATES = (2e-4, 1e-3)
+SEEDS = 3
+EXAMPLES = 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
 _METRICS = {"SC": ("accuracy",), "QA": ("exact_match", "f1")}
 

@@ -215,7 +215,8 @@ def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
     content = beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]})
     on_hub(content)
     found = find_dataset("nq")
-    validation, test = found.load_split("validation"), found.load_split("test")
+    validation = found.load_split("validation")
+    test = found.load_split("test")
     assert (len(validation.queries), len(test.queries)) == (12, 13)
     assert not validation.queries.keys() & test.queries.keys()
     assert found.load_split("test") == test  # drawn with a seed

@@ -196,7 +196,9 @@ def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
      r"Face Hub cannot be read: "
      r"Couldn't reach it; expected a data set of the Hub and a network once, or a path of local "
      r"data$"),
-    ("hf:glue", ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']\nExample"),
+    ("hf:glue",
+     ValueError("Config name is missing.\nPlease pick one among the available configs: "
+                "['cola', 'sst2']\nExample"),
      r"^data set hf:glue: glue of .*: Config name is missing. Please pick one among the available "
      r"configs: \['cola', 'sst2'\];"),
 ])  # fmt: skip

@@ -224,10 +224,8 @@ def test_parquet_gives_what_jsonl_gives(tmp_path, monkeypatch):
     texts = labelled(*range(10))
     question = ASKED | {"answers": {"text": ["Ada"], "answer_start": [4]}}
     for name, rows in (("texts", texts), ("tagged", TAGGED), ("asked", [question])):
-        found, other = (
-            find_dataset(write_splits(tmp_path / name / form, form, rows))
-            for form in ("parquet", "jsonl")
-        )
+        found = find_dataset(write_splits(tmp_path / name / "parquet", "parquet", rows))
+        other = find_dataset(write_splits(tmp_path / name / "jsonl", "jsonl", rows))
         assert (found.family, found.labels) == (other.family, other.labels)
         assert found.load_split("train") == other.load_split("train")
 
@@ -503,10 +501,9 @@ def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other, 
     found = find_dataset(
         write_files(tmp_path / f"made_{other}", {"train.jsonl": rows, f"{other}.jsonl": SENTIMENT})
     )
-    train, validation, test = (
-        [example.id for example in found.load_split(split)]
-        for split in ("train", "validation", "test")
-    )
+    train = [example.id for example in found.load_split("train")]
+    validation = [example.id for example in found.load_split("validation")]
+    test = [example.id for example in found.load_split("test")]
     assert (len(train), len(validation), test) == (38, 2, ["a", "b"])
     assert sorted(train + validation, key=int) == [row["id"] for row in rows]
     [line] = capsys.readouterr().out.splitlines()  # said once, not for each split
@@ -522,7 +519,8 @@ def test_a_file_alone_is_a_test_split(tmp_path):
 
 
 def test_the_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
-    first, second = (write_splits(tmp_path / name, "jsonl", SENTIMENT) for name in ("a", "b"))
+    first = write_splits(tmp_path / "a", "jsonl", SENTIMENT)
+    second = write_splits(tmp_path / "b", "jsonl", SENTIMENT)
     changed = write_splits(tmp_path / "c", "jsonl", SENTIMENT, test=SENTIMENT[:1])
     relabelled = write_splits(tmp_path / "d", "jsonl", SENTIMENT)
     write_file(tmp_path / "d" / "meta.json", {"labels": ["negative", "positive"]})
@@ -801,7 +799,8 @@ def test_files_that_would_harm_their_reader_are_one_line(tmp_path, file, make, m
 
 @pytest.mark.parametrize("file, content", [
     ("columns.csv", f"text,label,{','.join(map(str, range(20_000)))}\nx,y{',1' * 20_000}\n"),
-    ("labels.jsonl", "".join(f'{{"text": "x", "label": "{number} y"}}\n' for number in range(20_000))),
+    ("labels.jsonl",
+     "".join(f'{{"text": "x", "label": "{number} y"}}\n' for number in range(20_000))),
     ("digits.csv", f"text,label\nx,{'1' * 20_000}x\ny,0.5\n"),
     ("words.txt", "word " * 20_000 + "O\n" + "a word O\n" * 10_000),
 ], ids=["columns", "labels", "digits", "words"])  # fmt: skip

@@ -49,9 +49,8 @@ def test_the_command_says_how_to_go_on_and_what_was_finished_after_it_is_skipped
         "12 results from 8 trainings" in said and f"megaenc finetune summary {grid.output}" in said
     )
     assert not grid.calls()  # debug begins when it is asked for a result
-    [first], [second] = (
-        submit(grid, "--slurm-cluster", "debug", "--jobs-per-task", 100) for _ in range(2)
-    )
+    [first] = submit(grid, "--slurm-cluster", "debug", "--jobs-per-task", 100)
+    [second] = submit(grid, "--slurm-cluster", "debug", "--jobs-per-task", 100)
     assert (first.result(), second.result()) == (0, 0) and len(grid.calls()) == 8
 
 

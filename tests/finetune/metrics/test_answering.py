@@ -61,6 +61,7 @@ def test_the_best_span_is_the_surest_run():
 
 def test_the_example_of_the_documentation():
     assert position_f1({12, 13}, {11, 12, 13}) == pytest.approx(0.8) and position_f1((), {7}) == 0
-    golds, predicted = ["Paris", "in Paris"], "the city Paris"
+    golds = ["Paris", "in Paris"]
+    predicted = "the city Paris"
     assert normalize_answer(predicted) == "city paris"
     assert exact_match(golds, predicted) == 0 and token_f1(golds, predicted) == pytest.approx(2 / 3)

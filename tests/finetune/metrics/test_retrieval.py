@@ -50,7 +50,8 @@ def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
         assert retrieved_ndcg(relevant, scores) == pytest.approx(
             ndcg_score([relevant], [scores]), abs=1e-12
         )
-    scores, relevant = -np.arange(30.0), random.random(30) < 0.3
+    scores = -np.arange(30.0)
+    relevant = random.random(30) < 0.3
     assert retrieved_ndcg(relevant, scores) == pytest.approx(
         ndcg_score([relevant[:10]], [scores[:10]])
     )
@@ -62,7 +63,9 @@ def test_as_trec_eval_has_it(different):
     random = np.random.default_rng(6)
     names = [f"{'dD'[n % 2]}{n}{'é' * (n % 3)}" for n in range(250)]
     in_order = [names[at] for at in compute_trec_order(names)]
-    qrels, run, found = {}, {}, {}
+    qrels = {}
+    run = {}
+    found = {}
     for query in map(str, range(40)):
         # Single precision, as trec_eval has it.
         scores = dict(
@@ -79,10 +82,8 @@ def test_as_trec_eval_has_it(different):
             np.array([scores[name] for name in in_order], dtype=np.float32), 100
         )
         assert len(best) == 100
-        grades, all_grades = (
-            np.array([qrels[query].get(in_order[at], 0) for at in best]),
-            list(qrels[query].values()),
-        )
+        grades = np.array([qrels[query].get(in_order[at], 0) for at in best])
+        all_grades = list(qrels[query].values())
         found[query] = (
             ndcg(grades, all_grades),
             reciprocal_rank(grades),
@@ -135,7 +136,8 @@ def test_chance_with_relevant_documents_that_are_not_in_the_corpus():
 
 
 def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
-    random, relevant = np.random.default_rng(8), np.arange(300) < 7
+    random = np.random.default_rng(8)
+    relevant = np.arange(300) < 7
     drawn = []
     for _ in range(5_000):
         order = random.permutation(relevant)
@@ -156,7 +158,8 @@ def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
 
 
 def test_the_example_of_the_documentation():
-    grades, all_grades = np.array([0, 3, 0, 1, 0, 0, 0, 0, 0, 0]), (3, 1, 2)
+    grades = np.array([0, 3, 0, 1, 0, 0, 0, 0, 0, 0])
+    all_grades = (3, 1, 2)
     assert retrieved_ndcg(grades > 0, -np.arange(10.0)) == pytest.approx(0.651, abs=5e-4)
     assert ndcg(grades, all_grades) == pytest.approx(0.488, abs=5e-4)
     assert reciprocal_rank(grades) == 1 / 2 and recall(grades, 3) == 2 / 3

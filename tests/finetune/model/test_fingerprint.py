@@ -26,7 +26,8 @@ def compute_and_save(folders: list[str], results: str) -> list[str]:
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
     """The folders whose weights were read, in order."""
-    found, digest = [], fingerprint._hash_files
+    found = []
+    digest = fingerprint._hash_files
     monkeypatch.setattr(
         fingerprint,
         "_hash_files",
@@ -44,7 +45,8 @@ def test_weights_are_read_once(tmp_path, reads):
 
 
 def test_the_fingerprint_is_of_names_and_bytes(tmp_path):
-    model, whole = make_model(tmp_path / "one"), hashlib.sha256()
+    model = make_model(tmp_path / "one")
+    whole = hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         whole.update(name.encode() + b"\0" + hashlib.sha256((model / name).read_bytes()).digest())
     assert compute_and_save([str(model)], str(tmp_path)) == [whole.hexdigest()]
@@ -54,7 +56,8 @@ def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
     """Other bytes of the same length, name and time of change, as after a copy."""
     model = make_model(tmp_path / "one")
     weights = model / "model.safetensors"
-    before, at = compute_and_save([str(model)], str(tmp_path)), weights.stat()
+    before = compute_and_save([str(model)], str(tmp_path))
+    at = weights.stat()
     weights.write_bytes(weights.read_bytes()[::-1])
     os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
     assert weights.stat().st_mtime_ns == at.st_mtime_ns

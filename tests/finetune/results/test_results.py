@@ -25,7 +25,8 @@ FINGERPRINTS = Fingerprints(
 def job(
     output, family=TaskFamily.SC, dataset="sst2", train_on="sst2", rate=2e-5, **protocol
 ) -> FinetuneJob:
-    model, sets = NamedSource("toy", "/models/toy"), (NamedSource(dataset, dataset),)
+    model = NamedSource("toy", "/models/toy")
+    sets = (NamedSource(dataset, dataset),)
     return FinetuneJob(
         model,
         family,
@@ -214,7 +215,8 @@ def test_what_a_killed_run_left_is_swept_away(tmp_path):
 
 @pytest.mark.parametrize(("given", "name"), [
     ("toy", "toy"), ("sub/../toy/", "toy"), ("a=toy", "a"), ("=toy", "toy"), ("sub/..", "models"),
-    ("..=toy", None), ("a b\n=toy", None), ("\x1b[2J=toy", None), ("a\u202eb=toy", None), ("a/../b=toy", None),
+    ("..=toy", None), ("a b\n=toy", None), ("\x1b[2J=toy", None), ("a\u202eb=toy", None),
+    ("a/../b=toy", None),
 ])  # fmt: skip
 def test_models_are_named_by_their_folder_or_otherwise(tmp_path, monkeypatch, given, name):
     """Their results are below the output, whatever the name."""

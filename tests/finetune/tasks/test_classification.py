@@ -24,7 +24,8 @@ EXAMPLES = [
 
 def test_heads_are_drawn_by_the_seed(dataset):
     task = Classification(dataset("abc"), FinetuneConfig())
-    first, again = (torch.manual_seed(0) and task.build_head(512) for _ in range(2))
+    first = torch.manual_seed(0) and task.build_head(512)
+    again = torch.manual_seed(0) and task.build_head(512)
     other = task.build_head(512)
     assert torch.equal(first.weight, again.weight) and not torch.equal(first.weight, other.weight)
     assert first.weight.shape == (3, 512) and first.weight.std().item() == pytest.approx(

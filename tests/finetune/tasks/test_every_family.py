@@ -102,7 +102,8 @@ def test_gradients_of_the_plain_way(
         dataset(["O", "B-X", "I-X"]),
         FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=3.0),
     )
-    data, model = task.encode(EXAMPLES[family], encoder), make_model(task)
+    data = task.encode(EXAMPLES[family], encoder)
+    model = make_model(task)
     assert task.count_examples(data) == 4
     head = task.build_head(16)
     head.load_state_dict(model.head.state_dict())
@@ -122,7 +123,8 @@ def test_gradients_of_the_plain_way(
 def test_predictions_that_are_no_number_are_no_score(family, dataset, encoder, make_model):
     """With weights of which one became NaN in the last update."""
     task = TASKS[family](dataset(["O", "B-X", "I-X"], train=EXAMPLES[family]), FinetuneConfig())
-    data, model = task.encode(SPLITS[family], encoder), make_model(task)
+    data = task.encode(SPLITS[family], encoder)
+    model = make_model(task)
     model.train()
     # Nothing is dropped
     assert task.evaluate(model, data, SPLITS[family]) == task.evaluate(model, data, SPLITS[family])
@@ -136,7 +138,8 @@ def test_predictions_that_are_no_number_are_no_score(family, dataset, encoder, m
 
 def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_model):
     task = TASKS[TaskFamily.SC](dataset("abc"), FinetuneConfig())
-    data, model = task.encode(EXAMPLES[TaskFamily.SC], encoder), make_model(task)
+    data = task.encode(EXAMPLES[TaskFamily.SC], encoder)
+    model = make_model(task)
     expected = task.backward(model, data, np.arange(4))
     model.backbone.to(torch.bfloat16)
     assert task.backward(model, data, np.arange(4)) == pytest.approx(expected, rel=0.02)

@@ -49,7 +49,8 @@ class Words(nn.Module):
 
 def test_parts_drop_the_same_both_times(dataset, encoder):
     task = RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=25))
-    data, rows = task.encode(PAIRS, encoder), np.arange(5)
+    data = task.encode(PAIRS, encoder)
+    rows = np.arange(5)
     model = TaskModel(Words(dropout=0.5), nn.Identity())
     torch.manual_seed(7)
     loss = task.backward(model, data, rows)
@@ -111,7 +112,8 @@ def test_scores_by_hand(task, encoder, oracle):
     scores = task.evaluate(model, data, SPLIT)
     assert model.backbone.seen == 3 + 4  # one pass, without the query that nothing answers
     # q1: a first. q2: c (grade 3), d, b (grade 1), a. q4: d (grade 2), b, c, a (grade 1).
-    third, fourth = 1 / np.log2(4), 1 / np.log2(5)
+    third = 1 / np.log2(4)
+    fourth = 1 / np.log2(5)
     second = 1 / np.log2(3)
     assert scores.scores_i == pytest.approx(
         [1, (1 + third) / (1 + second), (1 + fourth) / (1 + second)]

@@ -105,13 +105,12 @@ def test_sub_tokens_belong_to_their_words(task, kind, tmp_path):
     data = task.encode(EXAMPLES, text_encoder(tokenizer, 200))
     for row, example in enumerate(EXAMPLES):
         [tokens] = data.gather_rows([row])
-        words, tags = (
-            data.columns[name][data.starts[row] : data.starts[row + 1]]
-            for name in ("words", "tags")
-        )
+        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+        tags = data.columns["tags"][data.starts[row] : data.starts[row + 1]]
         assert words[-1] == -1 and tags[-1] == -100 and tokens[-1] in tokenizer.all_special_ids
         assert tags[:-1].tolist() == [example.tags[word] for word in words[:-1]]
-        words, tokens = words[:-1], tokens[:-1]
+        words = words[:-1]
+        tokens = tokens[:-1]
         assert (
             np.array_equal(np.unique(words), np.arange(len(example.words)))
             and (np.diff(words) >= 0).all()

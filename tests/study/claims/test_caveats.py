@@ -28,7 +28,8 @@ def test_a_verdict_says_what_it_is_about():
     unknown = {name: one for name, one in by_claim(mini(5)).items() if one.verdict != "no data"}
     assert all(sentence in one.reason for one in unknown.values())
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)
-    quiet, loud = (parse_run_noise([f"SC={points}", f"IR={points}"]) for points in (0.01, 9))
+    quiet = parse_run_noise(["SC=0.01", "IR=0.01"])
+    loud = parse_run_noise(["SC=9", "IR=9"])
     given = by_claim(mini(5), noise=quiet)["4a"]
     assert (
         given.label == "holds"
@@ -52,7 +53,8 @@ def test_odd_noise_is_one_line(text):
 def test_the_published_noise_is_that_of_the_curves():
     """Least squares of three sizes and one bend: twelve scores, seven parameters."""
     noise = estimate_run_noise(ModelSelector(published()))
-    sizes, ratios = ("210m", "610m", "1b"), (20, 30, 40, 50)
+    sizes = ("210m", "610m", "1b")
+    ratios = (20, 30, 40, 50)
     rows = [
         [*(of == size for of in sizes), *((of == size) * ratio for of in sizes), ratio**2]
         for size in sizes
@@ -169,7 +171,8 @@ def test_what_is_not_complete_is_said():
 
 def ratios(family, means, collapsed_at=None, clm_steps=0):
     """MLM models of these means by mask ratio, one of which has collapsed."""
-    random, scores = np.random.default_rng(3), []
+    random = np.random.default_rng(3)
+    scores = []
     for ratio, mean in means.items():
         key = ModelKey("10M", clm_steps=clm_steps, mlm_steps=600 - clm_steps, mask_ratio=ratio)
         bad = ratio == collapsed_at
@@ -201,10 +204,8 @@ def test_a_collapsed_ratio_decides_no_claim_on_ratios():
     # Beaten by its collapse only
     best = verdict_on("6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)])
     assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
-    apart, near = (
-        {ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
-        for step in (0.01, 0.002)
-    )
+    apart = {ratio: 0.8 + 0.01 * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
+    near = {ratio: 0.8 + 0.002 * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
     after_clm = ratios("SC", apart, clm_steps=300)
     assert verdict_on("6c", [*ratios("SC", near), *after_clm]).verdict == "reversed"
     assert verdict_on("6c", [*ratios("SC", near, 0.2), *after_clm]).verdict == "not resolved"

@@ -59,7 +59,8 @@ def test_a_rate_that_fails_is_no_steadiness():
 
 def test_a_rate_counts_with_the_seeds_that_both_have():
     """At the highest rate MLM loses 20 points and CLM 2, with three of five seeds."""
-    mlm, clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.2}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
+    mlm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.2})
+    clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
     for missing in (3, 4):
         del mlm[5e-4][missing]
     found = rated((mlm, clm))
@@ -118,7 +119,8 @@ def test_another_run_is_tested_over_the_sizes_and_noisier_seeds_are_no_sensitivi
 
 def test_spreads_over_mask_ratios():
     """After CLM the ratios are a point apart, alone five."""
-    random, scores = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    scores = []
     for clm_steps, apart in ((0, 0.05), (30, 0.01)):
         for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5)):
             setting = ModelKey(

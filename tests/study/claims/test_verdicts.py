@@ -34,7 +34,9 @@ def test_false_alarms_in_studies_without_differences():
     Also if seeds of MLM are noisier, and if runs of the pretraining differ and models have one, two
     or three of them.
     """
-    alarms, whole, single = 0, [], []
+    alarms = 0
+    whole = []
+    single = []
     for number in range(200):
         world = NULLS[number % len(NULLS)]
         found = simulated.verdicts(number, examples=200, **world)

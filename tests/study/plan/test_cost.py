@@ -22,7 +22,8 @@ def pack_flops(flags, vocab_size, predicted, attended):
 
     A share is predicted, and a share of the squared lengths seen both ways.
     """
-    length, squares = flags.data.seq_length, expected_length_model(flags).squares
+    length = flags.data.seq_length
+    squares = expected_length_model(flags).squares
     return ObjectiveWork("", length, predicted * length, squares, attended * squares).flops(
         flags.shape, vocab_size
     )
@@ -54,7 +55,8 @@ def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     plan = graph(tmp_path)
     run = plan.runs["toy-clm-100-mlm40-400"]
     flags = run.model.config
-    clm, mlm = (8 * pack_flops(flags, 1024, *part) for part in ((1.0, 0.0), (0.4, 1.0)))
+    clm = 8 * pack_flops(flags, 1024, 1.0, 0.0)
+    mlm = 8 * pack_flops(flags, 1024, 0.4, 1.0)
     assert compute_training_cost(plan.manifest, run.model, 0, 400).flops == pytest.approx(
         100 * clm + 300 * mlm
     )

@@ -118,7 +118,8 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
     branches = [run for run in runs.values() if run.start == "branch"]
     assert len(branches) > 4
     for run in branches:
-        child, parent = run.model, runs[run.parent].model
+        child = run.model
+        parent = runs[run.parent].model
         schedules = [
             Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (child, parent)
         ]

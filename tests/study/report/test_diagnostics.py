@@ -18,7 +18,8 @@ from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
 from megaenc.study.stats.inference import required_seeds, variance_components
 
-ONE, OTHER = ModelKey("mini", 10), parse_model_name("mini-mlm40-10")
+ONE = ModelKey("mini", 10)
+OTHER = parse_model_name("mini-mlm40-10")
 
 
 def score(setting, seeds, **more):

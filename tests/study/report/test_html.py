@@ -50,7 +50,8 @@ class Checked(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open, self.tags = [], []
+        self.open = []
+        self.tags = []
         self.feed(text)
         self.close()
         assert self.open == []

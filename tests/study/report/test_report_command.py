@@ -15,7 +15,9 @@ from megaenc.study.report.command import ReportConfig, build_report
 
 MANIFEST = """
 title: A study of <five> shares
-sizes: {mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}}
+sizes:
+  mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4,
+         num_query_groups: 2}
 pretrain: {seq_length: 128, global_batch_size: 16, lr_warmup_iters: 10, lr_wsd_decay_iters: 10}
 corpus: {demo: true, vocab_size: 4096}
 models:
@@ -201,7 +203,8 @@ def test_a_folder_that_no_report_wrote_is_left_alone(files, words, tmp_path, ref
 
 @pytest.mark.parametrize("name", ["", "tables", "index.html"])
 def test_links_are_refused(name, tmp_path, refusal):
-    report, outside = tmp_path / "report", tmp_path / "outside"
+    report = tmp_path / "report"
+    outside = tmp_path / "outside"
     for folder in (report, outside):
         (folder / "tables").mkdir(parents=True)
         (folder / "index.html").touch()

@@ -28,8 +28,10 @@ def build_evidence(means: dict[ModelKey, list[float]], dataset: str = "sst2") ->
 
 
 def test_one_recipe_is_students_t_test():
-    left, right = np.array([0.71, 0.74, 0.72]), np.array([0.66, 0.65])
-    result, expected = compare_with_control([left], right), stats.ttest_ind(left, right)
+    left = np.array([0.71, 0.74, 0.72])
+    right = np.array([0.66, 0.65])
+    result = compare_with_control([left], right)
+    expected = stats.ttest_ind(left, right)
     interval = expected.confidence_interval()
     assert result.df == 3 and result.differences[0] == pytest.approx(
         left.mean() - right.mean(), abs=1e-12
@@ -39,10 +41,8 @@ def test_one_recipe_is_students_t_test():
 
 
 def test_the_deviation_is_pooled_and_the_p_corrected():
-    recipes, control = (
-        [np.array([0.60, 0.62]), np.array([0.70, 0.71]), np.array([0.65])],
-        np.array([0.64, 0.68]),
-    )
+    recipes = [np.array([0.60, 0.62]), np.array([0.70, 0.71]), np.array([0.65])]
+    control = np.array([0.64, 0.68])
     result = compare_with_control(recipes, control)
     assert result.df == 3
     assert result.run_deviation == pytest.approx(

@@ -65,9 +65,10 @@ def test_every_published_cell_comes_back_in_its_table_in_every_form():
 
 
 def test_all_scores_in_one_file_are_the_published_file():
-    head, *made = [line[:10] for line in csv.reader(io.StringIO(format_scores_csv([published()])))]
+    lines = [line[:10] for line in csv.reader(io.StringIO(format_scores_csv([published()])))]
     rows = read_published_rows()
-    assert head == list(rows[0]) and sorted(made) == sorted(list(row.values()) for row in rows)
+    assert lines[0] == list(rows[0])
+    assert sorted(lines[1:]) == sorted(list(row.values()) for row in rows)
 
 
 def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
@@ -157,10 +158,10 @@ def test_standard_metrics_have_tables_of_their_own(tmp_path):
         name: one for name, one in settings().items() if one.steps == 300 and not one.mlm_steps
     }
     results = read_result_tree(write_results(tmp_path, models))
-    evidence, *standard = (
-        build_evidence(results, models.get, metric)
-        for metric in ("score", "accuracy", "exact_match", "f1")
-    )
+    evidence = build_evidence(results, models.get, "score")
+    standard = [
+        build_evidence(results, models.get, metric) for metric in ("accuracy", "exact_match", "f1")
+    ]
     [table] = build_standard_metric_tables(evidence, standard)
     assert table.key == "base-standard"
     groups = [(column.group, column.name) for column in table.columns if column.group]

@@ -13,7 +13,9 @@ from megaenc.study.results.zero_shot import METRIC, read_zero_shot
 
 MANIFEST = """
 title: Retrieval
-sizes: {mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}}
+sizes:
+  mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4,
+         num_query_groups: 2}
 pretrain: {seq_length: 128, global_batch_size: 16, lr_warmup_iters: 10, lr_wsd_decay_iters: 10}
 corpus: {demo: true, vocab_size: 4096}
 models:
@@ -44,7 +46,8 @@ def build(root, manifest="study.yaml", results="results"):
 
 def test_the_table_has_each_model_before_and_after_training(study):
     tables = {table.key: table for table in build(study).tables}
-    table, scores = tables["zero-shot"], read_zero_shot(study / "embed")
+    table = tables["zero-shot"]
+    scores = read_zero_shot(study / "embed")
     states = ("as pretrained", "after contrastive training")
     columns = [(dataset, state) for dataset in ("sci", "demo_ir") for state in states]
     assert [(column.group, column.name) for column in table.columns[5:]] == columns
@@ -109,7 +112,8 @@ def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
 
 
 def test_fine_tuning_is_reported_as_without_it(study):
-    both, alone = build(study), build(study, "without.yaml")
+    both = build(study)
+    alone = build(study, "without.yaml")
     assert not [table.key for table in alone.tables if "zero-shot" in table.key]
     assert not [one.figure.key for one in alone.figures if one.figure.key == "zero-shot"]
     assert "Zero-shot retrieval" not in dict(alone.facts) and "Zero-shot retrieval" in dict(

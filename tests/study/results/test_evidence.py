@@ -29,7 +29,8 @@ from megaenc.study.results.published import (
     read_published_rows,
 )
 
-MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
+MLM = "610m-mlm40-42k"
+CLM = "610m-clm-42k"
 
 
 def test_every_published_cell_to_the_printed_digit(tmp_path):
@@ -37,7 +38,8 @@ def test_every_published_cell_to_the_printed_digit(tmp_path):
     evidence = raw(tmp_path)
     assert len(evidence.scores) == 46 * 16
     for row in read_published_rows():
-        key, dataset = parse_model_key(row), DATASET_NAMES[row["dataset"]]
+        key = parse_model_key(row)
+        dataset = DATASET_NAMES[row["dataset"]]
         score = evidence.find(key, dataset, row["task"])
         printed = (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}")
         if dataset == AVERAGE:  # whose interval depends on the seeds of its sets
@@ -74,7 +76,8 @@ def test_rates_are_chosen_on_validation_and_averages_formed_by_seed(tmp_path):
 
 def test_examples_are_those_of_the_chosen_rate_read_when_they_are_asked_for(tmp_path):
     published_tree.write(tmp_path, models=[MLM])
-    first, second = (raw(tmp_path).find(parse_model_name(MLM), "squad") for _ in range(2))
+    first = raw(tmp_path).find(parse_model_name(MLM), "squad")
+    second = raw(tmp_path).find(parse_model_name(MLM), "squad")
     found = first.load_examples()
     assert sorted(found) == [0, 1, 2, 3, 4] and found is first.load_examples()  # read once
     for seed, of_each in found.items():
@@ -135,7 +138,8 @@ def test_other_metrics_and_their_examples(tmp_path):
             "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]},
         }
         write_result(tmp_path / "a" / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
-    exact, f1 = (read_evidence(tmp_path / "a", {}, metric).scores[0] for metric in ("exact", "f1"))
+    exact = read_evidence(tmp_path / "a", {}, "exact").scores[0]
+    f1 = read_evidence(tmp_path / "a", {}, "f1").scores[0]
     assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
     assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
     write_result(tmp_path / "b" / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])

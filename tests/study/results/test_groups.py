@@ -14,7 +14,9 @@ from megaenc.study.results.published import published
 
 def test_the_base_is_what_both_objectives_have_or_the_plan_says():
     """CLM that got further than MLM is not the base alone, nor is a shorter budget."""
-    mlm, clm, longer = parse_model_name("1b-mlm40-20"), ModelKey("1B", 20), ModelKey("1B", 40)
+    mlm = parse_model_name("1b-mlm40-20")
+    clm = ModelKey("1B", 20)
+    longer = ModelKey("1B", 40)
     assert group_by_setup([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
     assert group_by_setup([longer, mlm])["base"] == [longer]
     plan = [longer, parse_model_name("1b-mlm40-40"), mlm, clm]

@@ -24,7 +24,8 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
         "mini-mlm20-300": "MLM",
         "mini-clm-75-mlm40-300": "CLM + MLM",
     }
-    continued, branch = runs["mini-clm-dec300-mlm40-330"], runs["mini-clm-75-mlm40-300"]
+    continued = runs["mini-clm-dec300-mlm40-330"]
+    branch = runs["mini-clm-75-mlm40-300"]
     assert (continued.kind, continued.parent) == ("continued", "mini-clm-300")
     assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
 
@@ -45,11 +46,10 @@ def test_operations_include_what_came_before(runs):
 
 
 def test_operations_of_the_study_by_shape():
-    clm, mlm = (
-        published_model_flops(one)
-        for one in (ModelKey("610M", 1000), parse_model_name("610m-mlm40-1k"))
-    )
-    tokens, head = 1000 * 1152 * 2048, 128_256 * 1152
+    clm = published_model_flops(ModelKey("610M", 1000))
+    mlm = published_model_flops(parse_model_name("610m-mlm40-1k"))
+    tokens = 1000 * 1152 * 2048
+    head = 128_256 * 1152
     body = 607.9e6 - head  # looking an embedding up is no matrix product
     for spent, share in ((clm, 1.0), (mlm, 0.4)):
         assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention

@@ -133,7 +133,8 @@ def test_claims_compare_objectives_and_nothing_else(tmp_path):
     without = [f"{one.claim}{one.part}" for one in judge(Evidence([]))]
     assert list(found) == sorted([*without, "1f", "4c", "5c"])
     assert {name for name, one in found.items() if one.comparisons} == {"1f", "4c"}
-    mlm, quarter = found["1f"], found["4c"]
+    mlm = found["1f"]
+    quarter = found["4c"]
     assert mlm.verdict == "holds" and [one.family for one in mlm.comparisons] == ["ZS"]
     assert mlm.overall.difference == pytest.approx(10, abs=1.5) and mlm.overall.test.seed_count == 3
     assert (

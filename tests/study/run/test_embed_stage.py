@@ -57,7 +57,8 @@ def words(command):
 def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     stages = build(data)
     make(*(stage for stage in stages.values() if stage.kind != "embed"))
-    stage, study = stages["embed/base"], data / STUDY
+    stage = stages["embed/base"]
+    study = data / STUDY
     root = study / "embed" / "base"
     sets = f"--data sci={data}/ir/sci demo_ir={study}/demo/demo_ir"
     first = (
@@ -142,7 +143,8 @@ def test_a_changed_manifest_other_data_or_weights_make_it_stale(study):
 
 
 def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
-    three, stage = build(study, seeds=3)["embed/base"], build(study)["embed/base"]
+    three = build(study, seeds=3)["embed/base"]
+    stage = build(study)["embed/base"]
     assert [words(command)[:2] for command in three.remaining_commands()] == [
         ["embed", "train"],
         ["embed", "eval"],
@@ -162,7 +164,8 @@ def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
 def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
     hardware = {"tokens_per_second": 512, "embed_seconds": 90}
     graph = manifests.graph(tmp_path, embed=EMBED, hardware=hardware)
-    cost, checkpoints = compute_study_cost(graph), len(graph.exports)
+    cost = compute_study_cost(graph)
+    checkpoints = len(graph.exports)
     assert list(graph.stages)[-checkpoints:] == [f"embed/{name}" for name in graph.exports]
     assert (cost.embed_runs, cost.embed_hours) == (
         2 * checkpoints,

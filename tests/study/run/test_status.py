@@ -222,7 +222,8 @@ def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     ]
     log = stage_log.log_path(tmp_path, "pretrain/a")
     log.parent.mkdir(parents=True)
-    begin, end = "==> 2026-01-01T10:00:00Z $ x\n", "<== 2026-01-01T10:06:00Z finished\n"
+    begin = "==> 2026-01-01T10:00:00Z $ x\n"
+    end = "<== 2026-01-01T10:06:00Z finished\n"
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n" + begin + end)
     nodes[0].made.touch()
     assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000

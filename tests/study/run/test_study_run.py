@@ -118,8 +118,9 @@ from megaenc.processes import exit_on_sigterm
 from megaenc.study.run.executor import execute_stages
 study = Path({study!r})
 with exit_on_sigterm():
-    stages = [FakeStage("pretrain/a", study), FakeStage("pretrain/b", study, ("pretrain/a",), SAVE_WHEN_TOLD + SUCCEED)]
-    execute_stages(stages, study, [""])
+    first = FakeStage("pretrain/a", study)
+    second = FakeStage("pretrain/b", study, ("pretrain/a",), SAVE_WHEN_TOLD + SUCCEED)
+    execute_stages([first, second], study, [""])
 """
 
 
@@ -232,10 +233,8 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
 
 
 def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
-    node, child = (
-        FakeStage("pretrain/a", tmp_path),
-        FakeStage("export/a", tmp_path, ("pretrain/a",)),
-    )
+    node = FakeStage("pretrain/a", tmp_path)
+    child = FakeStage("export/a", tmp_path, ("pretrain/a",))
     hold = (
         "import time; from pathlib import Path; from megaenc.study.run import stage_log; study = "
         f"Path({str(tmp_path)!r})\n"
@@ -305,7 +304,8 @@ def write_smallest(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd, refusal):
-    manifest, study = write_smallest(tmp_path), tmp_path / "study"
+    manifest = write_smallest(tmp_path)
+    study = tmp_path / "study"
     flags = [str(manifest), "--output", str(study)]
     command = [sys.executable, "-m", "megaenc", "study", "run", *flags, "--jobs", "2"]
     killed = subprocess.Popen(command, env=runs.surroundings(), stdout=subprocess.PIPE, text=True)

@@ -21,11 +21,10 @@ NAN = math.nan
 
 
 def test_over_seeds_alone_it_is_the_paired_t_test_and_over_examples_that_of_one_sample():
-    first, second = (
-        np.array([0.91, 0.93, 0.92, 0.90, 0.94]),
-        np.array([0.90, 0.91, 0.92, 0.88, 0.92]),
-    )
-    found, expected = contrast_t_test(first - second), stats.ttest_rel(first, second)
+    first = np.array([0.91, 0.93, 0.92, 0.90, 0.94])
+    second = np.array([0.90, 0.91, 0.92, 0.88, 0.92])
+    found = contrast_t_test(first - second)
+    expected = stats.ttest_rel(first, second)
     assert (
         found.p == pytest.approx(expected.pvalue, rel=1e-9)
         and found.errors[0][1] == 4
@@ -33,13 +32,15 @@ def test_over_seeds_alone_it_is_the_paired_t_test_and_over_examples_that_of_one_
     )
     assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
     block = np.array([[1.0, 0, 0, 1, -1, 1, 1, 0]])
-    found, expected = contrast_t_test(block.mean(1), [block]), stats.ttest_1samp(block[0], 0)
+    found = contrast_t_test(block.mean(1), [block])
+    expected = stats.ttest_1samp(block[0], 0)
     assert (found.low, found.high) == pytest.approx(expected.confidence_interval())
     assert math.isnan(found.p) and math.isnan(found.p_below(0.9))  # one seed
 
 
 def test_parts_with_seeds_of_their_own_are_welchs_test():
-    first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.80, 0.90])
+    first = np.array([0.91, 0.93, 0.92, 0.90, 0.94])
+    second = np.array([0.80, 0.90])
     variances = [(np.var(part, ddof=1) / len(part), len(part) - 1) for part in (first, second)]
     found = inference.welch_satterthwaite_test(first.mean() - second.mean(), variances, NAN)
     expected = stats.ttest_ind(first, second, equal_var=False)
@@ -71,9 +72,11 @@ def test_seeds_and_examples_by_hand():
     # Three seeds that differ by 0, 3, 6 from the mean of examples that differ by 0, 8 and a
     # residual of 1 at one place.
     block = np.array([[0.0, 8.0], [3.0, 11.0], [6.0, 15.0]])
-    by_seed, by_example = block.mean(1), block.mean(0)
+    by_seed = block.mean(1)
+    by_example = block.mean(0)
     left = block - by_seed[:, None] - by_example + block.mean()
-    between, residual = 3 * np.var(by_example, ddof=1), (left**2).sum() / 2
+    between = 3 * np.var(by_example, ddof=1)
+    residual = (left**2).sum() / 2
     found = contrast_t_test(by_seed, [block])
     assert found.components.seed_variance == pytest.approx(np.var(by_seed, ddof=1) / 3)
     assert found.components.example_variance == pytest.approx((between - residual) / 6)
@@ -155,7 +158,8 @@ def test_seeds_needed_are_those_of_the_tables(effect, pairs):
 
 
 def test_examples_limit_what_seeds_can_show():
-    without, some = VarianceComponents(1e-4, NAN), VarianceComponents(1e-4, 2e-5)
+    without = VarianceComponents(1e-4, NAN)
+    some = VarianceComponents(1e-4, 2e-5)
     assert required_seeds(0.02, without, 5) < required_seeds(0.02, some, 5)
     assert required_seeds(0.01, some, 5) is None  # the examples' standard error alone is 0.0045
     assert required_seeds(0.02, VarianceComponents(NAN, 1e-5), 1) is None
@@ -186,7 +190,8 @@ def test_rates_are_apart_by_what_seeds_do_not_do():
         + 0.1 * random.random((1, 5))
     )
     left = grid - grid.mean(0) - grid.mean(1, keepdims=True) + grid.mean()
-    between_rates, residual = 5 * np.var(grid.mean(1), ddof=1), (left**2).sum() / (5 * 4)
+    between_rates = 5 * np.var(grid.mean(1), ddof=1)
+    residual = (left**2).sum() / (5 * 4)
     found = inference.rate_variance_pseudo_values(grid)
     assert found.mean() == pytest.approx((between_rates - residual) / 5)
     without = [
@@ -199,7 +204,8 @@ def test_rates_are_apart_by_what_seeds_do_not_do():
 
 
 def test_collapse_rates_and_hedges_correction():
-    first, second = [1.0, 2, 3, 4, 5], [0.0, 1, 2, 3, 4]
+    first = [1.0, 2, 3, 4, 5]
+    second = [0.0, 1, 2, 3, 4]
     exact = math.gamma(4) / (math.sqrt(4) * math.gamma(3.5))  # 8 degrees of freedom
     assert inference.hedges_g(first, second) == pytest.approx(exact / math.sqrt(2.5))
     assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(

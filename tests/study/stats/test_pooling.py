@@ -14,8 +14,10 @@ from megaenc.study.stats import inference
 
 def test_each_line_has_all_its_pretraining_seeds():
     """A second size with one run does not take the runs of the first."""
-    first, second = sized("10M", range(1, 6)), sized("20M", [1], gap=0.02, runs=0)
-    alone, both = verdict_on("1a", first), verdict_on("1a", first + second)
+    first = sized("10M", range(1, 6))
+    second = sized("20M", [1], gap=0.02, runs=0)
+    alone = verdict_on("1a", first)
+    both = verdict_on("1a", first + second)
     assert alone.verdict == both.verdict == "not resolved"
     assert (
         both.comparisons[0].test == alone.comparisons[0].test
@@ -60,14 +62,16 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
 
 def test_other_examples_leave_the_seeds_alone():
     """Two models that were evaluated on different examples cannot be paired by them."""
-    evidence, odd = mini(5), []
+    evidence = mini(5)
+    odd = []
     for score in evidence.scores:
         if score.model_key.clm_steps == 10:
             score = dataclasses.replace(
                 score, load_examples=lambda: {seed: np.ones(7) for seed in range(5)}
             )
         odd.append(score)
-    both, alone = (by_claim(each)["4a"].overall for each in (evidence, Evidence(odd)))
+    both = by_claim(evidence)["4a"].overall
+    alone = by_claim(Evidence(odd))["4a"].overall
     assert not math.isnan(both.test.components.example_variance) and math.isnan(
         alone.test.components.example_variance
     )
