@@ -140,7 +140,10 @@ def _signature(function: Callable, of_class: bool = False) -> str:
 
 
 def _text(thing: object) -> str:
-    return inspect.cleandoc(thing.__doc__ or "")
+    """Return a docstring as Markdown: entries of Args and Raises become list items."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    text = re.sub(r"^    ([*\w]+):", r"- `\1`:", text, flags=re.MULTILINE)
+    return re.sub(r"^ {4,}", "  ", text, flags=re.MULTILINE)
 
 
 def _fields(thing: type) -> Iterator[str]:
