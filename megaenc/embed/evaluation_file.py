@@ -133,7 +133,8 @@ def _parse(file: Path, *version: int) -> Evaluation | None:
         for row in values["rows"]:
             if row["queries"] is None:  # of another task than retrieval
                 continue
-            model, dataset, metric = place = (row["model"], row["dataset"], row["metric"])
+            place = (row["model"], row["dataset"], row["metric"])
+            model, dataset, metric = place
             by_query = np.array(values["scores"][model][dataset][metric], dtype=np.float64)
             if not np.isfinite(by_query).all() or len(by_query) != len(queries[dataset]):
                 return None

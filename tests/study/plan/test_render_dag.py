@@ -30,8 +30,8 @@ toy:
   ├─ toy-clm-200               from step 180           +20  CLM to 200, decay only  (not evaluated)
   └─ toy-clm-100-mlm40-400     from step 100          +300  MLM 40 % to 400
      └─ toy-clm-100-mlm40-200  from step 180           +20  MLM 40 % to 200, decay only
-  turns                                               +400  MLM 40 % to 100, CLM to 200, MLM 40 % to 300, \
-... 1 more to 400"""
+  turns                                               +400  MLM 40 % to 100, CLM to 200, \
+MLM 40 % to 300, ... 1 more to 400"""
     )
 
 
