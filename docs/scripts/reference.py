@@ -58,6 +58,12 @@ PUBLIC = [
     ("Packs", "What an objective is given.", "megaenc.data.packing.packed_dataset", ["Pack"]),
     ("", "", "megaenc.data.tokenizer.vocabulary", ["Vocabulary"]),
     ("", "", "megaenc.counter_rng", ["SampleRandomness"]),
+    (
+        "Callbacks",
+        "Names for packages that add a callback ([how](extending.md#a-callback)).",
+        "megaenc.training.callbacks",
+        ["Callback", "StepReport"],
+    ),
     ("Errors", "Wrong input, as one line and exit code 2.", "megaenc.errors", ["InputError"]),
     (
         "Claims of a study",

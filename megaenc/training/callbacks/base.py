@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from megaenc import flags
@@ -45,12 +44,7 @@ class Callback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Release what the callback holds."""
 
     def before_step(self, step: int) -> None:
@@ -78,10 +72,7 @@ class Callback:
         """Observe that a save after `step` begins."""
 
     def after_save(self, step: int) -> None:
-        """Observe that the save after `step` is complete.
-
-        With --async-save it continues in the background.
-        """
+        """Observe that the save after `step` is written or, with --async-save, begun."""
 
 
 def _find_defect(name: str, kind: Any) -> str:

@@ -1,6 +1,5 @@
 """Logging of metrics, validations and straggler reports."""
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -53,13 +52,8 @@ class MetricsLogger(Callback):
         self._line.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._line.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._line.__exit__(*error)
         for logger in self._loggers:
             logger.close()
 

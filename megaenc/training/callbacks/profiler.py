@@ -2,8 +2,7 @@
 
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,12 +59,7 @@ class Profiler(Callback):
         if report.step == self._last:
             self._finish()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Write trace and table of a run that ends before the last chosen step."""
         self._finish()
 
