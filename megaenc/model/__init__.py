@@ -1,4 +1,6 @@
-"""The encoder, built from megatron-core's layers, with an attention mask that comes with each batch.
+"""Encoder, built from megatron-core's layers.
+
+Its attention mask comes with each batch.
 
 `config` imports nothing heavy; the other modules need `megaenc.backend.prepare_megatron()` first.
 """

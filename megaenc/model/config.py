@@ -21,14 +21,16 @@ from megaenc.flags import (
 )
 
 _Factor = Annotated[float, Bounds(low=1)]
-_ContextLength = Annotated[
-    int, Bounds(low=1, high=1 << 20)
-]  # megatron-core computes YaRN's angles of so many positions
+# megatron-core computes YaRN's angles of as many positions.
+_ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and options of a pre-norm transformer; by default Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries."""
+    """Shape and options of a pre-norm transformer.
+
+    The defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries.
+    """
 
     num_layers: PositiveInt = 4
     """transformer layers"""
@@ -51,23 +53,25 @@ class ModelConfig:
     rotary_base: PositiveFloat = setting(
         10000.0, ADAPTABLE_WEIGHTS, BY_PHASE, feature="rotary positions of another base period"
     )
-    """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
-    the scaling of the positions"""
+    """base period of the rotary positions; for --init-from another one than the run's must be
+    given, here or in --config, like the scaling of the positions"""
     use_rope_scaling: bool = setting(False, ADAPTABLE_WEIGHTS, feature="scaled rotary positions")
-    """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
+    """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original
+    context: 8,192 tokens)"""
     rope_scaling_factor: _Factor = setting(8.0, ADAPTABLE_WEIGHTS)
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
     yarn_rotary_scaling_factor: _Factor | None = setting(
         None, ADAPTABLE_WEIGHTS, feature="rotary positions scaled by YaRN"
     )
-    """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
-    sharpens attention; no YaRN unless given"""
+    """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies
+    of the rotary positions, and sharpens attention; no YaRN unless given"""
     yarn_original_max_position_embeddings: _ContextLength | None = setting(None, ADAPTABLE_WEIGHTS)
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
     rotary_seq_len_interpolation_factor: _Factor | None = setting(
         None, feature="linearly scaled rotary positions"
     )
-    """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
+    """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from
+    4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", feature="LayerNorm")
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
@@ -77,37 +81,41 @@ class ModelConfig:
     apply_layernorm_1p: bool = setting(False, feature="norms by weight + 1")
     """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
     post_norms: bool = setting(False, feature="norms after attention and MLP")
-    """normalize the outputs of attention and MLP too, before they are added to the residual stream, as Gemma 3 does"""
+    """normalize the outputs of attention and MLP too, before they are added to the residual stream,
+    as Gemma 3 does"""
     activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
-    """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
-    as in Gemma 3), and of the --prediction-head"""
+    """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or
+    gelu_pytorch_tanh (its approximation by tanh, as in Gemma 3), and of the --prediction-head"""
     window_size: PositiveInt | None = setting(None, feature="attention windows")
-    """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
-    without it, and in documents that fit into it"""
+    """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`;
+    attention is global in all layers without it, and in documents that fit into it"""
     global_attn_every_n_layers: Annotated[int, Bounds(low=2)] | None = None
-    """with --window-size: attend globally in each n-th layer from --first-global-layer on (ModernBERT: 3, Gemma 3: 6); no layer
-    unless given"""
+    """with --window-size: attend globally in each n-th layer from --first-global-layer on
+    (ModernBERT: 3, Gemma 3: 6); no layer unless given"""
     first_global_layer: PositiveInt = 1
     """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
     local_rotary_base: PositiveFloat | None = setting(None, ADAPTABLE_WEIGHTS)
     """base period of the rotary positions in local layers; --rotary-base unless given"""
     embedding_norm: bool = setting(False, feature="norm of the embedding")
-    """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
+    """normalize the embedding instead of the input of the first layer's attention, as ModernBERT
+    does"""
     scale_embedding: bool = setting(False, feature="scaling of the embedding")
     """multiply the embedding by the square root of --hidden-size, as Gemma 3 does"""
     prediction_head: bool = setting(False, feature="prediction head")
-    """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
+    """transform the predicted positions by a dense layer, the activation and a norm before the
+    output layer, as BERT does"""
     output_layer_bias: bool = setting(False, feature="bias of the output layer")
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
     attention_output_dropout: FractionBelowOne = setting(0.0, ANY_WEIGHTS)
-    """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
-    as in ModernBERT (0.1)"""
+    """share of attention's output, after its projection, that is dropped in training before it is
+    added to the residual stream, as in ModernBERT (0.1)"""
     init_method_std: NonNegativeFloat = setting(0.02, ANY_WEIGHTS)
     """standard deviation of the initial weights"""
     init_method: Literal["normal", "scaled", "full_megatron"] = setting("normal", ANY_WEIGHTS)
-    """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
-    --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
-    and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
+    """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices;
+    scaled: divided by sqrt(2 x --num-layers) for the output projections of attention and MLP, as in
+    Megatron; full_megatron: scaled, cut at --init-cutoff, and with 1 / sqrt(--hidden-size) for an
+    output layer of its own, as in ModernBERT"""
     init_cutoff: PositiveFloat = setting(2.0, ANY_WEIGHTS)
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
     untie_embeddings_and_output_weights: bool = setting(
@@ -115,29 +123,42 @@ class ModelConfig:
     )
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: Size | None = None
-    """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may have spare rows)"""
+    """rows of the embedding; the tokenizer's vocabulary size unless given (converted models may
+    have spare rows)"""
     make_vocab_size_divisible_by: Size = setting(128, ANY_WEIGHTS)
-    """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit the padding"""
+    """pad each tensor-parallel rank's share of the vocabulary to a multiple of this; exports omit
+    the padding"""
 
     @property
     def head_dim(self) -> int:
-        """Return the width of one attention head: `kv_channels`, or the hidden size divided by the number of heads."""
+        """Return the width of one attention head.
+
+        It is `kv_channels`, or without it the hidden size divided by the number of heads.
+        """
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query_size(self) -> int:
-        """Return the total width of all query heads, which is also the width of the attention output."""
+        """Return the total width of all query heads.
+
+        It is also the width of the attention output.
+        """
         return self.num_attention_heads * self.head_dim
 
     def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
-        """Return the number of parameters with `vocab_size` embedding rows; `lm_head`: include an untied output matrix."""
+        """Return the number of parameters.
+
+        Args:
+            vocab_size: Rows of the embedding.
+            lm_head: Whether to count the output layer: an untied matrix, its bias and the
+                prediction head.
+        """
         hidden = self.hidden_size
         vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(
             self.head_dim
         )
-        norms = (
-            self.norms_per_layer * self.num_layers + 1
-        )  # with --embedding-norm, the first layer has one less
+        # With --embedding-norm the first layer has one less.
+        norms = self.norms_per_layer * self.num_layers + 1
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
         head = lm_head * (self.prediction_head_size + self.output_layer_bias * vocab_size)
         layers = self.num_layers * (self._layer_matrices + vectors) + norms * self.norm_size(hidden)
@@ -154,12 +175,18 @@ class ModelConfig:
 
     @property
     def prediction_head_size(self) -> int:
-        """Return the number of parameters of the prediction head: dense layer and norm; 0 without it."""
+        """Return the number of parameters of the prediction head, 0 without it.
+
+        They are those of a dense layer and a norm.
+        """
         return self.prediction_head * (self.hidden_size**2 + self.norm_size(self.hidden_size))
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of matrices of an MLP: gate and up, which are one product, and down."""
+        """Return the number of matrices of an MLP.
+
+        They are gate and up, which are one product, and down.
+        """
         return 3
 
     @property
@@ -180,7 +207,10 @@ class ModelConfig:
         )
 
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
-        """Return one of `tensor_parallel` ranks' (output, input) widths of a layer's four matrices, by name."""
+        """Return the (output, input) widths of a layer's four matrices, by name.
+
+        They are those of one of `tensor_parallel` ranks.
+        """
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
             "linear_proj": (self.hidden_size, self.query_size // tensor_parallel),
@@ -189,7 +219,10 @@ class ModelConfig:
         }
 
     def layer_flops_per_token(self) -> int:
-        """Return the forward and backward FLOPs of all layers' matrix products for one token, 6 per weight; no attention."""
+        """Return the FLOPs of all layers' matrix products for one token.
+
+        Forward and backward take 6 for each weight. Attention is not counted.
+        """
         return 6 * self.num_layers * self._layer_matrices
 
     @property
@@ -199,7 +232,10 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
+        """Return the window of each layer, None if its attention is global.
+
+        A window is the number of tokens to each side that a token attends to.
+        """
         return tuple(
             None if number in self._global_layers else self.window_size
             for number in range(self.num_layers)
@@ -207,15 +243,16 @@ class ModelConfig:
 
     @property
     def _global_layers(self) -> range:
-        """Return the numbers, from 0, of the layers that attend globally though the model has a window."""
+        """Return the numbers, from 0, of layers that attend globally in spite of a window."""
         every = self.global_attn_every_n_layers
         return range(self.first_global_layer - 1, self.num_layers, every) if every else range(0)
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
+        """Return the FLOPs of attention in all layers for one document, both passes.
 
-        6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
-        causal, s if bidirectional). In layers with a window, `visible_pairs` replaces the squares.
+        6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the
+        bidirectional `prefix` (0 if causal, s if bidirectional). In layers with a window,
+        `visible_pairs` replaces the squares.
         """
         window = self.window_size
         local = self.local_layers
@@ -224,7 +261,12 @@ class ModelConfig:
         return 6 * self.query_size * pairs
 
     def head_flops(self, outputs: int, predicted: float) -> float:
-        """Return both passes' FLOPs of `outputs` logits, and of the prediction head, at `predicted` positions."""
+        """Return the FLOPs of the logits and of the prediction head, both passes.
+
+        Args:
+            outputs: Logits at each position.
+            predicted: Number of positions.
+        """
         return (
             6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
         )
@@ -237,11 +279,16 @@ class ModelConfig:
         *,
         selects_rows: bool = True,
     ) -> int:
-        """Return both passes' FLOPs of documents `spans` (start, prefix end, stop).
+        """Return the FLOPs of training on documents, both passes.
 
-        `outputs` logits are computed at each of `predicted` positions: the vocabulary, or an objective's classes.
-        `selects_rows`: after its attention the last layer computes only the predicted positions. Recomputation and vocabulary
-        padding are not counted.
+        Recomputation and vocabulary padding are not counted.
+
+        Args:
+            outputs: Logits at each predicted position: the vocabulary, or an objective's classes.
+            predicted: Number of predicted positions.
+            spans: (start, prefix end, stop) of each document.
+            selects_rows: Whether the last layer computes only the predicted positions after its
+                attention.
         """
         spans = list(spans)
         documents = sum(
@@ -258,11 +305,18 @@ class ModelConfig:
         return self.head_flops(outputs, predicted) + documents - unneeded
 
     def unselected_flops_per_token(self) -> int:
-        """Return both passes' FLOPs of the last layer's products after attention for one token: output projection and MLP."""
+        """Return the FLOPs of the last layer after its attention for one token.
+
+        They are those of both passes of the output projection and the MLP.
+        """
         return 6 * self.hidden_size * (self.query_size + self.mlp_matrices * self.ffn_hidden_size)
 
     def check(self, tensor_parallel: int = 1) -> None:
-        """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""
+        """Check that the shape is valid and can be split over tensor-parallel ranks.
+
+        Raises:
+            InputError: A field is invalid; the error names its flag.
+        """
         check_bounds(self)
         if self.kv_channels is None:
             self._check_multiple("hidden_size", self.num_attention_heads, "--num-attention-heads")
@@ -281,7 +335,11 @@ class ModelConfig:
         self._check_effects()
 
     def _check_effects(self) -> None:
-        """Raise InputError, naming the flag, for an option that has no effect, or no meaning, without another one."""
+        """Check that no option lacks another one that gives it an effect or a meaning.
+
+        Raises:
+            InputError: An option does; the error names its flag.
+        """
         has_yarn = self.yarn_rotary_scaling_factor is not None
         has_layer_norm = self.normalization == "LayerNorm"
         has_window = self.window_size is not None
@@ -330,10 +388,11 @@ class ModelConfig:
                     name, is_met or getattr(self, name) == getattr(ModelConfig, name), expected
                 )
         if has_yarn:
+            # YaRN's formula divides by the logarithm of the base.
             for name in (
                 "rotary_base",
                 "local_rotary_base",
-            ):  # the formula divides by its logarithm
+            ):
                 value = getattr(self, name)
                 self._check_field(
                     name,
@@ -342,13 +401,17 @@ class ModelConfig:
                 )
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
-        """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""
+        """Check that a field is a multiple of the value of another flag.
+
+        Raises:
+            InputError: It is not; the error names both flags.
+        """
         self._check_field(
             name, getattr(self, name) % divisor == 0, f"a multiple of {divisor_flag} {divisor}"
         )
 
     def _check_field(self, name: str, is_valid: bool, expected: str) -> None:
-        """Raise InputError, naming the flag of the field `name`, unless it is valid."""
+        """Raise InputError, naming the flag of a field, unless the field is valid."""
         if not is_valid:
             raise InputError(
                 f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected {expected}"
@@ -356,7 +419,12 @@ class ModelConfig:
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Return the number of ordered pairs among `length` tokens that are at most `window` apart (None: any distance)."""
+    """Return the number of ordered pairs of tokens that are at most `window` apart.
+
+    Args:
+        length: Number of tokens.
+        window: Largest distance; None: any.
+    """
     reach = length if window is None else min(window + 1, length)
     return length * (2 * reach - 1) - reach * (reach - 1)
 
@@ -390,8 +458,9 @@ _GEMMA3 = {
     "untie_embeddings_and_output_weights": False,
 }
 
-# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663),
-# NeoBERT (arXiv 2502.19587), the two small ones of Gemma 3 (arXiv 2503.19786), and EmbeddingGemma (arXiv 2509.20354).
+# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's
+# two (arXiv 2412.13663), NeoBERT (arXiv 2502.19587), the two small ones of Gemma 3 (arXiv
+# 2503.19786), and EmbeddingGemma (arXiv 2509.20354).
 PRESETS = {
     "210m": ModelConfig(12, 768, 3072, 12, 12),
     "610m": ModelConfig(26, 1152, 4096, 18, 6),
@@ -410,7 +479,14 @@ PRESETS = {
 
 
 def get_preset(name: str) -> ModelConfig:
-    """Return the ModelConfig of the preset `name`, such as 610m, in any case; InputError, listing all, if unknown."""
+    """Return the ModelConfig of a preset, such as 610m.
+
+    Args:
+        name: Name of the preset, in any case.
+
+    Raises:
+        InputError: There is no such preset; the error lists all.
+    """
     if (key := str(name).lower()) not in PRESETS:  # a YAML file may have any value
         raise InputError(
             f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}"
@@ -419,6 +495,9 @@ def get_preset(name: str) -> ModelConfig:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int) -> int:
-    """Return `vocab_size` rounded up so that each of `tensor_parallel` ranks holds a multiple of `multiple` rows."""
+    """Return the size of the vocabulary with padding.
+
+    Each of `tensor_parallel` ranks holds a multiple of `multiple` rows.
+    """
     total = multiple * tensor_parallel
     return -(-vocab_size // total) * total

@@ -1,6 +1,7 @@
-"""The encoder: embedding, megatron-core's transformer block, and an output layer for only the predicted positions.
+"""Encoder: embedding, megatron-core's transformer block, and an output layer.
 
-Initial weights are a pure function of (seed, name, row), the same in every parallel layout.
+The output layer computes only the predicted positions. Initial weights are a pure function of
+(seed, name, row), the same in every parallel layout.
 """
 
 import dataclasses
@@ -47,10 +48,14 @@ _TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy
 
 
 class Encoder(LanguageModule):
-    """This rank's model chunk: layers, with the embedding on the first and the output layer on the last pipeline stage.
+    """Model chunk of this rank.
 
-    `chunk`: its number if stages are interleaved. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V
-    this rank's columns of the padded vocabulary.
+    It has some layers, with the embedding on the first and the output layer on the last pipeline
+    stage. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
+    columns of the padded vocabulary.
+
+    Args:
+        chunk: Number of the chunk if stages are interleaved, else None.
     """
 
     def __init__(
@@ -122,7 +127,8 @@ class Encoder(LanguageModule):
         )
         self.selects_rows = any(layer.selects_rows for layer in self.decoder.layers)
         if self.post_process:
-            # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
+            # `head` gathers the sequence before it selects positions, so that these layers are not
+            # sequence parallel.
             whole = dataclasses.replace(
                 config, sequence_parallel=False, gradient_accumulation_fusion=False
             )
@@ -139,14 +145,18 @@ class Encoder(LanguageModule):
                 config=whole,
                 init_method=config.init_method,
                 bias=model.output_layer_bias,
-                # If tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
+                # If tied, it is the embedding itself, or its copy on the last stage, which
+                # megatron-core keeps equal.
                 skip_weight_param_allocation=self.pre_process
                 and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
 
     def set_rotary_base(self, base: float) -> None:
-        """Set the base period of the rotary positions, in a model with local layers only of the global ones."""
+        """Set the base period of the rotary positions.
+
+        In a model with local layers it is that of the global ones only.
+        """
         if self._rotary_base != base:
             self._rotary_base = base
             divisor = self._model.rotary_seq_len_interpolation_factor
@@ -155,10 +165,16 @@ class Encoder(LanguageModule):
             )
 
     def _set_attention_backend(self) -> None:
-        """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
+        """Do nothing.
+
+        The base class checks Transformer Engine's variables, which our own attention does not read.
+        """
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        """Set the previous pipeline stage's hidden states, a list of one tensor; called by megatron-core's schedules."""
+        """Set the hidden states of the previous pipeline stage.
+
+        megatron-core's schedules call it with a list of one tensor.
+        """
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
@@ -168,9 +184,7 @@ class Encoder(LanguageModule):
         packing: PackedSequences,
         predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number of correct predictions), without labels logits.
-
-        Stages before the last return hidden states.
+        """Return the loss, logits or hidden states of a row of packed documents.
 
         Args:
             tokens: int64[1, S], token ids of a row.
@@ -179,7 +193,9 @@ class Encoder(LanguageModule):
             predictions: Positions whose outputs are scored, and their labels.
 
         Returns:
-            (loss, correct), see `linear_cross_entropy`; logits [N, V], -inf in padding columns; or hidden states [S, 1, H].
+            On the last pipeline stage (summed loss, number of correct predictions), see
+            `linear_cross_entropy`, or without labels logits [N, V], -inf in padding columns; on
+            others hidden states [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -195,18 +211,22 @@ class Encoder(LanguageModule):
                 packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys)
             )
         rows = predictions.positions
-        if (
-            self.selects_rows and rows is not None and rows.numel()
-        ):  # accelerators' products of no rows are untested
+        # Matrix products without rows are untested on GPUs.
+        if self.selects_rows and rows is not None and rows.numel():
             packing = dataclasses.replace(packing, output_rows=rows)
             predictions = dataclasses.replace(predictions, positions=None)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predictions) if self.post_process else hidden
 
     def head(self, hidden_S1H: Tensor, predictions: Predictions) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (loss, number correct), or without labels logits [N, V], at the positions of `predictions`."""
+        """Return the loss or the logits at the positions of `predictions`.
+
+        Returns:
+            (loss, number correct), or without labels logits [N, V].
+        """
         if self.config.sequence_parallel:
-            # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
+            # All ranks select the same rows, and the output layer sums their gradients, so that
+            # backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(
                 hidden_S1H, tensor_parallel_output_grad=False
             )
@@ -224,16 +244,26 @@ class Encoder(LanguageModule):
 
 
 def _scale_by_root_of_width(module: torch.nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
-    """Return `embedding` [..., H] times the square root of H, both in its dtype, as transformers does; a forward hook."""
+    """Return the embedding [..., H] times the square root of H, as a forward hook.
+
+    Both are in its dtype, as in transformers.
+    """
     return embedding * torch.tensor(embedding.size(-1) ** 0.5, dtype=embedding.dtype).item()
 
 
 def _rotary_angles(
     model: ModelConfig, base: float, seq_length: int, divisor: float | None = None
 ) -> tuple[Tensor, float]:
-    """Return the rotary angles of positions 0 to `seq_length` - 1 over `divisor`, float32[seq_length, 1, 1, head_dim].
+    """Return the rotary angles of all positions, and YaRN's scale.
 
-    Also returns YaRN's scale, a factor of rotated queries and keys, 1 without YaRN.
+    Args:
+        base: Base period.
+        seq_length: Number of positions.
+        divisor: Number by which positions are divided; None: 1.
+
+    Returns:
+        (angles float32[seq_length, 1, 1, head_dim], scale). The scale is a factor of rotated
+        queries and keys, 1 without YaRN.
     """
     if model.yarn_rotary_scaling_factor is not None:
         # `get_emb`, because the class keeps the instances that are called.
@@ -255,9 +285,10 @@ def _rotary_angles(
 
 
 class PredictionHead(torch.nn.Module):
-    """Transformation of hidden states before the output layer, norm(activation(dense(x))), as BERT has (arXiv 1810.04805).
+    """Transformation of hidden states before the output layer, as BERT has.
 
-    Tensor-parallel ranks compute the same: its product is small next to the output layer's.
+    It is norm(activation(dense(x))) (arXiv 1810.04805). Tensor-parallel ranks compute the same: its
+    product is small next to the output layer's.
     """
 
     def __init__(
@@ -279,7 +310,10 @@ class PredictionHead(torch.nn.Module):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Output layer from hidden states to logits of this rank's share of the vocabulary or, with labels, to the loss."""
+    """Output layer from hidden states to logits or, with labels, to the loss.
+
+    Each rank computes the logits of its share of the vocabulary.
+    """
 
     # One module for both: weights that are gathered on use are gathered by module calls.
 
@@ -302,9 +336,17 @@ class OutputLayer(ColumnParallelLinear):
         weight: Tensor | None,
         predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (loss, number correct), or without labels logits [N, V]; `weight`: the embedding's if tied."""
+        """Return the loss or the logits of hidden states.
+
+        Args:
+            weight: Weight of the embedding if it is tied, else None.
+
+        Returns:
+            (loss, number correct), or without labels logits [N, V].
+        """
         if predictions.labels is not None:
-            # A tied weight also gets the embedding's gradient, which must not be mixed with an empty one.
+            # A tied weight also gets the embedding's gradient, which must not be mixed with an
+            # empty one.
             is_own = self.gradient_accumulation_fusion and weight is None
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
@@ -332,9 +374,13 @@ def build_model_chunks(
     seed: int | None,
     kernels: KernelConfig = _TORCH_KERNELS,
 ) -> list[Encoder]:
-    """Return this rank's model chunks, several if stages are interleaved, initialized from `seed` (None: uninitialized).
+    """Return this rank's model chunks, several if pipeline stages are interleaved.
 
-    Raises InputError if `layout` cannot divide the model.
+    Args:
+        seed: Seed of the initial weights; None: uninitialized.
+
+    Raises:
+        InputError: `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks_per_stage(model.num_layers)
@@ -352,13 +398,22 @@ def build_model_chunks(
 
 
 def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
-    """Return this rank's only model chunk, built from the arguments of `build_model_chunks`; ValueError for several."""
+    """Return this rank's only model chunk.
+
+    It is built from the arguments of `build_model_chunks`.
+
+    Raises:
+        ValueError: The rank has several chunks.
+    """
     [encoder] = build_model_chunks(*args, **kwargs)
     return encoder
 
 
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's (name, parameter) with names in the full model; a tied output layer has the embedding's name."""
+    """Yield this rank's parameters with their names in the full model.
+
+    A tied output layer has the embedding's name.
+    """
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):
@@ -373,7 +428,11 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 def init_weights(
     encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int
 ) -> torch.nn.Module:
-    """Initialize and return `encoder`: matrices by `seed` and `model.init_method`, norms' factors 1, biases and padding 0."""
+    """Initialize and return a model chunk.
+
+    Matrices are drawn by `seed` and `model.init_method`. Factors of norms are 1, biases and padding
+    0.
+    """
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith(".bias") or model.apply_layernorm_1p else 1.0)
@@ -386,7 +445,7 @@ def init_weights(
 
 
 def _initial_std(name: str, model: ModelConfig) -> float:
-    """Return the standard deviation, before any cut, of the initial values of the matrix called `name`."""
+    """Return the standard deviation of the initial values of a matrix, before any cut."""
     if model.init_method == "normal":
         return model.init_method_std
     if name.endswith(_OUTPUT_PROJECTIONS):
@@ -399,7 +458,10 @@ def _initial_std(name: str, model: ModelConfig) -> float:
 def _draw_weight_shard(
     name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int
 ) -> np.ndarray:
-    """Return float32, this rank's rows and columns of the standard normal matrix called `name`."""
+    """Return this rank's rows and columns of a standard normal matrix, float32.
+
+    The values depend on the name of the matrix and the seed.
+    """
     rows, columns = parameter.shape
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -407,9 +469,8 @@ def _draw_weight_shard(
         return normal_rows(seed, name, range(rows), columns * size)[
             :, columns * rank : columns * (rank + 1)
         ]
-    if name.endswith(
-        ".linear_fc1.weight"
-    ):  # each rank has its part of the gate, then of the up projection
+    # Each rank has its part of the gate, then of the up projection.
+    if name.endswith(".linear_fc1.weight"):
         height = rows // parameter.partition_stride
         starts = range(height * rank, rows * size, height * size)
         return np.concatenate(

@@ -1,4 +1,7 @@
-"""RMSNorm, rotary positions and gated activations with memory-efficient gradients; `fused`: by Triton kernels."""
+"""RMSNorm, rotary positions, gated activations and dropout.
+
+They save little for their gradients. `fused`: by Triton kernels.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _CACHE_ELEMENTS = 2**18
-"""Elements that are cast to float32 at a time: several such pieces fit into the caches of a core."""
+"""Elements that are cast to float32 at a time: several such pieces fit into the caches of a
+core."""
 
 
 def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
-    """Yield slices that cover all rows of a [rows, width] matrix in order, each of about `max_elements` elements."""
+    """Yield slices that cover all rows of a [rows, width] matrix in order.
+
+    Each has about `max_elements` elements.
+    """
     step = max(1, max_elements // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -25,16 +32,27 @@ def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 (Zhang & Sennrich 2019).
+    """Return x / rms(x) * weight in the dtype of `x` (Zhang & Sennrich 2019).
 
-    With `residual` [..., H]: return (x + residual, its norm). For the CPU, on which torch's own writes a float32 copy of `x`
-    after each operation and keeps two for backward.
+    It is computed in float32, for the CPU, on which torch's own writes a float32 copy of `x` after
+    each operation and keeps two for backward.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        residual: [..., H] to add before the norm, or None.
+
+    Returns:
+        The norm, or with `residual` (x + residual, its norm).
     """
     return _RMSNorm.apply(x, residual, weight, epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm in float32, chunk by chunk, which saves only what it normalizes and its inverse root mean squares."""
+    """RMSNorm in float32, chunk by chunk.
+
+    It saves only what it normalizes and its inverse root mean squares.
+    """
 
     @staticmethod
     def forward(ctx, x, residual, weight, epsilon):
@@ -87,7 +105,10 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions (arXiv 2104.09864) of S tokens, called to rotate queries or keys; cos, sin [S, 1, 1, dim / 2]."""
+    """Rotary positions of a pack's tokens (arXiv 2104.09864).
+
+    It is called to rotate queries or keys. cos and sin are [S, 1, 1, dim / 2].
+    """
 
     cos: Tensor
     sin: Tensor
@@ -100,9 +121,12 @@ class Rotation:
 
     @classmethod
     def from_angles(cls, angles: Tensor, fused: bool = False, scale: float = 1.0) -> "Rotation":
-        """Return the Rotation by `angles`, float32[S, 1, 1, dim] of two equal halves; `fused`: use the Triton kernel.
+        """Return the Rotation by some angles.
 
-        `scale`: factor of what is rotated, as in YaRN.
+        Args:
+            angles: float32[S, 1, 1, dim] of two equal halves.
+            fused: Whether to use the Triton kernel.
+            scale: Factor of rotated queries and keys, as in YaRN.
         """
         half = angles[..., : angles.size(-1) // 2]
         cos = half.cos()
@@ -110,7 +134,10 @@ class Rotation:
         return cls(cos, sin, fused) if scale == 1 else cls(cos * scale, sin * scale, fused)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [S, 1, heads, dim] by each token's angles; computed in the dtype of `x` unless fused."""
+        """Rotate a tensor [S, 1, heads, dim] by the angles of each token.
+
+        It is computed in the dtype of `x` unless fused.
+        """
         if self.fused:
             from megaenc.model.kernels.rotary import rotate
         else:
@@ -118,9 +145,16 @@ class Rotation:
         return _Rotate.apply(x, *self._tables(x.dtype), rotate)
 
     def split(self, mixed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [S, G R, dim], keys and values [S, G, dim], the first two rotated, of mixed [S, 1, G, (R + 2) dim].
+        """Return queries, keys and values of a joint projection, the first two rotated.
 
-        `mixed` has for each of G groups R queries, a key and a value. Values are copied too, so that `mixed` is freed.
+        Values are copied too, so that `mixed` is freed.
+
+        Args:
+            mixed: [S, 1, G, (R + 2) dim]: for each of G groups R queries, a key and a value.
+            dim: Width of a head.
+
+        Returns:
+            (queries [S, G R, dim], keys [S, G, dim], values [S, G, dim]).
         """
         if self.fused:
             from megaenc.model.kernels.rotary import copy_qkv
@@ -129,7 +163,7 @@ class Rotation:
         return _SplitQKV.apply(mixed, dim, *self._tables(mixed.dtype), copy_qkv)
 
     def _tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as they multiply tensors of `dtype`: in float32 if fused."""
+        """Return cos and sin as they multiply tensors of a dtype: in float32 if fused."""
         if self.fused:
             return self.cos.contiguous(), self.sin.contiguous()
         if dtype not in self._rounded:
@@ -138,7 +172,10 @@ class Rotation:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation by the angles of cos and sin, with the rotation back as its gradient; both scale if cos and sin do."""
+    """Rotation by the angles of cos and sin, with the rotation back as its gradient.
+
+    Both scale if cos and sin do.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin, rotate):
@@ -153,7 +190,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
-    """Return x [S, ..., dim] of four dimensions rotated by `sign` times the angles, in `out` if given."""
+    """Return a tensor [S, ..., dim] of four dimensions, rotated.
+
+    Args:
+        sign: Factor of the angles, 1 or -1.
+        out: Tensor for the result; None: a new one.
+    """
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     out_first, out_second = out.chunk(2, dim=-1)
@@ -163,7 +205,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None =
 
 
 class _SplitQKV(torch.autograd.Function):
-    """Split of the joint projection into queries, keys and values, with rotation; its gradient is one tensor, too."""
+    """Split of the joint projection into queries, keys and values, with rotation.
+
+    Its gradient is one tensor, too.
+    """
 
     @staticmethod
     def forward(ctx, mixed, dim, cos, sin, copy_qkv):
@@ -198,7 +243,10 @@ class _SplitQKV(torch.autograd.Function):
 def _copy_qkv(
     mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool
 ) -> None:
-    """Copy the joint projection to q, k and v, or back, as `kernels.rotary.copy_qkv` does, in torch."""
+    """Copy the joint projection to q, k and v, or back, in torch.
+
+    It does what `kernels.rotary.copy_qkv` does.
+    """
     parts = mixed.split([q.size(2), 1, 1], dim=2)
     for joint, part in zip(parts[:2], (q, k), strict=True):
         _rotate(*((part, cos, sin, -1, joint) if backward else (joint, cos, sin, 1, part)))
@@ -229,7 +277,10 @@ ACTIVATIONS = {
 
 
 class GatedActivation(MegatronModule):
-    """Module activation(gate) * up, the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202)."""
+    """Gated activation module, activation(gate) * up.
+
+    Gate and up are the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202).
+    """
 
     def __init__(self, config: TransformerConfig | None, activation: str, fused: bool = False):
         super().__init__(config)
@@ -237,7 +288,10 @@ class GatedActivation(MegatronModule):
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return activation(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
+        """Return activation(gate) * up, [..., F].
+
+        `x` is [..., 2 F]; its halves are gate and up.
+        """
         if self.fused:
             from megaenc.model.kernels.glu import glu
 
@@ -246,7 +300,10 @@ class GatedActivation(MegatronModule):
 
 
 class _GatedActivation(torch.autograd.Function):
-    """Gated activation that saves only its input; backward recomputes activation(gate)."""
+    """Gated activation that saves only its input.
+
+    Backward recomputes activation(gate).
+    """
 
     @staticmethod
     def forward(ctx, x, activation):
@@ -267,22 +324,23 @@ class _GatedActivation(torch.autograd.Function):
         return to_x, None
 
 
+# Factors of "lowbias32" (Wellons 2018), whose output bits depend on all input bits.
 _HASH_FACTORS = (
     0x7FEB352D,
     0x846CA68B,
-)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits
+)
 _CHANNEL_STEP = 0x9E3779B1
 _LAYER_STEP = 0x85EBCA77
 
 
 def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool = False) -> Tensor:
-    """Return x [S, 1, H] / (1 - `probability`) where it is kept, else 0, in its dtype.
+    """Return hidden states after dropout: x / (1 - probability), or 0, in its dtype.
 
-    What is kept is a function of (key, layer, channel) alone, so that it is the same in every parallel layout, under
-    recomputation and after a resume. Backward computes it again.
+    Which elements are kept is a function of (key, layer, channel) only, so that it is the same in
+    every parallel layout, under recomputation and after a resume. Backward computes it again.
 
     Args:
-        x: Hidden states.
+        x: Hidden states [S, 1, H].
         keys: int64[S], random numbers of the tokens.
         layer: Number of the layer in the whole model.
         probability: Share of the elements that become 0.

@@ -1,4 +1,7 @@
-"""The transformer layer: megatron-core's, with one pass over memory for what lies between its matrix products."""
+"""Transformer layer of megatron-core with fewer passes over memory.
+
+All operations between its matrix products take one pass.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -18,11 +21,18 @@ from megaenc.model.packed_sequences import PackedSequences
 
 
 class EncoderLayer(TransformerLayer):
-    """Pre-norm layer that leaves the residual addition to the norm after it, also to that of the next layer.
+    """Pre-norm layer that leaves the residual addition to the norm after it.
 
-    `is_last`: of its model chunk; what follows takes no PendingSum. `selects_rows`: compute only the `output_rows` of the pack
-    after attention. `recompute_activation`: compute the MLP's activation again in backward instead of saving it.
-    `output_dropout`: share of attention's output that is dropped, by the Triton kernel if `fused_dropout`.
+    That norm may be the one of the next layer.
+
+    Args:
+        is_last: Whether it is the last layer of its model chunk, after which no PendingSum is
+            taken.
+        selects_rows: Whether to compute only the `output_rows` of the pack after attention.
+        recompute_activation: Whether to compute the MLP's activation again in backward instead of
+            saving it.
+        output_dropout: Share of attention's output that is dropped.
+        fused_dropout: Whether the Triton kernel drops it.
     """
 
     def __init__(
@@ -49,7 +59,10 @@ class EncoderLayer(TransformerLayer):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor | PendingSum, None]:
-        """Return (hidden states [S, 1, H], or their PendingSum if another layer follows; None), as megatron-core's layers do."""
+        """Return the hidden states after the layer, and None as megatron-core's layers do.
+
+        The hidden states are [S, 1, H], or their PendingSum if another layer follows.
+        """
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
         if self.selects_rows:  # as the core attention has done
@@ -71,7 +84,10 @@ class EncoderLayer(TransformerLayer):
         )
 
     def _drop_output(self, output: Tensor, packing: PackedSequences) -> Tensor:
-        """Return attention's output [S, 1, H], or of the selected rows, after dropout; unchanged outside of training."""
+        """Return attention's output after dropout, unchanged outside of training.
+
+        It is [S, 1, H], or has only the selected rows.
+        """
         keys = packing.dropout_keys
         if not self.output_dropout or keys is None:
             return output
@@ -81,7 +97,10 @@ class EncoderLayer(TransformerLayer):
 
     @staticmethod
     def _pending_sum(residual: Tensor, output: Tensor, post_norm: Any) -> PendingSum:
-        """Return the PendingSum of `residual` and a sublayer's `output`, with the norm of --post-norms if there is one."""
+        """Return the PendingSum of `residual` and a sublayer's output.
+
+        The output passes the norm of --post-norms if there is one.
+        """
         return PendingSum(
             residual, post_norm(output) if isinstance(post_norm, PostNorm) else output
         )
@@ -101,7 +120,10 @@ class EncoderLayer(TransformerLayer):
 
 
 def _recompute_saved(result: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> Any:
-    """Return a context in which autograd saves nothing for `result`, function(argument), and computes it again in backward."""
+    """Return a context in which autograd does not save `result`.
+
+    It is computed again in backward, as function(argument).
+    """
     address = result.data_ptr()
     size = result.numel()
     argument = argument.detach()
@@ -119,14 +141,18 @@ def _recompute_saved(result: Tensor, function: Callable[[Tensor], Tensor], argum
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention whose joint projection goes to the core attention whole, which splits and rotates it in one pass."""
+    """Self-attention whose joint projection goes to the core attention whole.
+
+    The core attention splits and rotates it in one pass.
+    """
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the joint projection [s, 1, groups, (queries per group + 2) * dim], None and None.
+        """Return the joint projection of queries, keys and values, None and None.
 
-        With norms of queries and keys, return these and values separately, as megatron-core does.
+        It is [s, 1, groups, (queries per group + 2) * dim]. With norms of queries and keys, they
+        and the values are returned separately, as by megatron-core.
         """
         if self.q_layernorm is not None:
             return super().get_query_key_value_tensors(hidden_states, *args, **options)
@@ -135,10 +161,14 @@ class PackedSelfAttention(SelfAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for PackedSelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
+    """Core attention for PackedSelfAttention, within each document.
 
-    The backend "auto" is sdpa, which works on every device. `window`: tokens to each side that are attended to; None: all.
-    `selects_rows`: return only the `output_rows` of the pack.
+    It is softmax(q k^T / sqrt(dim)) v with q and k rotated.
+
+    Args:
+        backend: Attention backend; "auto" is sdpa, which works on every device.
+        window: Tokens to each side that are attended to; None: all.
+        selects_rows: Whether to return only the `output_rows` of the pack.
     """
 
     def __init__(
@@ -169,9 +199,13 @@ class PackedAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSequences | None = None,
     ):
-        """Return attention [s, 1, heads * dim] of query [s, 1, heads, dim], key and value [s, 1, groups, dim].
+        """Return attention [s, 1, heads * dim] within documents.
 
-        key, value: None if `query` is the joint projection [s, 1, groups, (heads / groups + 2) * dim].
+        Args:
+            query: [s, 1, heads, dim], or the joint projection [s, 1, groups, (heads / groups + 2) *
+                dim].
+            key: [s, 1, groups, dim]; None if `query` is the joint projection.
+            value: Like `key`.
         """
         packing = packed_seq_params
         rotation = packing.rotation if self.window is None else packing.local_rotation
@@ -188,5 +222,8 @@ class PackedAttention(MegatronModule):
 
 
 def select_rows(hidden: Tensor, packing: PackedSequences) -> Tensor:
-    """Return the `output_rows` of a tensor of a pack, such as hidden states [S, 1, H], or all if they are None."""
+    """Return the `output_rows` of a tensor of a pack, or all rows if they are None.
+
+    The tensor is for example hidden states [S, 1, H].
+    """
     return hidden if packing.output_rows is None else hidden.index_select(0, packing.output_rows)

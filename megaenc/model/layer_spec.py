@@ -1,4 +1,4 @@
-"""Layer specs: megatron-core's parallel layers with our own norms and core attention."""
+"""Layer specs: megatron-core's parallel layers with our norms and core attention."""
 
 from typing import Any
 
@@ -37,7 +37,10 @@ _DEFAULT_KERNELS = KernelConfig()
 def select_norm(
     model: ModelConfig, kernels: KernelConfig, fused: FusedKernels
 ) -> ModuleSpec | type:
-    """Return the class or spec of the model's norms, built with the arguments `config`, `hidden_size` and `eps`."""
+    """Return the class or spec of the model's norms.
+
+    It is built with the arguments `config`, `hidden_size` and `eps`.
+    """
     if model.normalization == "LayerNorm":
         return ModuleSpec(
             module=LayerNorm, params={"bias": model.norm_bias, "fused": fused.layer_norm}
@@ -48,7 +51,10 @@ def select_norm(
 
 
 def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the Triton kernels, as of FusedKernels, that `model` can use."""
+    """Return the names of the Triton kernels that a model can use.
+
+    They are fields of FusedKernels.
+    """
     names = ["rotary", ACTIVATIONS[model.activation].kernel, "loss", "sum"]
     if model.normalization == "RMSNorm":
         names.append("norm")
@@ -65,16 +71,19 @@ def build_transformer_config(
     dtype: torch.dtype,
     kernels: KernelConfig = _DEFAULT_KERNELS,
 ) -> TransformerConfig:
-    """Return megatron-core's TransformerConfig of `model` for `layout` and `kernels`; `dtype`: float32 or bfloat16."""
+    """Return megatron-core's TransformerConfig of a model.
+
+    Args:
+        dtype: float32 or bfloat16.
+    """
     stages = layout.pipeline_model_parallel_size
     split = layout.layers_per_chunk(model.num_layers)
     interleaved = len(split) > stages
     parts = [["decoder"] * layers for layers in split]
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
-    modules = [
-        module for module in layout.selected_recompute_modules if module != "activation"
-    ]  # which is our layer's
+    # The layer itself recomputes the activation.
+    modules = [module for module in layout.selected_recompute_modules if module != "activation"]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -86,13 +95,16 @@ def build_transformer_config(
         softmax_scale=None
         if model.query_pre_attn_scalar is None
         else model.query_pre_attn_scalar**-0.5,
-        qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
+        # The gradients of its weights are summed over tensor-parallel ranks.
+        qk_layernorm=model.qk_layernorm,
         normalization=model.normalization,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
-        hetereogenous_dist_checkpoint=model.embedding_norm,  # the first layer lacks a norm: layers are not saved as one tensor
+        # The first layer lacks a norm: layers are not saved as one tensor.
+        hetereogenous_dist_checkpoint=model.embedding_norm,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=F.silu,  # unused: the next option makes MLP use the activation module of the spec below
+        # Unused: the next option makes MLP use the activation module of the spec below.
+        activation_func=F.silu,
         use_te_activation_func=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -100,10 +112,12 @@ def build_transformer_config(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=stages,
         pipeline_model_parallel_layout=parts if stages > 1 else None,
-        # Sent one by one in an order that both sides keep: batched, two stages would confuse forward and backward tensors.
+        # Sent one by one in an order that both sides keep: batched, two stages would confuse
+        # forward and backward tensors.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
+        # megatron-core waits for the device after each exchange, for old versions of torch.
+        batch_p2p_sync=False,
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=layout.recompute_granularity
         if layout.recompute_granularity == "full" or modules
@@ -114,9 +128,11 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # The loss is a sum over predicted tokens and a count; megatron-core divides by the global count.
+        # The loss is a sum over predicted tokens and a count; megatron-core divides by the global
+        # count.
         calculate_per_token_loss=True,
-        # Weights are drawn by name and row afterwards; the parallel layers still mark their parameters as sharded.
+        # Weights are drawn by name and row afterwards; the parallel layers still mark their
+        # parameters as sharded.
         init_method=_leave_uninitialized,
         output_layer_init_method=_leave_uninitialized,
         embedding_init_method=_leave_uninitialized,
@@ -124,7 +140,8 @@ def build_transformer_config(
         # Only for Transformer Engine; our own layers get their format from the spec below.
         fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
         fp8_recipe="tensorwise",
-        # Of Transformer Engine's layers; megatron-core's own add to gradient buffers once they have them (see main_grad).
+        # For Transformer Engine's layers; megatron-core's own add to gradient buffers once they have
+        # them (see main_grad).
         gradient_accumulation_fusion=kernels.transformer_impl == "transformer_engine",
         # These need apex, Transformer Engine or torch.compile, which needs a C++ compiler on CPU.
         bias_activation_fusion=False,
@@ -160,9 +177,13 @@ def build_block_spec(
     layout: ParallelConfig,
     has_head: bool,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels.
+    """Return the layer specs of this pipeline stage or model chunk.
 
-    `has_head`: the output layer follows, for which the last layer computes only the predicted positions, unless ranks share them.
+    Args:
+        chunk: Number of the chunk if stages are interleaved, else None.
+        fused: Enabled Triton kernels.
+        has_head: Whether the output layer follows. For it the last layer computes only the
+            predicted positions, unless ranks share them.
     """
     first = get_transformer_layer_offset(config, chunk)
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
@@ -188,7 +209,12 @@ def _build_layer_spec(
     fused: FusedKernels,
     options: dict[str, Any],
 ) -> ModuleSpec:
-    """Return the spec of layer `number`, counted from 0 in the whole model; `options`: those of EncoderLayer."""
+    """Return the spec of one layer.
+
+    Args:
+        number: Number of the layer in the whole model, from 0.
+        options: Arguments of EncoderLayer.
+    """
     norm = select_norm(model, kernels, fused)
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = _select_linear_layers(kernels)
@@ -210,7 +236,8 @@ def _build_layer_spec(
             input_layernorm=IdentityOp if model.embedding_norm and number == 0 else norm,
             self_attention=ModuleSpec(
                 module=PackedSelfAttention,
-                # SelfAttention passes it to the core attention, which takes the mask from the batch instead.
+                # SelfAttention passes it to the core attention, which takes the mask from the batch
+                # instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column_parallel,

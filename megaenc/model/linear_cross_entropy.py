@@ -1,4 +1,7 @@
-"""Chunked output layer with cross-entropy: the logits of all predictions never exist at the same time."""
+"""Chunked output layer with cross-entropy.
+
+The logits of all predictions never exist at the same time.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,13 +18,15 @@ from megaenc.model.functional import row_slices
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 
 CHUNK_LOGITS = 2**26
-"""Logits per chunk (256 MiB in float32): enough rows for the matrix products to reach full speed."""
+"""Logits per chunk (256 MiB in float32): enough rows for the matrix products to reach full
+speed."""
 FUSED_CHUNK_BYTES = 2**30
 """Bytes of logits per chunk with the fused kernel.
 
-Each chunk of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, next to products of 6 n V H FLOPs: at 240
-FLOPs per byte (650 TFLOP/s and 2.7 TB/s, assumed for an H100) 320 / n of their time. With 2^26 logits, n = 523 for a vocabulary
-of 128,256, that is three fifths; with a GiB of bfloat16, n = 4,186, a thirteenth.
+Each chunk of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, next to
+products of 6 n V H FLOPs: at 240 FLOPs per byte (650 TFLOP/s and 2.7 TB/s, assumed for an H100) 320
+/ n of their time. With 2^26 logits, n = 523 for a vocabulary of 128,256, that is three fifths; with
+a GiB of bfloat16, n = 4,186, a thirteenth.
 """
 _ROW_MULTIPLE = 128
 """Chunks have a multiple of this many rows: whole tiles of the matrix products."""
@@ -40,11 +45,14 @@ class Predictions:
     weights: Tensor | None = None
     """float32[N], factors of the losses; None for 1"""
     soft_labels: tuple[Tensor, Tensor] | None = None
-    """ids int64[N, K] and probabilities float32[N, K] of label distributions, whose losses replace those of `labels`"""
+    """ids int64[N, K] and probabilities float32[N, K] of label distributions, whose losses replace
+    those of `labels`"""
     classes: int = 0
-    """number of classes that the labels are of: the first rows of the output layer are theirs; 0 if they are token ids"""
+    """number of classes that the labels are of: the first rows of the output layer are theirs; 0 if
+    they are token ids"""
     per_token: bool = False
-    """whether the losses are returned one by one, float32[N], instead of as their sum; without gradients only"""
+    """whether the losses are returned one by one, float32[N], instead of as their sum; without
+    gradients only"""
 
 
 def linear_cross_entropy(
@@ -58,13 +66,15 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     main_grad_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias).
+    """Return the summed cross-entropy of the output layer, and the number correct.
 
-    The prediction is the likeliest token, the lowest id on a tie. Exact gradients are computed in forward, so that one softmax
-    suffices; backward scales them and sums those of `hidden_NH` over `group`.
+    It is that of softmax(hidden weight^T + bias). The prediction is the likeliest token, the lowest
+    id on a tie. Exact gradients are computed in forward, so that one softmax suffices; backward
+    scales them and sums those of `hidden_NH` over `group`.
 
-    With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither with these nor with classes is
-    the fused kernel used, which reads one label and is made for wide rows.
+    With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither
+    with these nor with classes is the fused kernel used, which reads one label and is made for wide
+    rows.
 
     Args:
         hidden_NH: Outputs at the positions of `predictions`.
@@ -75,8 +85,8 @@ def linear_cross_entropy(
         fused: Kernels to use.
         chunk_size: Logits per chunk, or their bytes with `fused.loss`.
         bias_V: This rank's share of the biases.
-        main_grad_VH: float32 buffer to which forward adds the weight's gradient of the summed loss, so that backward, which then
-            accepts no scale but 1, returns an empty one.
+        main_grad_VH: float32 buffer to which forward adds the weight's gradient of the summed loss,
+            so that backward, which then accepts no scale but 1, returns an empty one.
     """
     count = len(predictions.labels)
     if predictions.soft_labels is not None or predictions.classes:
@@ -94,7 +104,10 @@ def linear_cross_entropy(
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
-    """Return the rows per chunk: few equal chunks of at most `chunk_size // row_size`, rounded to 128 if possible."""
+    """Return the number of rows of a chunk, so that few equal chunks suffice.
+
+    It is at most `chunk_size // row_size`, rounded to a multiple of 128 if possible.
+    """
     max_rows = max(1, chunk_size // row_size)
     if max_rows > _ROW_MULTIPLE:
         max_rows -= max_rows % _ROW_MULTIPLE
@@ -119,7 +132,10 @@ class _LossOptions:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
+    """Chunked output layer and cross-entropy.
+
+    Forward computes the gradients, backward scales and reduces them.
+    """
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, bias_V, options):
@@ -223,14 +239,15 @@ def _softmax_statistics(
     ids_nK: Tensor | None = None,
     probabilities_nK: Tensor | None = None,
 ) -> Tensor:
-    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; overwrite padding columns.
+    """Return the softmax statistics of each row of logits, float32[4, n], in torch.
 
-    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is
-    not the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
+    They are those of `kernels.cross_entropy.softmax_statistics`, except that padding columns are
+    overwritten. The label's score is the mean score of a label distribution if one is given (see
+    `linear_cross_entropy`). If the label is not the likeliest token, the token may be any other: on
+    a CPU the highest column takes longer to find than the softmax.
     """
-    lowest = max(
-        torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32)
-    )  # not -inf: a rank may have only padding
+    # Not -inf: a rank may have only padding.
+    lowest = max(torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32))
     logits_nV[:, columns:].fill_(lowest)
     at_nK, own_nK = _label_columns(
         logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
@@ -248,16 +265,18 @@ def _softmax_statistics(
             else scores.argmax(1)
         ).float()
         highest = scores.amax(1)
-        largest_share = torch.softmax(scores, 1, out=scores).amax(
-            1
-        )  # that of the highest score: 1 / sum
+        # The probability of the highest score is 1 / sum.
+        largest_share = torch.softmax(scores, 1, out=scores).amax(1)
         statistics.append(torch.stack([highest, 1 / largest_share, token + first]))
     highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
 
 
 def _label_if_likeliest(scores_pV: Tensor, label_p1: Tensor, lowest: float) -> Tensor:
-    """Return the label's column, int64[p], of each row where it is the first with the highest score, else another column."""
+    """Return the label's column of each row if it is the likeliest, else another.
+
+    The columns are int64[p]. The likeliest is the first with the highest score.
+    """
     score_p1 = scores_pV.gather(1, label_p1)
     others_p1 = scores_pV.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
     scores_pV.scatter_(1, label_p1, score_p1)
@@ -277,9 +296,10 @@ def _logits_to_gradient_(
     ids_nK: Tensor | None = None,
     probabilities_nK: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits by the loss's gradient as `kernels.cross_entropy.logits_to_gradient_` does, in torch.
+    """Overwrite logits by the loss's gradient, in torch.
 
-    `_softmax_statistics` must have been called on them, with the same labels.
+    It does what `kernels.cross_entropy.logits_to_gradient_` does. `_softmax_statistics` must have
+    been called on the logits, with the same labels.
     """
     at_nK, own_nK = _label_columns(
         logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
@@ -301,13 +321,20 @@ def _logits_to_gradient_(
 def _label_columns(
     logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each label's column in this rank's share, int64[n, K] (clamped), and bool[n, K], whether this rank has the label."""
+    """Return the column of each label in this rank's share, and whether it has it.
+
+    Returns:
+        (columns int64[n, K], clamped; bool[n, K], whether this rank has the label).
+    """
     own_nK = (ids_nK >= first) & (ids_nK < first + columns)
     return (ids_nK - first).clamp(0, logits_nV.size(1) - 1), own_nK
 
 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that fit into a CPU's caches as float32; on an accelerator one slice of all rows."""
+    """Yield slices of rows that fit into a CPU's caches as float32.
+
+    On an accelerator it is one slice of all rows.
+    """
     rows, width = logits_nV.shape
     return (
         row_slices(rows, width, _CACHE_ELEMENTS) if _is_on_host(logits_nV) else iter([slice(None)])
@@ -315,12 +342,18 @@ def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
 
 
 def _is_on_host(x: Tensor) -> bool:
-    """Return whether x is a CPU's, on which no kernel waits for the host to read a result."""
+    """Return whether a tensor is on a CPU.
+
+    There no kernel waits for the host to read a result.
+    """
     return x.is_cpu
 
 
 def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Gather each rank's softmax statistics and return those of the whole vocabulary (see `combine_statistics`)."""
+    """Gather the softmax statistics of all ranks and combine them.
+
+    The result is that of `combine_statistics`.
+    """
     if group.size() == 1:
         return own_4n.unbind()
     all_R4n = own_4n.new_empty(group.size(), *own_4n.shape)
@@ -329,9 +362,14 @@ def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
-    """Return (highest, sum, label's score, likeliest token), [n] each, of the vocabulary from float32[R, 4, n] of R shares.
+    """Return the softmax statistics of the vocabulary from those of its shares.
 
-    sum: of exp(score - highest). Tokens are exact below 2^24.
+    Args:
+        all_R4n: float32[R, 4, n], statistics of R shares.
+
+    Returns:
+        (highest score, sum of exp(score - highest), label's score, likeliest token), [n] each.
+        Tokens are exact below 2^24.
     """
     highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
     top_n = highest_Rn.amax(0)

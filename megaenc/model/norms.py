@@ -1,4 +1,7 @@
-"""Norm layers, which take the residual addition before them into the same pass over memory."""
+"""Norm layers, fused with the residual addition before them.
+
+Both take one pass over memory.
+"""
 
 from typing import NamedTuple
 
@@ -12,22 +15,26 @@ from megaenc.model.functional import rms_norm as rms_norm_on_host
 
 
 class PendingSum(NamedTuple):
-    """Hidden states [S, 1, H] as the residual stream and the output of the last sublayer, to be added by the next norm."""
+    """Hidden states [S, 1, H] that the next norm adds up.
+
+    They are the residual stream and the output of the last sublayer.
+    """
 
     residual: Tensor
     output: Tensor
 
     def add(self) -> Tensor:
-        """Return the sum."""
+        """Return the sum, [S, 1, H]."""
         return self.residual + self.output
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+    """RMSNorm layer with a learned weight (Zhang & Sennrich 2019).
 
-    The factor is weight + 1, added in float32, with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's
-    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that its gradient is
-    summed over the tensor-parallel ranks.
+    It is x / rms(x) * weight over the last dimension. The factor is weight + 1, added in float32,
+    with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's wrapper of torch's
+    norm refuses sequence parallelism, which only needs an attribute of the weight, so that its
+    gradient is summed over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -48,7 +55,11 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return x [..., H] / rms(x) * weight; with `residual`, (residual + x, its norm), in one pass but for torch's own."""
+        """Return x / rms(x) * weight, [..., H].
+
+        With `residual`, return (residual + x, its norm), in one pass unless torch's own norm is
+        used.
+        """
         weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
         if self.fused:
             from megaenc.model.kernels.norm import rms_norm
@@ -62,9 +73,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """LayerNorm layer with a learned weight and an optional bias; megatron-core's always has a bias.
+    """LayerNorm layer with a learned weight and an optional bias.
 
-    With a bias it is computed by torch, as the Triton kernel has none.
+    megatron-core's always has a bias. With a bias it is computed by torch, as the Triton kernel has
+    none.
     """
 
     def __init__(
@@ -89,7 +101,10 @@ class LayerNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (x [..., H] - mean(x)) / std(x) * weight + bias; with `residual`, (residual + x, its norm)."""
+        """Return (x - mean(x)) / std(x) * weight + bias, [..., H].
+
+        With `residual`, return (residual + x, its norm).
+        """
         if self.fused:
             from megaenc.model.kernels.norm import layer_norm
 
@@ -100,7 +115,10 @@ class LayerNorm(torch.nn.Module):
 
 
 class PostNorm(torch.nn.Module):
-    """Norm of a layer's attention or MLP output before the residual addition, in place of megatron-core's bias-dropout-add."""
+    """Norm of a layer's attention or MLP output before the residual addition.
+
+    It takes the place of megatron-core's bias-dropout-add.
+    """
 
     def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
         super().__init__()
@@ -114,7 +132,10 @@ class PostNorm(torch.nn.Module):
 
 
 def add_and_norm(norm: torch.nn.Module, hidden: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
-    """Return (residual stream, its norm), [S, 1, H] each, of hidden states or of a sum that is not computed yet."""
+    """Return the residual stream and its norm, [S, 1, H] each.
+
+    `hidden` has the hidden states, or a sum that is not computed yet.
+    """
     if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm | LayerNorm):
         return norm(hidden.output, hidden.residual)
     residual = hidden.add() if isinstance(hidden, PendingSum) else hidden

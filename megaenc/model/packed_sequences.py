@@ -14,7 +14,7 @@ from megaenc.objectives import Attention
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """Token indices and cumulative lengths of a pack's prefixes and suffixes, for kernels with one mask per call."""
+    """Prefixes and suffixes of a pack, for kernels with one mask per call."""
 
     prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
     suffix: torch.Tensor  # int64[S - P]; may be empty
@@ -27,7 +27,10 @@ class PrefixRows:
     def from_lengths(
         cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device
     ) -> "PrefixRows":
-        """Return the PrefixRows on `device` of documents with these lengths and prefix lengths, int64[D] each."""
+        """Return the PrefixRows of documents on a device.
+
+        `lengths` and `prefixes`, the prefix lengths, are int64[D].
+        """
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
         nonempty = prefixes[prefixes > 0]
@@ -42,10 +45,11 @@ class PrefixRows:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Document boundaries, attention mask and rotary positions of one pack, passed to core attention as `packed_seq_params`.
+    """Document boundaries, attention mask and rotary positions of one pack.
 
-    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not change the layout. Unlike `attention_mask`, it
-    reaches the core attention in every recompute mode.
+    They are passed to the core attention as `packed_seq_params`. `qkv_format` stays "sbhd", so that
+    megatron-core's SelfAttention does not change the layout. Unlike `attention_mask`, it reaches
+    the core attention in every recompute mode.
     """
 
     attention: Attention = Attention.BIDIRECTIONAL
@@ -61,7 +65,8 @@ class PackedSequences(PackedSeqParams):
     dropout_keys: torch.Tensor | None = None
     """int64[S], random numbers of the tokens that decide what is dropped; None: nothing"""
     output_rows: torch.Tensor | None = None
-    """int64[N], the tokens whose hidden states are needed after the last layer, set by the encoder; None: all"""
+    """int64[N], the tokens whose hidden states are needed after the last layer, set by the encoder;
+    None: all"""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """data that an attention backend derives once for all layers"""
 
@@ -73,9 +78,14 @@ class PackedSequences(PackedSeqParams):
         device: torch.device,
         prefixes: np.ndarray | None = None,
     ) -> "PackedSequences":
-        """Return the PackedSequences of document boundaries `edges`, from 0; `prefixes`: lengths if prefix attention.
+        """Return the PackedSequences of a pack.
 
-        `prefixes`: prefix lengths for prefix attention. Raises ValueError if they do not fit.
+        Args:
+            edges: Document boundaries, from 0.
+            prefixes: Prefix length of each document under prefix attention, else None.
+
+        Raises:
+            ValueError: `prefixes` do not fit the attention or the documents.
         """
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
@@ -105,10 +115,10 @@ class PackedSequences(PackedSeqParams):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (start, prefix end, stop) of each document; prefix end: stop if bidirectional, start if causal.
+        """Return (start, prefix end, stop) of each document.
 
-        Tokens before the prefix end attend to each other, those after it to all tokens before them; it is `stop` under
-        bidirectional and `start` under causal attention.
+        Tokens before the prefix end attend to each other, those after it to all tokens before them;
+        it is `stop` under bidirectional and `start` under causal attention.
         """
         if self.attention == Attention.PREFIX:
             return [
@@ -120,5 +130,8 @@ class PackedSequences(PackedSeqParams):
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on `device` of a CPU tensor, started without blocking; the tensor itself if `device` is a CPU."""
+    """Return a copy of a CPU tensor on a device, started without blocking.
+
+    It is the tensor itself if `device` is a CPU.
+    """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,7 @@
-"""Transformer Engine's layers, as megatron-core wraps them, with the parameter names of megatron-core's own layers.
+"""Layers of Transformer Engine, as megatron-core wraps them.
 
-Checkpoints hold no extra state, which only delayed scaling needs, so that runs can switch between the two kinds.
+Their parameters have the names of megatron-core's own layers. Checkpoints hold no extra state,
+which only delayed scaling needs, so that runs can switch between the two kinds.
 """
 
 from typing import Any
@@ -14,7 +15,14 @@ _MIN_FP8_VERSION = "2.2.0"  # the first version with per-tensor current scaling
 
 
 def check_transformer_engine(fp8_format: str | None) -> None:
-    """Raise InputError if Transformer Engine is not installed or cannot compute in `fp8_format` (None: no float8)."""
+    """Check that Transformer Engine is installed and computes in a float8 format.
+
+    Args:
+        fp8_format: Format to check; None: no float8.
+
+    Raises:
+        InputError: It is not installed, too old, or has no float8 on this machine.
+    """
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.utils import get_te_version, is_te_min_version
 

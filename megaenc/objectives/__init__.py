@@ -1,4 +1,7 @@
-"""Training objectives, from CLM and MLM to diffusion and plug-ins, their attention masks and their schedule."""
+"""Training objectives, their attention masks and their schedule.
+
+The objectives range from CLM and MLM to diffusion and plug-ins.
+"""
 
 from megaenc.objectives.base import Attention, Objective, OptionError, SoftLabels, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling

@@ -1,4 +1,7 @@
-"""Base class of objectives, which choose the predicted positions of a pack, their labels and the attention mask."""
+"""Base class of objectives, with the targets and options that they have.
+
+An objective chooses the predicted positions of a pack, their labels and the attention mask.
+"""
 
 import dataclasses
 import math
@@ -18,9 +21,10 @@ from megaenc.flags import Bounds
 
 
 class Attention(StrEnum):
-    """Attention mask within each document: causal, bidirectional, or prefix (two-way in its first tokens, then causal).
+    """Attention mask within each document: causal, bidirectional or prefix.
 
-    The number of these first tokens is in `Targets.prefixes`.
+    A prefix is bidirectional in its first tokens and causal after them. The number of these first
+    tokens is in `Targets.prefixes`.
     """
 
     CAUSAL = "causal"
@@ -29,10 +33,11 @@ class Attention(StrEnum):
 
 
 class SoftLabels(NamedTuple):
-    """Label distributions of N predictions over K token ids each: ids: int64[N, K]; probabilities: float32[N, K], 0 or more.
+    """Label distributions of N predictions over K token ids each.
 
-    The probabilities of a row add up to 1. An id that stands several times in a row has the sum of its probabilities. All packs
-    of an objective have the same K.
+    ids: int64[N, K]; probabilities: float32[N, K], 0 or more. The probabilities of a row add up to
+    1. An id that stands several times in a row has the sum of its probabilities. All packs of an
+    objective have the same K.
     """
 
     ids: np.ndarray
@@ -40,17 +45,20 @@ class SoftLabels(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Model input ids for one pack, the positions whose output is scored, their label ids, and prefix lengths or None.
+    """Inputs of the model for one pack, and the predictions that are scored.
 
-    For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T], token ids that the model reads;
-    predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict, or classes;
-    prefixes: int64[D], only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0
-    to its length.
+    For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T],
+    token ids that the model reads; predict_at: int64[N], increasing positions whose output is
+    scored; labels: int64[N], token ids to predict, or classes; prefixes: int64[D], only under
+    Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to
+    its length.
 
-    The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more; None: 1 each), divided by the sum
-    of the packs' `count` (None: N). So a `count` other than N makes it a mean over other tokens than the predicted ones.
+    The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more;
+    None: 1 each), divided by the sum of the packs' `count` (None: N). So a `count` other than N
+    makes it a mean over other tokens than the predicted ones.
 
-    With `soft_labels`, the cross-entropy of a prediction is that of its label distribution, and `labels` count for accuracy.
+    With `soft_labels`, the cross-entropy of a prediction is that of its label distribution, and
+    `labels` count for accuracy.
     """
 
     inputs: np.ndarray
@@ -63,7 +71,10 @@ class Targets(NamedTuple):
 
     @property
     def loss_count(self) -> int:
-        """Return what the pack adds to the divisor of the loss: `count`, or without it the number of predictions."""
+        """Return the number that the pack adds to the divisor of the loss.
+
+        It is `count`, or without it the number of predictions.
+        """
         return len(self.labels) if self.count is None else self.count
 
     @property
@@ -73,7 +84,10 @@ class Targets(NamedTuple):
 
 
 class OptionError(InputError):
-    """InputError for an unknown option of an objective or an unusable value; `option` holds the option's name."""
+    """InputError for an unknown option of an objective or an unusable value.
+
+    `option` holds the option's name.
+    """
 
     def __init__(self, objective: str, option: str, complaint: str):
         super().__init__(f"{objective}: option `{option}`: {complaint}")
@@ -88,7 +102,14 @@ def option(
     high: float = math.inf,
     above: float = -math.inf,
 ) -> Any:
-    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
+    """Return the dataclass field of an objective's option, typed by its default.
+
+    Args:
+        help: Meaning of the option.
+        low: Smallest value.
+        high: Largest value.
+        above: Number below all values.
+    """
     return dataclasses.field(
         default=default, metadata={"help": help, "bounds": Bounds(low, high, above)}
     )
@@ -96,32 +117,50 @@ def option(
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Base class of training objectives: a vocabulary and options; `targets` chooses a pack's inputs, predictions and labels.
+    """Base class of training objectives.
 
-    It is a frozen dataclass; the fields after `vocabulary` are the options, declared with `option`. The constructor checks them:
-    OptionError for a wrong value, InputError if the vocabulary is unsuitable.
+    An objective has a vocabulary and options; its `targets` chooses a pack's inputs, predictions
+    and labels. It is a frozen dataclass; the fields after `vocabulary` are the options, declared
+    with `option`. The constructor checks them.
+
+    Raises:
+        OptionError: An option has a wrong value.
+        InputError: The vocabulary is unsuitable.
     """
 
     name: ClassVar[str]
     """Name in a schedule."""
     attention: ClassVar[Attention]
     shift: ClassVar[int] = 0
-    """Distance from a prediction to its token: the labels are the pack's tokens at predict_at + shift."""
+    """Distance from a prediction to its token: the labels are the pack's tokens at predict_at +
+    shift."""
     classes: ClassVar[int] = 0
-    """Number of classes that the labels are of, from 0; 0: they are tokens. The first rows of the output layer are theirs."""
+    """Number of classes that the labels are of, from 0; 0: they are tokens. The first rows of the
+    output layer are theirs."""
 
     vocabulary: Vocabulary
 
     @abstractmethod
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the model inputs, scored positions, labels and prefixes of one pack; a pure function of the arguments."""
+        """Return the inputs, scored positions, labels and prefixes of one pack.
+
+        They are a pure function of the arguments.
+        """
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files that `targets` reads; a run's identity holds their contents."""
+        """Return the files that `targets` reads.
+
+        A run's identity holds their contents.
+        """
         return ()
 
     def __post_init__(self) -> None:
-        """Check all options, and that the output layer has rows for the classes. Raises OptionError or InputError."""
+        """Check all options, and that the output layer has rows for the classes.
+
+        Raises:
+            OptionError: An option has a wrong value.
+            InputError: The vocabulary is too small.
+        """
         for field in self.options():
             self._check_option(field, getattr(self, field.name))
         if self.classes > self.vocabulary.size:
@@ -131,12 +170,19 @@ class Objective(ABC):
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field, ...]:
-        """Return the dataclass fields of the options, in order of declaration; `metadata` holds help text and bounds."""
+        """Return the dataclass fields of the options, in order of declaration.
+
+        `metadata` holds help text and bounds.
+        """
         return dataclasses.fields(cls)[1:]
 
     @classmethod
     def from_texts(cls, vocabulary: Vocabulary, texts: dict[str, str]) -> "Objective":
-        """Build the objective from option texts by name, {"mask": "0.3"}; OptionError for a bad name or value."""
+        """Return the objective with options given as text by name, {"mask": "0.3"}.
+
+        Raises:
+            OptionError: A name or a value is wrong.
+        """
         known = {field.name: field for field in cls.options()}
         values = {}
         for name, text in texts.items():
@@ -150,9 +196,16 @@ class Objective(ABC):
         return cls(vocabulary, **values)
 
     def interpolate(self, end: "Objective", share: float) -> "Objective":
-        """Return the objective at `share` (0: self, 1: `end`) of a linear change of the options; OptionError if invalid.
+        """Return the objective at one point of a linear change of its options.
 
-        Integers are rounded, half up. Raises OptionError for a value that cannot be used.
+        Integers are rounded, half up.
+
+        Args:
+            end: Objective at the end of the change.
+            share: Place between this objective (0) and `end` (1).
+
+        Raises:
+            OptionError: A value cannot be used.
         """
         changed = {}
         for field in self.options():
@@ -161,13 +214,17 @@ class Objective(ABC):
             if first != last:
                 value = first * (1 - share) + last * share
                 value = math.floor(value + 0.5) if type(field.default) is int else value
-                changed[field.name] = min(
-                    max(value, min(first, last)), max(first, last)
-                )  # rounding may exceed an end
+                # Rounding may exceed the range.
+                changed[field.name] = min(max(value, min(first, last)), max(first, last))
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`."""
+        """Return the objective as schedule text, `mlm(mask=0.3)`.
+
+        Args:
+            every: Whether to include options at their default.
+            end: Objective to which options change: `mask=0.4->0.15`.
+        """
         assignments = []
         for field in self.options():
             first = getattr(self, field.name)
@@ -181,15 +238,18 @@ class Objective(ABC):
 
     @classmethod
     def _parse_option(cls, field: dataclasses.Field, text: str) -> Any:
-        """Parse the text of an option by the type of its default. Raises OptionError."""
+        """Return the value of an option's text, by the type of its default.
+
+        Raises:
+            OptionError: The text is no such value.
+        """
         kind = type(field.default)
         try:
             if kind in (int, float) and "_" in text:  # Python reads 0_1 as 01
                 raise ValueError
             value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-            return (
-                value + 0 if kind is float else value
-            )  # -0 becomes 0, so that equal options have equal texts
+            # -0 becomes 0, so that equal options have equal texts.
+            return value + 0 if kind is float else value
         except (KeyError, ValueError):
             raise OptionError(
                 cls.name, field.name, f"found `{text}`, expected {_format_expected(field)}"
@@ -197,7 +257,11 @@ class Objective(ABC):
 
     @classmethod
     def _check_option(cls, field: dataclasses.Field, value: Any) -> None:
-        """Raise OptionError unless `value` has the type of the option and lies within its bounds."""
+        """Check that a value has the type of an option and lies within its bounds.
+
+        Raises:
+            OptionError: It does not.
+        """
         kind = type(field.default)
         is_valid = isinstance(value, (int, float) if kind is float else kind) and (
             kind is bool or not isinstance(value, bool)
@@ -213,7 +277,7 @@ class Objective(ABC):
 
 
 def _format_expected(field: dataclasses.Field) -> str:
-    """Format the type, bounds and help of an option for an error message."""
+    """Return the type, bounds and help of an option for an error message."""
     kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[
         type(field.default)
     ]
@@ -222,5 +286,5 @@ def _format_expected(field: dataclasses.Field) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Format an option's value as in a schedule."""
+    """Return an option's value as in a schedule."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Causal language modeling: every token predicts the next token of its document."""
+"""Causal language modeling: every token predicts the next one of its document."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ from megaenc.objectives.registry import register
 class CausalLanguageModeling(Objective):
     """Objective `clm`: under causal attention each token predicts the next one.
 
-    The last token of a document, or of a cut piece, predicts none. A next token that is special is not predicted, except the one
-    that ends a document (`Vocabulary.eos_id`), from which the model learns where a text ends.
+    The last token of a document, or of a cut piece, predicts none. A next token that is special is
+    not predicted, except the one that ends a document (`Vocabulary.eos_id`), from which the model
+    learns where a text ends.
     """
 
     name = "clm"

@@ -1,4 +1,7 @@
-"""Masked diffusion: each document is hidden by a ratio of its own, and predictions weigh the inverse of it."""
+"""Masked diffusion: each document is hidden by a random ratio of its own.
+
+Predictions are weighted by the inverse of the ratio.
+"""
 
 from dataclasses import dataclass
 
@@ -14,12 +17,14 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class MaskedDiffusion(Objective):
-    """Objective `diffusion`: masked diffusion as in LLaDA (Nie et al. 2025, arXiv 2502.09992) and MDLM (arXiv 2406.07524).
+    """Objective `diffusion`: masked diffusion.
 
-    A ratio t, uniform in [`low`, `high`), is drawn for each document or cut piece, and each of its tokens, except special ones,
-    becomes the mask token with probability t. The loss is the sum of the cross-entropies of the hidden tokens over t, divided by
-    the number of all tokens that are not special: with `low` near 0 and `high` 1, an upper bound of the negative log-likelihood
-    per token. No ratio is 0, as its weight would be infinite.
+    It is that of LLaDA (Nie et al. 2025, arXiv 2502.09992) and MDLM (arXiv 2406.07524). A ratio t,
+    uniform in [`low`, `high`), is drawn for each document or cut piece, and each of its tokens,
+    except special ones, becomes the mask token with probability t. The loss is the sum of the
+    cross-entropies of the hidden tokens over t, divided by the number of all tokens that are not
+    special: with `low` near 0 and `high` 1, an upper bound of the negative log-likelihood per
+    token. No ratio is 0, as its weight would be infinite.
     """
 
     name = "diffusion"
@@ -29,7 +34,12 @@ class MaskedDiffusion(Objective):
     high: float = option(1.0, "largest ratio of hidden tokens", above=0, high=1)
 
     def __post_init__(self) -> None:
-        """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
+        """Check the options and that the vocabulary has a mask token.
+
+        Raises:
+            OptionError: An option has a wrong value.
+            InputError: There is no mask token.
+        """
         super().__post_init__()
         if self.low > self.high:
             raise OptionError(
@@ -40,7 +50,10 @@ class MaskedDiffusion(Objective):
         check_mask_token(self.name, self.vocabulary)
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return a pack's Targets: hidden tokens are predicted at their own position, with the inverse ratio as weight."""
+        """Return the Targets of one pack.
+
+        Hidden tokens are predicted at their own position, with the inverse ratio as weight.
+        """
         lengths = np.diff(pack.edges)
         ratios = self.low + (self.high - self.low) * randomness.uniforms("ratio", len(lengths))
         ratio_of_token = np.repeat(ratios, lengths)

@@ -1,4 +1,7 @@
-"""Distillation: labels of masked language modeling are in part the distribution of a frozen teacher."""
+"""Distillation: masked language modeling with labels from a frozen teacher.
+
+The labels are in part the teacher's distribution.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -28,20 +31,24 @@ _BATCH_TOKENS = 2048  # padded tokens that the teacher reads at a time, or one l
 @register
 @dataclass(frozen=True)
 class Distillation(MaskedLanguageModeling):
-    """Objective `distill`: `mlm` with a teacher (Hinton et al. 2015, arXiv 1503.02531; DistilBERT, arXiv 1910.01108).
+    """Objective `distill`: `mlm` with a teacher.
 
-    Hides the same tokens as `mlm` with the same options. The label distribution of a hidden token is
-    (1 - `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of the teacher, without
-    those of special tokens. The teacher reads the same masked inputs, each document separately. The loss is the cross-entropy
-    with this distribution, at least its entropy: runs are compared by the held-out loss of `mlm`. The student's temperature is
-    1, so there is no factor of temperature^2.
+    It follows Hinton et al. 2015 (arXiv 1503.02531) and DistilBERT (arXiv 1910.01108), and hides
+    the same tokens as `mlm` with the same options. The label distribution of a hidden token is (1 -
+    `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of
+    the teacher, without those of special tokens. The teacher reads the same masked inputs, each
+    document separately. The loss is the cross-entropy with this distribution, at least its entropy:
+    runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no
+    factor of temperature^2.
 
-    `teacher` is a folder with a masked language model for the run's tokenizer, for example an export of this project; its path
-    has no space and none of `,():=`, which mean something in a schedule. Its config and weights join the run's identity.
+    `teacher` is a folder with a masked language model for the run's tokenizer, for example an
+    export of this project; its path has no space and none of `,():=`, which mean something in a
+    schedule. Its config and weights join the run's identity.
 
-    The teacher runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack that a rank reads: all
-    tensor- and pipeline-parallel ranks of a model compute it again. On accelerators it must not take longer than the step. No
-    count of FLOPs and no estimate includes it.
+    The teacher runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack
+    that a rank reads: all tensor- and pipeline-parallel ranks of a model compute it again. On
+    accelerators it must not take longer than the step. No count of FLOPs and no estimate includes
+    it.
     """
 
     name = "distill"
@@ -54,7 +61,14 @@ class Distillation(MaskedLanguageModeling):
     share: float = option(0.5, "share of the teacher in a label distribution", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Check the options, but not the teacher's folder, which exports of a run do not need. Raises OptionError, InputError."""
+        """Check the options, but not the teacher's folder.
+
+        Exports of a run do not need the folder.
+
+        Raises:
+            OptionError: An option has a wrong value.
+            InputError: There is no mask token.
+        """
         super().__post_init__()
         if not self.teacher:
             raise OptionError(
@@ -64,12 +78,20 @@ class Distillation(MaskedLanguageModeling):
             )
 
     def files(self) -> tuple[Path, ...]:
-        """Return the config and weights of the teacher, and the file of `mlm`. Raises InputError if they cannot be read."""
+        """Return the config and weights of the teacher, and the file of `mlm`.
+
+        Raises:
+            InputError: They cannot be read.
+        """
         folder = _open_folder(self.teacher)
         return *super().files(), folder.config_file, *folder.files
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of `mlm` with the label distributions. Raises InputError for an unusable teacher."""
+        """Return the Targets of `mlm` with the label distributions.
+
+        Raises:
+            InputError: The teacher is unusable.
+        """
         targets = super().targets(pack, randomness)
         teacher = load_teacher(self.teacher, self.vocabulary)
         ids_NK, logits_NK = teacher.find_top_tokens(
@@ -77,7 +99,8 @@ class Distillation(MaskedLanguageModeling):
         )
         weights_NK = np.exp((logits_NK - logits_NK.max(axis=1, keepdims=True)) / self.temperature)
         probabilities_NK = self.share * weights_NK / weights_NK.sum(axis=1, keepdims=True)
-        # A token has all of its probability at one place, so that the sum over a row has one result in any order.
+        # A token has all of its probability at one place, so that the sum over a row has one result
+        # in any order.
         labels_N1 = targets.labels[:, None]
         is_label_NK = ids_NK == labels_N1
         of_label_N1 = (
@@ -94,7 +117,11 @@ class Teacher:
     """Frozen masked language model in float32 on the CPU."""
 
     def __init__(self, path: str, vocabulary: Vocabulary):
-        """Load the model in the folder `path`. Raises InputError if it is none or has another vocabulary."""
+        """Load the model in the folder `path`.
+
+        Raises:
+            InputError: It is no masked language model, or has another vocabulary.
+        """
         from megaenc.hf.model import find_position_offset, load_hf_config, load_masked_lm
 
         folder = _open_folder(path)
@@ -120,11 +147,23 @@ class Teacher:
     def find_top_tokens(
         self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int64[N, K], logits float64[N, K]) of the `count` likeliest tokens at `positions` of `inputs`, best first.
+        """Return the teacher's likeliest tokens at some positions of a pack.
 
-        Special tokens are left out. K is `count`, or the number of other tokens if that is smaller. Each document is read
-        without the others. Raises InputError for a pack longer than the model's context, because a document may be as long; the
-        made-up packs of checks, whose vocabulary is of no tokenizer, have only short documents.
+        Special tokens are left out. Each document is read without the others. The made-up packs of
+        checks, whose vocabulary is of no tokenizer, have only short documents, so that they may be
+        longer than the model's context.
+
+        Args:
+            inputs: int64[T], token ids that the teacher reads.
+            positions: int64[N].
+            count: Number of tokens at each position.
+
+        Returns:
+            (ids int64[N, K], logits float64[N, K]), best first. K is `count`, or the number of
+            tokens that are not special if that is smaller.
+
+        Raises:
+            InputError: The pack is longer than the model's context, as a document may be as long.
         """
         import torch
 
@@ -161,9 +200,12 @@ class Teacher:
     def _compute_logits(
         self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor"
     ) -> "torch.Tensor":
-        """Return logits float32[n, V] at the places `at_n` of the flattened right-padded tokens; `mask_BL`: True for tokens.
+        """Return the teacher's logits float32[n, V], -inf for special tokens.
 
-        Those of special tokens are -inf.
+        Args:
+            tokens_BL: Right-padded tokens.
+            mask_BL: True for tokens.
+            at_n: Places in the flattened tokens.
         """
         import torch
 
@@ -185,20 +227,32 @@ class Teacher:
 
 @lru_cache(maxsize=4)
 def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
-    """Return the Teacher in the folder `path`, loaded once in a process; InputError if it is unusable."""
+    """Return the Teacher in the folder `path`, loaded once in a process.
+
+    Raises:
+        InputError: It is unusable.
+    """
     return Teacher(path, vocabulary)
 
 
 @cache
 def _open_folder(path: str) -> "HFCheckpoint":
-    """Read the config and the weights' headers in the folder `path`, once in a process. Raises InputError."""
+    """Read the config and the weights' headers in a folder, once in a process.
+
+    Raises:
+        InputError: They cannot be read.
+    """
     from megaenc.hf.checkpoint import HFCheckpoint
 
     return HFCheckpoint(Path(path), "teacher")
 
 
 def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
-    """Raise InputError if `folder` has a tokenizer and it is another than that of `vocabulary`."""
+    """Check that a folder has no tokenizer but that of a vocabulary.
+
+    Raises:
+        InputError: It has another one.
+    """
     from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 
     if not vocabulary.fingerprint or not (folder / "tokenizer.json").exists():
@@ -212,7 +266,10 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def _iterate_batches(documents: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the numbers of `documents` in batches of at most _BATCH_TOKENS padded tokens or one document, longest first."""
+    """Yield the numbers of documents in batches, longest first.
+
+    A batch has at most _BATCH_TOKENS padded tokens, or one document.
+    """
     order = documents[np.argsort(-lengths[documents], kind="stable")]
     while len(order):
         rows = max(1, _BATCH_TOKENS // lengths[order[0]])

@@ -1,4 +1,7 @@
-"""GPT-BERT's hybrid: in one batch some documents are read causally and all others bidirectionally with hidden tokens."""
+"""Hybrid of GPT-BERT: causal and bidirectional documents in one batch.
+
+Bidirectional documents have hidden tokens.
+"""
 
 from dataclasses import dataclass
 
@@ -14,12 +17,13 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class GPTBERT(MaskedNextTokenPrediction):
-    """Objective `gpt_bert` (Charpentier and Samuel 2024, arXiv 2410.24159): CLM in some documents, MNTP in all others.
+    """Objective `gpt_bert`: CLM in some documents, MNTP in all others.
 
-    Each document, or cut piece, is causal with probability `causal`: every token that is neither special nor the first is
-    predicted, by the one before it. All others are as under `mntp`, with its options. A hidden token counts 1 / `mask` and the
-    divisor is the number of tokens that can be predicted, so that a causal document counts as much as any other of its length,
-    as in the paper.
+    It follows Charpentier and Samuel 2024 (arXiv 2410.24159). Each document, or cut piece, is
+    causal with probability `causal`: every token that is neither special nor the first is
+    predicted, by the one before it. All others are as under `mntp`, with its options. A hidden
+    token counts 1 / `mask` and the divisor is the number of tokens that can be predicted, so that a
+    causal document counts as much as any other of its length, as in the paper.
     """
 
     name = "gpt_bert"
@@ -28,7 +32,10 @@ class GPTBERT(MaskedNextTokenPrediction):
     causal: float = option(0.0625, "share of the documents that are causal", low=0, high=1)
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return a pack's Targets: a causal document has no prefix, any other is a prefix as a whole."""
+        """Return the Targets of one pack.
+
+        A causal document has no prefix, any other is a prefix as a whole.
+        """
         masked = super().targets(pack, randomness)
         lengths = np.diff(pack.edges).astype(np.int64)
         document_is_causal = randomness.bernoulli("causal", len(lengths), self.causal)

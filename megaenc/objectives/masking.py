@@ -1,4 +1,7 @@
-"""Objectives that hide tokens and predict them: at their own position (MLM) or from the previous one (MNTP)."""
+"""Objectives that hide tokens and predict them, MLM and MNTP.
+
+MLM predicts them at their own position, MNTP from the previous one.
+"""
 
 import math
 from abc import abstractmethod
@@ -19,22 +22,26 @@ from megaenc.objectives.units.matching import check_collocations, find_unit_star
 
 @dataclass(frozen=True)
 class Masking(Objective):
-    """Base class of bidirectional objectives that hide and predict random tokens, a share `mask`, singly, in spans or units.
+    """Base class of bidirectional objectives that hide and predict random tokens.
 
-    Each eligible token is chosen with probability `mask`. A chosen token becomes the mask token, or with probability `random`
-    another token, or stays with probability `keep`: `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv
-    1810.04805).
+    Each eligible token is chosen with probability `mask`, singly, in spans or in units. A chosen
+    token becomes the mask token, or with probability `random` another token, or stays with
+    probability `keep`: `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019,
+    arXiv 1810.04805).
 
-    With `span` = s, chosen tokens form runs of geometric length with mean s (as in SpanBERT, Joshi et al. 2020, arXiv
-    1907.10529): a stationary Markov chain over the tokens. The first token of a document and a token after an ineligible one are
-    chosen with probability `mask`; a token after a chosen one with probability 1 - 1/s, after an unchosen one with
-    mask / (s (1 - mask)). So every token is chosen with probability `mask`, and no run crosses an edge or a special token.
+    With `span` = s, chosen tokens form runs of geometric length with mean s (as in SpanBERT, Joshi
+    et al. 2020, arXiv 1907.10529): a stationary Markov chain over the tokens. The first token of a
+    document and a token after an ineligible one are chosen with probability `mask`; a token after a
+    chosen one with probability 1 - 1/s, after an unchosen one with mask / (s (1 - mask)). So every
+    token is chosen with probability `mask`, and no run crosses an edge or a special token.
 
-    With `unit=word`, all tokens of a word are chosen together, each word with probability `mask` (whole-word masking of BERT;
-    Cui et al. 2021, arXiv 1906.08101). With the path of a file of `megaenc objective collocations`, all tokens of each
-    collocation in it are, from the left the longest at each place, and all other tokens singly (PMI-Masking, Levine et al. 2021,
-    arXiv 2010.01825). No unit crosses an edge or an ineligible token. `random` and `keep` are drawn for each token, as in BERT's
-    code, so that a chosen unit may become part mask tokens, part random tokens.
+    With `unit=word`, all tokens of a word are chosen together, each word with probability `mask`
+    (whole-word masking of BERT; Cui et al. 2021, arXiv 1906.08101). With the path of a file of
+    `megaenc objective collocations`, all tokens of each collocation in it are, from the left the
+    longest at each place, and all other tokens singly (PMI-Masking, Levine et al. 2021, arXiv
+    2010.01825). No unit crosses an edge or an ineligible token. `random` and `keep` are drawn for
+    each token, as in BERT's code, so that a chosen unit may become part mask tokens, part random
+    tokens.
     """
 
     attention = Attention.BIDIRECTIONAL
@@ -46,7 +53,12 @@ class Masking(Objective):
     unit: str = option("token", "tokens hidden together: token, word, or a file of collocations")
 
     def __post_init__(self) -> None:
-        """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
+        """Check the options and that the vocabulary has a mask token.
+
+        Raises:
+            OptionError: An option has a wrong value.
+            InputError: There is no mask token.
+        """
         super().__post_init__()
         if self.random + self.keep > 1 + 1e-9:
             raise OptionError(
@@ -68,7 +80,11 @@ class Masking(Objective):
         self._check_unit()
 
     def _check_unit(self) -> None:
-        """Check `unit` and read its file. Raises OptionError."""
+        """Check `unit` and read its file.
+
+        Raises:
+            OptionError: It is no unit that can be used.
+        """
         if self.unit != "token" and self.span:
             raise OptionError(
                 self.name,
@@ -101,10 +117,14 @@ class Masking(Objective):
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for the tokens of the pack that may be hidden and predicted."""
+        """Return which tokens of the pack may be hidden and predicted, bool[T]."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return a pack's Targets: drawn tokens, hidden, random or kept in the input, are predicted `shift` before."""
+        """Return the Targets of one pack.
+
+        Drawn tokens, which are hidden, random or kept in the input, are predicted from `shift`
+        positions earlier.
+        """
         (positions,) = self._choose_tokens(pack, randomness).nonzero()
         labels = pack.tokens[positions]
         hidden = self.vocabulary.mask_id
@@ -121,7 +141,7 @@ class Masking(Objective):
         return Targets(inputs, positions - self.shift, labels)
 
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
-        """Draw bool[T], true for tokens to hide and predict."""
+        """Draw the tokens to hide and predict, bool[T]."""
         # One draw per position, eligible or not, so that draws do not depend on the tokens.
         eligible = self.eligible(pack)
         if self.unit != "token":
@@ -138,7 +158,8 @@ class Masking(Objective):
             is_start, self.mask, self.mask / (self.span * (1 - self.mask))
         )
         ends_run = draws >= 1 - 1 / self.span
-        # A settled position does not depend on the previous one; all others repeat the last settled state.
+        # A settled position does not depend on the previous one; all others repeat the last settled
+        # state.
         settled = is_start | starts_run | ends_run | ~eligible
         last_settled = np.maximum.accumulate(np.where(settled, np.arange(len(draws)), 0))
         return (starts_run & eligible)[last_settled]
@@ -147,36 +168,46 @@ class Masking(Objective):
 @register
 @dataclass(frozen=True)
 class MaskedLanguageModeling(Masking):
-    """Objective `mlm`: random tokens, except special ones, are hidden, and each is predicted at its own position."""
+    """Objective `mlm`: hidden tokens are predicted at their own position.
+
+    They are random tokens, except special ones.
+    """
 
     name = "mlm"
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for the tokens of the pack that are not special."""
+        """Return which tokens of the pack are not special, bool[T]."""
         return text_token_mask(self.vocabulary)[pack.tokens]
 
 
 @register
 @dataclass(frozen=True)
 class MaskedNextTokenPrediction(Masking):
-    """Objective `mntp` (LLM2Vec, arXiv 2404.05961): random tokens are hidden, each predicted at the position before it.
+    """Objective `mntp`: hidden tokens are predicted at the position before them.
 
-    The first token of a document, or of a cut piece, has no previous position: it is never chosen and ends spans as a special
-    token does.
+    It follows LLM2Vec (arXiv 2404.05961). The first token of a document, or of a cut piece, has no
+    previous position: it is never chosen and ends spans as a special token does.
     """
 
     name = "mntp"
     shift = 1
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for tokens that are neither special nor the first of a document or cut piece."""
+        """Return which tokens are neither special nor the first of a document, bool[T].
+
+        A cut piece counts as a document.
+        """
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
         eligible[pack.edges[:-1]] = False
         return eligible
 
 
 def check_mask_token(objective: str, vocabulary: Vocabulary) -> None:
-    """Raise InputError if `vocabulary` has no mask token, which the objective called `objective` needs."""
+    """Check that a vocabulary has the mask token that an objective needs.
+
+    Raises:
+        InputError: It has none; the error names `objective`.
+    """
     if vocabulary.mask_id is None:
         raise InputError(
             f"{objective}: the tokenizer ({vocabulary.fingerprint[:12]}) has no mask token, expected one; "
@@ -186,7 +217,10 @@ def check_mask_token(objective: str, vocabulary: Vocabulary) -> None:
 
 @lru_cache(maxsize=8)
 def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
-    """Return read-only bool[vocabulary size], indexed by token id, true for tokens that are not special."""
+    """Return which tokens are not special, bool[vocabulary size] by token id.
+
+    The array is read-only.
+    """
     is_text = np.ones(vocabulary.size, dtype=bool)
     is_text[list(vocabulary.special_ids)] = False
     is_text.flags.writeable = False
@@ -195,5 +229,5 @@ def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def text_token_ids(vocabulary: Vocabulary) -> np.ndarray:
-    """Return the ids of all tokens of the vocabulary that are not special, int64, ascending."""
+    """Return the ids of all tokens that are not special, int64, ascending."""
     return np.flatnonzero(text_token_mask(vocabulary))

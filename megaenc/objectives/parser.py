@@ -1,4 +1,7 @@
-"""Parser of an objective schedule's text, which keeps the position of each part; see `schedule` for the grammar."""
+"""Parser of an objective schedule's text, which keeps the position of each part.
+
+See `schedule` for the grammar.
+"""
 
 import re
 from collections.abc import Callable
@@ -26,7 +29,10 @@ _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
 class SourceText(str):
-    """String that is a part of a schedule's text; `start` is its first character's number there, from 0, for errors."""
+    """String that is a part of a schedule's text.
+
+    `start` is the number of its first character there, from 0, for errors.
+    """
 
     start: int
 
@@ -37,7 +43,10 @@ class SourceText(str):
 
 
 class ParsedOption(NamedTuple):
-    """An objective's option as written: name, value, and value at the end of the phase, None if it does not change."""
+    """Option of an objective as written.
+
+    `end` is its value at the end of the phase, None if it does not change.
+    """
 
     name: SourceText
     value: SourceText
@@ -52,10 +61,11 @@ class ParsedObjective(NamedTuple):
 
 
 class ParsedPhase(NamedTuple):
-    """Phase of a schedule as written: its objectives with weights, and its amount as a number and as text.
+    """Phase of a schedule as written: its objectives with weights, and its amount.
 
-    components: one objective of weight 1 without a combination; equal if they read the same. amount: a Fraction for a share, an
-    int for steps. is_sum: whether each step trains all components, not one of them.
+    components: one objective of weight 1 without a combination; equal if they read the same.
+    amount: a Fraction for a share, an int for steps. is_sum: whether each step trains all
+    components, not one of them.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
@@ -65,15 +75,21 @@ class ParsedPhase(NamedTuple):
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
-    """Return the phases of a schedule's text, repetitions spelled out; InputError for syntax or over `train_iters` phases.
+    """Return the phases of a schedule's text, repetitions spelled out.
 
     `Schedule.build` checks names, options and sums.
+
+    Raises:
+        InputError: The syntax is wrong, or there are more than `train_iters` phases.
     """
     return _ScheduleParser(text, train_iters).parse_schedule()
 
 
 def build_error(text: str, part: SourceText, complaint: object) -> InputError:
-    """Return, without raising, an InputError with `complaint`, the place of `part`, and `text` with `part` in brackets."""
+    """Return, without raising, an InputError about a part of a schedule's text.
+
+    The message has the place of `part`, `complaint`, and `text` with `part` in brackets.
+    """
     marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
     return InputError(
         f"{FLAG}: at character {part.start + 1} of '{text}': {complaint} (here: {marked})"
@@ -81,7 +97,10 @@ def build_error(text: str, part: SourceText, complaint: object) -> InputError:
 
 
 class _ScheduleParser:
-    """Recursive-descent parser with a method per grammar rule, each of which advances `at` in `text`."""
+    """Recursive-descent parser of a schedule.
+
+    Each grammar rule has a method that advances `at` in `text`.
+    """
 
     def __init__(self, text: str, train_iters: int | None):
         self.text = text
@@ -89,7 +108,11 @@ class _ScheduleParser:
         self.at = 0
 
     def parse_schedule(self) -> tuple[ParsedPhase, ...]:
-        """Return the phases of the whole text, repetitions spelled out; InputError if empty or of wrong syntax."""
+        """Return the phases of the whole text, repetitions spelled out.
+
+        Raises:
+            InputError: The text is empty or has wrong syntax.
+        """
         if not self.text.strip():
             raise self.error(
                 SourceText("", 0),
@@ -101,7 +124,10 @@ class _ScheduleParser:
         return items
 
     def parse_items(self, depth: int) -> tuple[ParsedPhase, ...]:
-        """Parse phases and repetitions separated by commas, inside `depth` repetitions; return all phases in order."""
+        """Parse phases and repetitions separated by commas; return all phases in order.
+
+        They stand inside `depth` repetitions.
+        """
         phases = [*self.parse_item(depth, is_first=depth == 0)]
         while comma := self.take(","):
             if self.is_at_end():
@@ -110,7 +136,10 @@ class _ScheduleParser:
         return tuple(phases)
 
     def parse_item(self, depth: int, is_first: bool) -> tuple[ParsedPhase, ...]:
-        """Parse a phase, or a repetition into its repeated phases; `is_first` allows a sole phase without amount."""
+        """Parse a phase, or a repetition into its repeated phases.
+
+        `is_first` allows a sole phase without amount.
+        """
         self.skip_spaces()
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
@@ -139,7 +168,10 @@ class _ScheduleParser:
         return phases * int(count)
 
     def parse_phase(self, is_first: bool) -> ParsedPhase:
-        """Parse an objective, mixture or sum and its amount, which a sole phase (`is_first`) may lack: then share 1."""
+        """Parse an objective, mixture or sum, and its amount.
+
+        A sole phase (`is_first`) may lack the amount, which is then share 1.
+        """
         start = self.at
         name = self.expect(
             _NAME, f"the name of an objective, `{MIXTURE}(`, `{SUM}(` or a repetition such as `5x(`"
@@ -164,7 +196,11 @@ class _ScheduleParser:
         return ParsedPhase(components, self.parse_amount(amount_text), amount_text, is_sum)
 
     def parse_component(self) -> tuple[Fraction, ParsedObjective]:
-        """Parse `objective:weight` in a mixture or sum; return (weight above zero, objective)."""
+        """Parse `objective:weight` in a mixture or sum.
+
+        Returns:
+            (weight above zero, objective).
+        """
         name = self.expect(_NAME, "the name of an objective")
         if kind := COMBINATIONS.get(name):
             raise self.error(
@@ -181,7 +217,11 @@ class _ScheduleParser:
         return Fraction(weight), objective
 
     def parse_options(self) -> tuple[ParsedOption, ...]:
-        """Parse an objective's options in parentheses and return them, () if none follow; InputError for a repeated one."""
+        """Parse an objective's options in parentheses, () if none follow.
+
+        Raises:
+            InputError: An option is repeated.
+        """
         if not (opening := self.take("(")):
             return ()
         options = self.parse_parts(opening, self.parse_option, "`,` and another option, or `)`")
@@ -191,7 +231,7 @@ class _ScheduleParser:
         return options
 
     def parse_option(self) -> ParsedOption:
-        """Parse `name=value` or `name=value->end` into an option, whose end is None without an arrow."""
+        """Parse `name=value` or `name=value->end` into an option."""
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
             raise self.unexpected(f"`=` and the value of `{name}`")
@@ -204,7 +244,11 @@ class _ScheduleParser:
         return ParsedOption(name, value, end)
 
     def parse_amount(self, written: SourceText) -> Fraction | int:
-        """Convert an amount: a Fraction for a share with a point, an int for steps; InputError unless above zero."""
+        """Convert an amount: a Fraction for a share with a point, an int for steps.
+
+        Raises:
+            InputError: It is not above zero.
+        """
         digits = written.lstrip("-")
         kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
         if kind is None:
@@ -221,7 +265,10 @@ class _ScheduleParser:
     def parse_parts(
         self, opening: SourceText, parse_part: Callable[[], Any], expected: str
     ) -> tuple[Any, ...]:
-        """Return the parts, separated by commas, that `parse_part` reads, and take the `)` that closes `opening`."""
+        """Parse parts separated by commas, and the `)` that closes `opening`.
+
+        `parse_part` reads one part.
+        """
         parts = [parse_part()]
         while self.take(","):
             parts.append(parse_part())
@@ -229,7 +276,12 @@ class _ScheduleParser:
         return tuple(parts)
 
     def close(self, opening: SourceText, expected: str, unclosed_before: str = ":") -> None:
-        """Take `)`; else InputError: `opening` unclosed (the end or `unclosed_before` follows) or no `expected`."""
+        """Take the `)` that closes `opening`.
+
+        Raises:
+            InputError: Another text follows. `opening` is called unclosed at the end and before
+                `unclosed_before`.
+        """
         if not self.take(")"):
             if self.is_at_end() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
@@ -238,7 +290,11 @@ class _ScheduleParser:
     def expect(
         self, pattern: re.Pattern[str], expected: str, longest: int = _MAX_WORD_LENGTH
     ) -> SourceText:
-        """Take the next part and return it if it matches `pattern`, else raise InputError that names `expected`."""
+        """Take the next part and return it if it matches a pattern.
+
+        Raises:
+            InputError: It does not; the error names `expected`.
+        """
         self.skip_spaces()
         if not (match := pattern.match(self.text, self.at)):
             raise self.unexpected(expected)
@@ -249,7 +305,7 @@ class _ScheduleParser:
         return part
 
     def take(self, sign: str) -> SourceText | None:
-        """Advance past `sign` and return it if it comes next, after spaces, else return None."""
+        """Take a sign and return it if it comes next, after spaces, else return None."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.at):
             return None
@@ -262,12 +318,11 @@ class _ScheduleParser:
         return self.at == len(self.text)
 
     def skip_spaces(self) -> None:
-        """Advance `at` past white space, to the next other character or the end of the text."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
 
     def unexpected(self, expected: str) -> InputError:
-        """Return, without raising, an InputError that found the next word or sign, or the end, not `expected`."""
+        """Return, without raising, an InputError about the next word or sign, or the end."""
         self.skip_spaces()
         token = _TOKEN.match(self.text, self.at)[0]
         return self.error(
@@ -276,5 +331,5 @@ class _ScheduleParser:
         )
 
     def error(self, part: SourceText, complaint: str) -> InputError:
-        """Return, without raising, an InputError with `complaint` that shows `part` in brackets within the text."""
+        """Return, without raising, an InputError that shows `part` within the text."""
         return build_error(self.text, part, complaint)

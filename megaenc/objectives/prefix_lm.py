@@ -1,4 +1,7 @@
-"""Prefix language modeling: bidirectional attention within a prefix of each document, causal prediction after it."""
+"""Prefix language modeling: a prefix of each document is bidirectional.
+
+The tokens after it are predicted causally.
+"""
 
 from dataclasses import dataclass
 
@@ -14,11 +17,12 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class PrefixLanguageModeling(Objective):
-    """Objective `prefix_lm`: tokens of a random prefix of each document see each other; later ones are predicted causally.
+    """Objective `prefix_lm`: tokens after a random prefix are predicted causally.
 
-    For a document, or a cut piece, of L tokens, the prefix has floor(u L) tokens, at most L - 1, with u drawn uniformly from
-    [low, high). The token before each of the later ones predicts it (T5, arXiv 1910.10683). The first token and special ones are
-    never predicted.
+    Tokens of the prefix see each other. For a document, or a cut piece, of L tokens, the prefix has
+    floor(u L) tokens, at most L - 1, with u drawn uniformly from [low, high). The token before each
+    of the later ones predicts it (T5, arXiv 1910.10683). The first token and special ones are never
+    predicted.
     """
 
     name = "prefix_lm"
@@ -29,7 +33,11 @@ class PrefixLanguageModeling(Objective):
     high: float = option(1.0, "maximum share of a document that is its prefix", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Check the options. Raises OptionError."""
+        """Check the options.
+
+        Raises:
+            OptionError: An option has a wrong value.
+        """
         super().__post_init__()
         if self.low > self.high:
             raise OptionError(
@@ -37,7 +45,7 @@ class PrefixLanguageModeling(Objective):
             )
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return one pack's Targets, with a random prefix per document.
+        """Return the Targets of one pack, with a random prefix per document.
 
         Text tokens after it, never the first of a document, are predicted.
         """

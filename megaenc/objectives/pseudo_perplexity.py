@@ -1,4 +1,7 @@
-"""Pseudo-perplexity: a measure on which bidirectional models of different objectives and mask ratios are compared."""
+"""Pseudo-perplexity: a measure to compare bidirectional models.
+
+The models may have different objectives and mask ratios.
+"""
 
 import dataclasses
 import math
@@ -16,15 +19,17 @@ from megaenc.objectives.masking import check_mask_token, text_token_mask
 
 @dataclass(frozen=True)
 class PseudoPerplexity(Objective):
-    """Objective of validation only: in `passes` forward passes, each token that is not special is hidden and predicted once.
+    """Objective of validation only: each token is hidden and predicted once.
 
-    The passes are its `parts`. Their summed loss over their number of predictions is the pseudo-log-likelihood loss of Salazar et
-    al. 2020 (arXiv 1910.14659) with several tokens hidden at once, and `compute_perplexity` of it the pseudo-perplexity. The
-    tokens of a document, or of a cut piece, are spread evenly over the passes, in random order. With as many passes as the
-    longest document has tokens, one is hidden at a time, as in the paper.
+    Tokens are spread over `passes` forward passes, its `parts`; special ones are left out. Their
+    summed loss over their number of predictions is the pseudo-log-likelihood loss of Salazar et al.
+    2020 (arXiv 1910.14659) with several tokens hidden at once, and `compute_perplexity` of it the
+    pseudo-perplexity. The tokens of a document, or of a cut piece, are spread evenly over the
+    passes, in random order. With as many passes as the longest document has tokens, one is hidden
+    at a time, as in the paper.
 
-    `ahead` is the `shift` of the model's training objective. The first `ahead` tokens of a document are neither hidden nor
-    predicted.
+    `ahead` is the `shift` of the model's training objective. The first `ahead` tokens of a document
+    are neither hidden nor predicted.
     """
 
     name = "pseudo_perplexity"
@@ -35,7 +40,12 @@ class PseudoPerplexity(Objective):
     ahead: int = option(0, "distance from a prediction to its token", low=0)
 
     def __post_init__(self) -> None:
-        """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
+        """Check the options and that the vocabulary has a mask token.
+
+        Raises:
+            OptionError: An option has a wrong value.
+            InputError: There is no mask token.
+        """
         super().__post_init__()
         if self.part >= self.passes:
             raise OptionError(
@@ -49,7 +59,10 @@ class PseudoPerplexity(Objective):
         return self.ahead
 
     def describe(self, every: bool = False, end: Objective | None = None) -> str:
-        """Return the key in validation.jsonl, `pseudo_perplexity(passes=8)` or `pseudo_perplexity(passes=8,shift=1)`."""
+        """Return the key in validation.jsonl, `pseudo_perplexity(passes=8)`.
+
+        With a shift it is `pseudo_perplexity(passes=8,shift=1)`.
+        """
         return f"{self.name}(passes={self.passes}{f',shift={self.shift}' if self.shift else ''})"
 
     @property
@@ -58,7 +71,10 @@ class PseudoPerplexity(Objective):
         return tuple(dataclasses.replace(self, part=part) for part in range(self.passes))
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return a pack's Targets in this pass: its part of the tokens is hidden, and predicted `shift` before."""
+        """Return the Targets of one pack in this pass.
+
+        Its part of the tokens is hidden, and predicted from `shift` positions earlier.
+        """
         is_text = text_token_mask(self.vocabulary)[pack.tokens]
         is_hidden = (
             is_text
@@ -73,10 +89,10 @@ class PseudoPerplexity(Objective):
     def _assign_parts(
         self, pack: Pack, is_text: np.ndarray, randomness: SampleRandomness
     ) -> np.ndarray:
-        """Return int64[T], the pass of each token that `is_text`; of others any. It does not depend on `shift`.
+        """Return the pass of each token, int64[T]; any for those that are not `is_text`.
 
-        A document's tokens, in random order, go to consecutive passes from a random one on, so that their numbers in two passes
-        differ by one at most.
+        It does not depend on `shift`. A document's tokens, in random order, go to consecutive
+        passes from a random one on, so that their numbers in two passes differ by one at most.
         """
         lengths = np.diff(pack.edges)
         document = np.repeat(np.arange(len(lengths)), lengths)
@@ -90,7 +106,10 @@ class PseudoPerplexity(Objective):
 
 
 def pseudo_perplexity_shifts(objectives: Iterable[Objective]) -> list[int]:
-    """Return the shifts of the pseudo-perplexities of a model trained with `objectives`: 0, and those that are not causal."""
+    """Return the shifts of the pseudo-perplexities of a trained model, ascending.
+
+    They are 0 and those of the training objectives that are not causal.
+    """
     return sorted(
         {
             0,
@@ -106,9 +125,12 @@ def pseudo_perplexity_shifts(objectives: Iterable[Objective]) -> list[int]:
 def build_pseudo_perplexities(
     objectives: Iterable[Objective], vocabulary: Vocabulary, passes: int
 ) -> dict[str, PseudoPerplexity]:
-    """Return the pseudo-perplexity of each of the `pseudo_perplexity_shifts` by text, none for 0 `passes`.
+    """Return the pseudo-perplexity of each of the `pseudo_perplexity_shifts` by text.
 
-    Raises InputError for a vocabulary without mask token.
+    There are none for 0 `passes`.
+
+    Raises:
+        InputError: The vocabulary has no mask token.
     """
     if not passes:
         return {}
@@ -119,7 +141,7 @@ def build_pseudo_perplexities(
 
 
 def compute_perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats, infinite if it is beyond float64."""
+    """Return the perplexity of a mean loss in nats, infinite if beyond float64."""
     try:
         return math.exp(loss)
     except OverflowError:

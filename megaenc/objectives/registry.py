@@ -1,6 +1,7 @@
-"""Registry of objectives by name: those registered in this process, then those of installed packages.
+"""Registry of objectives by name.
 
-A package offers one through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
+Those registered in this process come before those of installed packages. A package offers one
+through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
 """
 
 import inspect
@@ -15,13 +16,21 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
-    """Register an objective class under its `name`, return it (decorator); ValueError for a used name or invalid class."""
+    """Register an objective class under its `name` and return it, as a decorator.
+
+    Raises:
+        ValueError: The name is used, or the class invalid.
+    """
     OBJECTIVES.register(getattr(objective, "name", ""), objective)
     return objective
 
 
 def check_class(objective: type, source: str) -> None:
-    """Raise InputError, naming `source`, if a class cannot be an objective."""
+    """Check that a class can be an objective.
+
+    Raises:
+        InputError: It cannot; the error names `source`.
+    """
     if defect := _find_defect(getattr(objective, "name", ""), objective):
         raise InputError(f"{source}: {defect}")
 
@@ -60,10 +69,17 @@ OBJECTIVES: Registry[type[Objective]] = Registry("megaenc.objectives", "objectiv
 
 
 def known() -> list[str]:
-    """Return the sorted names of all objectives, registered or offered by installed packages, without importing these."""
+    """Return the sorted names of all objectives.
+
+    They include those that installed packages offer, which are not imported.
+    """
     return OBJECTIVES.names()
 
 
 def find(name: str) -> type[Objective]:
-    """Return the objective class called `name`, importing its package; InputError if unknown, offered twice or invalid."""
+    """Return the objective class called `name`, importing its package.
+
+    Raises:
+        InputError: It is unknown, offered twice or invalid.
+    """
     return OBJECTIVES.find(name)

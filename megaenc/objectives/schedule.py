@@ -1,19 +1,26 @@
-"""Schedule of a run's objectives, such as `clm:0.25,mlm(mask=0.3):0.75`, which gives the objective of each step.
+"""Schedule of a run's objectives, which gives the objective of each step.
+
+It is written as `clm:0.25,mlm(mask=0.3):0.75`:
 
     schedule  = item { "," item }
     item      = phase | count "x" "(" schedule ")"       the contents `count` times
-    phase     = content [ ":" amount ]                   a phase without an amount must be the only one
-    content   = objective | ( "mix" | "sum" ) "(" objective ":" weight { "," objective ":" weight } ")"
+    phase     = content [ ":" amount ]                   without an amount the only one
+    content   = objective | combined "(" objective ":" weight { "," objective ":" weight } ")"
+    combined  = "mix" | "sum"
     objective = name [ "(" option { "," option } ")" ]
-    option    = name "=" value [ "->" value ]            with two values, a number that changes over the phase
-    amount    = a number with a point, a share of the run, or a whole number of steps; one schedule holds one kind
-    weight    = a number above zero; weights need not add up to 1; in a sum, as the smallest whole numbers, at most 16777216
+    option    = name "=" value [ "->" value ]            two values: a number that changes
+    amount    = number                                   with a point a share, else steps
+    weight    = number                                   above zero
 
-Spaces are allowed between all of these. Every error names the character and shows the text with the wrong part in brackets.
+Spaces are allowed between all of these. Every error names the character and shows the text with the
+wrong part in brackets. An amount with a point is a share of the run, any other a whole number of
+steps; one schedule holds one kind. Weights need not add up to 1; in a sum, as the smallest whole
+numbers, they are at most 16777216.
 
-Each step of a mixture (`mix`) trains one of its objectives, drawn by weight; the draw depends only on the seed and the step. Each
-step of a `sum` trains all of its objectives on the same packs, one pass each; a prediction counts as many times as its weight. An
-option that changes goes linearly from its first value at the phase's first step to its second at the last.
+Each step of a mixture (`mix`) trains one of its objectives, drawn by weight; the draw depends only
+on the seed and the step. Each step of a `sum` trains all of its objectives on the same packs, one
+pass each; a prediction counts as many times as its weight. An option that changes goes linearly
+from its first value at the phase's first step to its second at the last.
 """
 
 import hashlib
@@ -46,12 +53,15 @@ from megaenc.objectives.registry import OBJECTIVES, find
 _MAX_SPELLED_OUT_PHASES = 16
 """Number of phases above which a run's identity holds their digest, so that it fits one line."""
 _MAX_SUM_WEIGHT = 1 << 24
-"""Largest weight in a sum. float32, the dtype of the losses' factors, holds all whole numbers up to it."""
+"""Largest weight in a sum: float32, the dtype of the losses' factors, holds whole numbers to it."""
 
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """One of the objectives of a phase with its `weight`; options go linearly from `start` to `end` in the phase."""
+    """Objective of a phase with its weight.
+
+    Its options go linearly from `start` to `end` in the phase.
+    """
 
     weight: int
     """Weight of the objective in the phase's mixture or sum."""
@@ -60,7 +70,10 @@ class ScheduledObjective:
 
     @property
     def text(self) -> str:
-        """Return the objective as schedule text, `mlm(mask=0.4->0.15)`, without options at their default."""
+        """Return the objective as schedule text, `mlm(mask=0.4->0.15)`.
+
+        Options at their default are left out.
+        """
         return self.start.describe(end=self.end)
 
 
@@ -68,7 +81,8 @@ class ScheduledObjective:
 class Phase:
     """Phase of a run, the steps first_step..last_step counted from 1.
 
-    Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same packs.
+    Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same
+    packs.
     """
 
     index: int
@@ -79,11 +93,17 @@ class Phase:
 
     @property
     def text(self) -> str:
-        """Return the phase as schedule text without amount and default options, `mix(clm:3,mlm:7)`; weights are integers."""
+        """Return the phase as schedule text without its amount, `mix(clm:3,mlm:7)`.
+
+        Options at their default are left out; weights are integers.
+        """
         return self.describe()
 
     def describe(self, every: bool = False) -> str:
-        """Return the phase as schedule text without amount, `mix(clm:3,mlm:7)`; options at their default only if `every`."""
+        """Return the phase as schedule text without its amount, `mix(clm:3,mlm:7)`.
+
+        Options at their default are left out, unless `every`.
+        """
         texts = [choice.start.describe(every, choice.end) for choice in self.choices]
         if len(texts) == 1:
             return texts[0]
@@ -96,7 +116,10 @@ class Phase:
         return self.last_step - self.first_step + 1
 
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
-        """Return the objective that `choice`, one of `choices`, trains at `step`, options interpolated over the phase."""
+        """Return the objective that one of `choices` trains at a step.
+
+        Its options are interpolated over the phase.
+        """
         length = self.last_step - self.first_step
         return (
             choice.start.interpolate(choice.end, (step - self.first_step) / length)
@@ -106,12 +129,18 @@ class Phase:
 
     @property
     def passes(self) -> int:
-        """Return how many times a step reads its packs: once, or in a sum once for each objective."""
+        """Return how many times a step reads its packs.
+
+        It is once, or in a sum once for each objective.
+        """
         return len(self.choices) if self.is_sum else 1
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the expected share of each of `choices` in the phase's passes, in order; the shares add up to 1."""
+        """Return the expected share of each of `choices` in the phase's passes.
+
+        The shares add up to 1.
+        """
         if self.is_sum:
             return (1 / self.passes,) * self.passes
         total = sum(choice.weight for choice in self.choices)
@@ -120,7 +149,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Objective schedule of a run: its phases, which cover steps 1..train_iters in order, and the seed of mixture draws."""
+    """Objective schedule of a run.
+
+    Its phases cover the steps 1..train_iters in order.
+    """
 
     phases: tuple[Phase, ...]
     seed: int
@@ -130,9 +162,12 @@ class Schedule:
     def build(
         cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0
     ) -> "Schedule":
-        """Parse a schedule, assign steps 1..train_iters to its phases, build their objectives; InputError if invalid.
+        """Return the Schedule of a text, with its objectives built and checked.
 
-        Raises InputError. A phase given as a share ends at its cumulative share times train_iters, half rounded up.
+        A phase given as a share ends at its cumulative share times `train_iters`, half rounded up.
+
+        Raises:
+            InputError: The text is invalid.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
@@ -157,44 +192,70 @@ class Schedule:
         return cls(tuple(phases), seed)
 
     def phase_at(self, step: int) -> Phase:
-        """Return the phase of `step`, counted from 1; ValueError for a step outside the schedule."""
+        """Return the phase of a step, counted from 1.
+
+        Raises:
+            ValueError: The step is outside the schedule.
+        """
         if not 1 <= step <= self.phases[-1].last_step:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
         return self.phases[bisect_left(self.phases, step, key=lambda phase: phase.last_step)]
 
     def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
-        """Return (weight, objective) of each pass of `step`, with interpolated options: several only in a sum, else weight 1."""
+        """Return (weight, objective) of each pass of a step, with interpolated options.
+
+        There are several only in a sum; otherwise the weight is 1.
+        """
         phase = self.phase_at(step)
         if phase.is_sum:
             return tuple((choice.weight, phase.objective(choice, step)) for choice in phase.choices)
         return ((1, phase.objective(self._draw_choice(step), step)),)
 
     def objective(self, step: int) -> Objective:
-        """Return the objective that `step` trains, as `objectives` does; ValueError in a sum, which trains several."""
+        """Return the objective that a step trains, with interpolated options.
+
+        Raises:
+            ValueError: The step trains a sum of several.
+        """
         if self.phase_at(step).is_sum:
             raise ValueError(f"step {step} trains {self.text_at(step)}, expected one objective")
         [(_, objective)] = self.objectives(step)
         return objective
 
     def describe_step(self, step: int) -> str:
-        """Return what `step` trains as schedule text with interpolated options, without weights in a sum."""
+        """Return the objectives that a step trains as text, with interpolated options.
+
+        Weights in a sum are left out.
+        """
         return " + ".join(objective.describe() for _, objective in self.objectives(step))
 
     def text_at(self, step: int) -> str:
-        """Return the schedule text of what `step` trains, `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`, not interpolated."""
+        """Return the schedule text of the objectives that a step trains, not interpolated.
+
+        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`.
+        """
         phase = self.phase_at(step)
         return phase.text if phase.is_sum else self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by schedule text, in order, with changing options at their last value."""
+        """Return the distinct objectives by schedule text, in order.
+
+        Options that change have their last value.
+        """
         return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by schedule text, in order, with changing options at their first value."""
+        """Return the distinct objectives by schedule text, in order.
+
+        Options that change have their first value.
+        """
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
-        """Return what the objectives need beyond this package, by their name: `PACKAGE VERSION (HASH)`, `FILE (HASH)`."""
+        """Return the packages and files that objectives need, by the objective's name.
+
+        Their texts are `PACKAGE VERSION (HASH)` and `FILE (HASH)`.
+        """
         needs: dict[str, set[str]] = {}
         for choice in self._distinct_choices():
             kind = type(choice.start)
@@ -211,12 +272,14 @@ class Schedule:
         return {id(phase.choices): phase for phase in self.phases}
 
     def _distinct_choices(self) -> list[ScheduledObjective]:
-        """Return the choices of all distinct phases."""
         return [choice for phase in self._distinct_phases().values() for choice in phase.choices]
 
     @property
     def canonical(self) -> str:
-        """Return the schedule in steps with all options, above 16 phases a sha256; equal exactly for equal phases."""
+        """Return the schedule in steps with all options, equal exactly for equal phases.
+
+        Above 16 phases it has their SHA-256.
+        """
         texts = {key: phase.describe(every=True) for key, phase in self._distinct_phases().items()}
         parts = [f"{texts[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
         if len(parts) <= _MAX_SPELLED_OUT_PHASES:
@@ -225,7 +288,7 @@ class Schedule:
         return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
 
     def _draw_choice(self, step: int) -> ScheduledObjective:
-        """Draw the choice of `step`, which is in no sum."""
+        """Draw the choice of a step that is in no sum."""
         choices = self.phase_at(step).choices
         if len(choices) == 1:
             return choices[0]
@@ -237,7 +300,9 @@ class Schedule:
 def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
     """Return one objective with fixed options, written as `mlm(mask=0.3)`.
 
-    Raises InputError, naming `flag`, for wrong syntax, phases, mixtures, sums and options that change.
+    Raises:
+        InputError: Syntax is wrong, or there are phases, mixtures, sums or options that change; the
+            error names `flag`.
     """
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(
@@ -257,13 +322,20 @@ def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
 
 @lru_cache
 def _hash_file(file: Path) -> str:
-    """Return the first 12 hexadecimal digits of the SHA-256 of `file`, computed once in a process."""
+    """Return the first 12 hexadecimal digits of a file's SHA-256.
+
+    They are computed once in a process.
+    """
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:12]
 
 
 def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
-    """Compute the last step of each phase. Raises InputError if the amounts do not fit the run."""
+    """Return the last step of each phase.
+
+    Raises:
+        InputError: The amounts do not fit the run.
+    """
     shares = isinstance(phases[0].amount, Fraction)
     for phase in phases:
         if isinstance(phase.amount, Fraction) != shares:
@@ -288,9 +360,8 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
         )
         if not shares and [phase.amount for phase in phases] == [1]:
             expected_text += "; `1` is one step, write 1.0 for the whole run"
-        total_text = format(
-            (Decimal(totals[-1]) / denominator).normalize(), "f"
-        )  # sums of decimal fractions are finite
+        # Sums of decimal fractions are finite.
+        total_text = format((Decimal(totals[-1]) / denominator).normalize(), "f")
         raise build_error(
             text, culprit.amount_text, f"{kind} add up to {total_text}, expected {expected_text}"
         )
@@ -311,7 +382,11 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
 def _build_choices(
     text: str, phase: ParsedPhase, vocabulary: Vocabulary
 ) -> tuple[ScheduledObjective, ...]:
-    """Build the objectives of a phase with integer weights. Raises InputError."""
+    """Return the objectives of a phase with integer weights.
+
+    Raises:
+        InputError: An option is invalid or cannot change.
+    """
     choices = []
     for weight, (_, parsed) in zip(
         _compute_integer_weights(text, phase), phase.components, strict=True
@@ -331,7 +406,8 @@ def _build_choices(
 def _compute_integer_weights(text: str, phase: ParsedPhase) -> list[int]:
     """Return the weights of a phase as the smallest whole numbers in their ratio.
 
-    Raises InputError for a weight in a sum above _MAX_SUM_WEIGHT.
+    Raises:
+        InputError: A weight in a sum is above _MAX_SUM_WEIGHT.
     """
     denominator = math.lcm(*(weight.denominator for weight, _ in phase.components))
     counts = [int(weight * denominator) for weight, _ in phase.components]
@@ -348,14 +424,17 @@ def _compute_integer_weights(text: str, phase: ParsedPhase) -> list[int]:
 def _build_objective(
     text: str, parsed: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False
 ) -> Objective:
-    """Build an objective with the options of the start or, `at_end`, of the end of its phase. Raises InputError."""
+    """Return an objective with the options of the start or the end of its phase.
+
+    Raises:
+        InputError: The objective is unknown or an option invalid.
+    """
     values = {
         option.name: option.end if at_end and option.end else option.value
         for option in parsed.options
     }
-    parts = {
-        option.name: option.name for option in parsed.options
-    }  # by the option that an error names
+    # Parts of the text by the option that an error names.
+    parts = {option.name: option.name for option in parsed.options}
     try:
         kind = find(parsed.name)
         parts |= {
@@ -371,7 +450,13 @@ def _build_objective(
 def _check_interpolation(
     text: str, phase: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int
 ) -> None:
-    """Raise InputError if interpolated options are unusable (span=0->3) near the ends or in the middle of the phase."""
+    """Check that interpolated options are usable.
+
+    They are tested near the ends and in the middle of the phase; span=0->3 is not usable.
+
+    Raises:
+        InputError: They are not.
+    """
     for choice, (_, parsed) in zip(choices, phase.components, strict=True):
         for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():
             if 0 < step < steps - 1:

@@ -1,4 +1,7 @@
-"""Span corruption: an exact number of hidden spans in each document, read and predicted bidirectionally."""
+"""Span corruption: an exact number of hidden spans in each document.
+
+They are read and predicted bidirectionally.
+"""
 
 from dataclasses import dataclass
 
@@ -14,12 +17,14 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class SpanCorruption(MaskedLanguageModeling):
-    """Objective `span_corruption`: T5's hidden spans (Raffel et al. 2020, arXiv 1910.10683), each token predicted in place.
+    """Objective `span_corruption`: T5's hidden spans, with tokens predicted in place.
 
-    Of the n text tokens of a document, or cut piece, m = n `mask` are hidden in m / `span` spans: hidden and visible tokens are
-    each cut into as many parts at random and alternate. A T5 decoder writes the spans; here an encoder predicts each token at its
-    position, so the length of a span is visible. m is rounded up or down at random and the pattern rotated by a random distance,
-    so that each token is hidden with probability `mask`; T5 rounds m and starts with a visible part.
+    It follows Raffel et al. 2020 (arXiv 1910.10683). Of the n text tokens of a document, or cut
+    piece, m = n `mask` are hidden in m / `span` spans: hidden and visible tokens are each cut into
+    as many parts at random and alternate. A T5 decoder writes the spans; here an encoder predicts
+    each token at its position, so the length of a span is visible. m is rounded up or down at
+    random and the pattern rotated by a random distance, so that each token is hidden with
+    probability `mask`; T5 rounds m and starts with a visible part.
     """
 
     name = "span_corruption"
@@ -28,7 +33,7 @@ class SpanCorruption(MaskedLanguageModeling):
     span: float = option(3.0, "mean length of hidden spans", low=1)
 
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
-        """Draw bool[T], true for tokens to hide and predict."""
+        """Draw the tokens to hide and predict, bool[T]."""
         length = len(pack.tokens)
         documents = len(pack.edges) - 1
         (positions,) = self.eligible(pack).nonzero()
@@ -59,16 +64,20 @@ class SpanCorruption(MaskedLanguageModeling):
 
 
 def _cut_randomly(totals: np.ndarray, parts: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return the lengths, int64[parts.sum()], of `parts` random parts of each of `totals` items; none is empty if they suffice.
+    """Return the lengths of random parts of groups of items, int64[parts.sum()].
 
-    Every choice of cuts between the items is equally likely. `draws`: uniform numbers, at least one for each item.
+    Every choice of cuts between the items is equally likely. No part is empty if the items suffice.
+
+    Args:
+        totals: Number of items of each group.
+        parts: Number of parts of each group.
+        draws: Uniform numbers, at least one for each item.
     """
     group = np.repeat(np.arange(len(totals)), totals)
     starts = np.cumsum(totals) - totals
     is_first = np.arange(len(group)) == starts[group]
-    order = np.lexsort(
-        (np.where(is_first, 2.0, draws[: len(group)]), group)
-    )  # the first item comes last: no cut before it
+    # The first item comes last: no cut before it.
+    order = np.lexsort((np.where(is_first, 2.0, draws[: len(group)]), group))
     is_cut = np.zeros(len(group), dtype=bool)
     is_cut[order] = np.arange(len(group)) - starts[group] < (parts - 1)[group]
     cuts = np.cumsum(is_cut)

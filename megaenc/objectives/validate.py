@@ -1,4 +1,7 @@
-"""Checks of an objective's targets on real packs before a run begins, mainly for plug-ins."""
+"""Checks of an objective's targets on real packs before a run begins.
+
+They are mainly for plug-ins.
+"""
 
 import numpy as np
 
@@ -13,7 +16,13 @@ _SUM_TOLERANCE = (
 
 
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
-    """Raise InputError unless `objective` makes valid Targets of `pack`, twice the same, and leaves `pack` unchanged."""
+    """Check that an objective makes valid Targets of a pack.
+
+    They must be the same twice, and the pack must stay unchanged.
+
+    Raises:
+        InputError: They are invalid, or the objective raises an error.
+    """
     randomness = SampleRandomness(seed, pack.sample, pack.epoch)
     tokens = pack.tokens.copy()
     edges = pack.edges.copy()
@@ -106,7 +115,12 @@ def _describe_kind(value: object) -> str:
 
 
 def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -> str:
-    """Return a description of the first error in label distributions of `count` predictions over `size` outputs, or ""."""
+    """Return a description of the first error in label distributions, or "".
+
+    Args:
+        count: Number of predictions.
+        size: Number of outputs.
+    """
     for name, array, dtype in zip(
         SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True
     ):

@@ -1,1 +1,1 @@
-"""Attention backends for packed batches, and the self-test that selects among them."""
+"""Attention backends for packed batches, and the self-test that selects one."""

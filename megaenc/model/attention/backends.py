@@ -1,6 +1,7 @@
-"""Attention backends for packed documents; `megaenc.model.attention.selftest` checks them on the current machine.
+"""Attention backends for packed documents.
 
-Letters of shapes: S tokens of the pack, H query heads, G key/value heads (H is a multiple of G), D width of a head.
+`megaenc.model.attention.selftest` checks them on the current machine. Letters of shapes: S tokens
+of the pack, H query heads, G key/value heads (H is a multiple of G), D width of a head.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ _GQA_OPTION = (
 )
 
 _FLASH_MODULES = {4: "flash_attn.cute", 3: "flash_attn_interface", 2: "flash_attn"}
-"""Modules of flash-attn's versions in the order in which they are tried. On Hopper 4 has been measured, and 3 has not."""
+"""Modules of flash-attn's versions in the order in which they are tried. On Hopper 4 has been
+measured, and 3 has not."""
 _FLASH_PACKAGES = {4: "flash-attn-4", 3: "flash-attn-3", 2: "flash-attn"}
 _HOPPER = (9, 0)
 _excluded_versions: set[int] = set()  # of flash-attn, in this process
@@ -49,9 +51,19 @@ def compute_attention(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention [S, H, D] within documents of q [S, H, D], k and v [S, G, D], by the attention backend `name`.
+    """Return attention within documents, computed by an attention backend.
 
-    `window`: the tokens to each side that a token attends to, if the mask allows; None: all of its document.
+    Args:
+        name: One of BACKENDS.
+        q: Queries [S, H, D].
+        k: Keys [S, G, D].
+        v: Values [S, G, D].
+        scale: Factor of the scores; None: 1 / sqrt(D).
+        window: Tokens to each side that a token attends to, if the mask allows; None: all of its
+            document.
+
+    Returns:
+        Attention [S, H, D].
     """
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
@@ -74,7 +86,10 @@ def compute_attention(
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason why attention backend `name` cannot run on `device` in `dtype`; an empty string if it can."""
+    """Return the reason why an attention backend cannot run on a device in a dtype.
+
+    The text is empty if the backend can run.
+    """
     if name == "sdpa":
         return ""
     if name == "onednn":
@@ -97,7 +112,10 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _onednn_requirement(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason why oneDNN's products cannot compute attention, or not faster than sdpa; an empty string if they can."""
+    """Return the reason not to compute attention by oneDNN's products.
+
+    They may be impossible, or no faster than sdpa. The text is empty if there is no such reason.
+    """
     if device.type != "cpu":
         return "needs a CPU"
     if dtype != torch.bfloat16:
@@ -111,9 +129,11 @@ def _onednn_requirement(device: torch.device, dtype: torch.dtype) -> str:
 
 
 Kernel = Callable[..., Tensor]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal, window) -> like q.
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal, window) ->
+like q.
 
-The last tokens of q and k are aligned; `window`: the tokens to each side that are attended to, -1 for all.
+The last tokens of q and k are aligned; `window`: the tokens to each side that are attended to, -1
+for all.
 """
 
 
@@ -128,7 +148,7 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 def flash_attn_versions(device: torch.device) -> list[int]:
     """Return the usable versions of flash-attn in the order of trial.
 
-    Those are installed, support `device` and are not excluded.
+    They are installed, support `device` and are not excluded.
     """
     versions = _installed_flash_versions()
     return [
@@ -139,7 +159,10 @@ def flash_attn_versions(device: torch.device) -> list[int]:
 
 
 def exclude_flash_attn(version: int) -> None:
-    """Leave a version of flash-attn unused in this process, because it cannot be imported, compiled or trusted here."""
+    """Leave a version of flash-attn unused in this process.
+
+    It cannot be imported, compiled or trusted here.
+    """
     _excluded_versions.add(version)
     load_flash_kernel.cache_clear()
 
@@ -155,7 +178,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def exclude_unmeasured_flash_attn(device: torch.device) -> None:
-    """Leave version 4 unused in this process on other GPUs than Hopper.
+    """Leave flash-attn 4 unused in this process on GPUs that are not Hopper.
 
     Nobody has measured it there.
     """
@@ -178,34 +201,36 @@ def _installed_flash_versions() -> list[int]:
     """Return the installed versions of flash-attn, without importing any."""
     installed = {3: util.find_spec(_FLASH_MODULES[3]) is not None}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        installed[4] = bool(
-            metadata.version(_FLASH_PACKAGES[4])
-        )  # later releases of version 2 hold a `flash_attn.cute`, too
+        # Later releases of version 2 hold a `flash_attn.cute`, too.
+        installed[4] = bool(metadata.version(_FLASH_PACKAGES[4]))
     spec = util.find_spec(_FLASH_MODULES[2])
-    installed[2] = (
-        spec is not None and spec.origin is not None
-    )  # version 4 installs a folder of that name and no module
+    # Version 4 installs a folder of that name and no module.
+    installed[2] = spec is not None and spec.origin is not None
     return [version for version in _FLASH_MODULES if installed.get(version)]
 
 
 def _unsupported_reason(version: int, device: torch.device) -> str:
-    """Return the reason why a version of flash-attn cannot train on `device`; an empty string if it can."""
+    """Return the reason why a version of flash-attn cannot train on a device.
+
+    The text is empty if it can.
+    """
     if version == 2:
         return ""
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if version == 3:
         return "" if capability == _HOPPER else "needs a Hopper GPU"
-    return (
-        "" if capability >= _HOPPER else "needs a Hopper or Blackwell GPU"
-    )  # on older ones it has no backward
+    # Version 4 has no backward on older GPUs.
+    return "" if capability >= _HOPPER else "needs a Hopper or Blackwell GPU"
 
 
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
-    """Return the attention function of the first of flash-attn's versions for `device` as a `Kernel`."""
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
-    )  # version 4 keeps what it compiles for later runs
+    """Return flash-attn's attention function for a device as a `Kernel`.
+
+    It is that of the first of `flash_attn_versions`.
+    """
+    # Version 4 keeps what it compiles for later runs.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     function = importlib.import_module(
         _FLASH_MODULES[flash_attn_versions(device)[0]]
     ).flash_attn_varlen_func
@@ -221,12 +246,10 @@ def load_flash_kernel(device: torch.device) -> Kernel:
             "max_seqlen_q": longest_q,
             "max_seqlen_k": longest_k,
         }
-        out = function(
-            q=q, k=k, v=v, **lengths, softmax_scale=scale, **mask
-        )  # by keyword: versions differ in the order
-        return (
-            out[0] if isinstance(out, tuple) else out
-        )  # version 4 and early releases of 3 also return the log-sum-exp
+        # By keyword, as versions differ in the order.
+        out = function(q=q, k=k, v=v, **lengths, softmax_scale=scale, **mask)
+        # Version 4 and early releases of 3 also return the log-sum-exp.
+        return out[0] if isinstance(out, tuple) else out
 
     return kernel
 
@@ -240,7 +263,10 @@ def _attend_packed(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Attend in all documents with one kernel call, or two under prefix attention: within prefixes, and causal for the rest."""
+    """Attend in all documents with one kernel call, or two under prefix attention.
+
+    The two calls attend within prefixes, and causally for the rest.
+    """
     every = packing.cu_seqlens_kv
     longest = packing.max_seqlen_kv
     kernel = functools.partial(kernel, scale=scale, window=-1 if window is None else window)
@@ -269,15 +295,15 @@ def _attend_packed(
 def _attend_per_document(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float
 ) -> Tensor:
-    """Attend with torch's scaled dot product, document by document; works on every device.
+    """Attend with torch's scaled dot product, document by document, on any device.
 
-    Tensors are split and concatenated only once: the gradient of each slice would be a whole pack of zeros.
+    Tensors are split and concatenated only once: the gradient of each slice would be a whole pack
+    of zeros.
     """
     spans = packing.spans()
     sizes = [stop - start for start, _, stop in spans]
-    documents = zip(
-        *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True
-    )  # [1, heads, length, D]
+    # Each tensor is [1, heads, length, D].
+    documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)
     parts = []
     with sdpa_kernels(q.device):
         for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
@@ -296,13 +322,15 @@ def _attend_per_document(
 
 
 def _scaled_dot_product(q, k, v, scale, causal=False):
-    """Return torch's scaled dot-product attention; a causal mask aligns the last query with the last key."""
+    """Return torch's scaled dot-product attention.
+
+    A causal mask aligns the last query with the last key.
+    """
     rows = q.size(2)
     columns = k.size(2)
     mask = None
-    if (
-        causal and rows < columns
-    ):  # torch's own causal mask aligns the first query with the first key
+    # torch's own causal mask aligns the first query with the first key.
+    if causal and rows < columns:
         mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     return F.scaled_dot_product_attention(
         q,

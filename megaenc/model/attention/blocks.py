@@ -1,7 +1,8 @@
-"""Attention with a window through torch's scaled dot product, in blocks of queries, on every device.
+"""Attention with a window through torch's scaled dot product, on every device.
 
-Each block of queries attends to itself and a window to each side, so that time and memory are linear in the length. All blocks of
-a pack are one batch, whose mask is shared by all layers with the window.
+Queries are cut into blocks, each of which attends to itself and a window to each side, so that time
+and memory are linear in the length. All blocks of a pack are one batch, whose mask is shared by all
+layers with the window.
 """
 
 import contextlib
@@ -22,14 +23,29 @@ _SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def sdpa_kernels(device: torch.device) -> Any:
-    """Return a context manager that restricts torch's scaled dot product to kernels for any lengths, if not on a CPU."""
+    """Return a context manager that restricts torch's scaled dot product.
+
+    Only kernels that take any length without a plan for it are used. On a CPU nothing is
+    restricted.
+    """
     return contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS))
 
 
 def attend_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int
 ) -> Tensor:
-    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
+    """Return attention within documents and a window, computed in blocks of queries.
+
+    Args:
+        q: Queries [S, H, D].
+        k: Keys [S, G, D].
+        v: Values [S, G, D].
+        scale: Factor of the scores.
+        window: Tokens to each side that a token attends to.
+
+    Returns:
+        Attention [S, H, D].
+    """
     tokens = len(q)
     block = max(window, _MIN_BLOCK)
     count = -(-tokens // block)
@@ -39,15 +55,15 @@ def attend_in_blocks(
         packing.cache[key] = copy_to_device(
             torch.from_numpy(_build_mask(packing, tokens, block, window)), q.device
         )
-    queries = (
-        F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (count, block)).transpose(1, 2)
-    )  # [count, H, block, D]
+    # [count, H, block, D]
+    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (count, block)).transpose(1, 2)
+    # [count, G, block + 2 window, D]
     keys, values = (
         F.pad(x, (0, 0, 0, 0, window, padding + window))
         .unfold(0, block + 2 * window, block)
         .transpose(2, 3)
         for x in (k, v)
-    )  # [count, G, block + 2 window, D]
+    )
     with sdpa_kernels(q.device):
         out = F.scaled_dot_product_attention(
             queries,
@@ -61,16 +77,16 @@ def attend_in_blocks(
 
 
 def _build_mask(packing: PackedSequences, tokens: int, block: int, window: int) -> np.ndarray:
-    """Return bool[blocks, 1, block, block + 2 window], whether a query attends to a key.
+    """Return the mask of a pack in blocks, True if a query attends to a key.
 
-    Queries in the padding attend to the padding, because a softmax over nothing would be NaN; their results are discarded.
+    Its shape is [blocks, 1, block, block + 2 window]. Queries in the padding attend to the padding,
+    because a softmax over nothing would be NaN; their results are discarded.
     """
     blocks = -(-tokens // block)
     query = np.arange(blocks * block, dtype=np.int32).reshape(blocks, block, 1)
     key = np.arange(-window, block + window, dtype=np.int32) + query[:, :1]
-    document = np.full(
-        blocks * block + 2 * window, -1, dtype=np.int32
-    )  # of the keys, from the padding before the first on
+    # Document of each key, from the padding before the first key on.
+    document = np.full(blocks * block + 2 * window, -1, dtype=np.int32)
     prefix_end = np.zeros(blocks * block, dtype=np.int32)
     for number, (start, prefix, stop) in enumerate(packing.spans()):
         document[window + start : window + stop] = number

@@ -1,7 +1,8 @@
 """Attention on a CPU in bfloat16 by oneDNN's matrix products.
 
-torch's scaled dot product multiplies bfloat16 no faster than float32 on processors without AMX. Here scores and their softmax are
-float32, because scores rounded to bfloat16 are too coarse, and the five other products of both passes are bfloat16.
+torch's scaled dot product multiplies bfloat16 no faster than float32 on processors without AMX.
+Here scores and their softmax are float32, because scores rounded to bfloat16 are too coarse, and
+the five other products of both passes are bfloat16.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from megaenc.model.packed_sequences import PackedSequences
 
 KEPT_KEYS = 1024
-"""Probabilities of queries with at most this many keys are saved for backward; others are computed again."""
-# Documents are padded to a multiple of tokens, as few shapes need few compiled products; short ones to another.
+"""Most keys of a query whose probabilities are saved for backward; others are computed again."""
+# Documents are padded to a multiple of tokens, short ones to another: few shapes need few compiled
+# products.
 _ALIGNMENT = 32
 _SHORT = 16
 _SHORT_ALIGNMENT = 8
@@ -33,7 +35,10 @@ _precision_users = [0]
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries of a padded document, all their keys, and the mask of the keys that only some of them attend to."""
+    """Block of queries of a padded document, with their keys and mask.
+
+    The keys include those that only some of the queries attend to, which are masked.
+    """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -48,7 +53,14 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents of one length in the layout of a pack: first padded token, padded length, number, and one's blocks of queries."""
+    """Documents of one length in the layout of a pack.
+
+    Args:
+        start: First padded token.
+        size: Padded length of a document.
+        count: Number of documents.
+        blocks: Blocks of queries of one document.
+    """
 
     start: int
     size: int
@@ -58,9 +70,10 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Layout of a pack for batched products: documents in order of length, each as [groups, padded tokens, width].
+    """Layout of a pack for batched products, with documents in order of length.
 
-    The query heads of a group are `repeats` rows for each token, so that keys and values are not copied.
+    Each document is [groups, padded tokens, width]. The query heads of a group are `repeats` rows
+    for each token, so that keys and values are not copied.
     """
 
     groups: int
@@ -74,7 +87,13 @@ class PackLayout:
     def from_packed(
         cls, packing: PackedSequences, heads: int, groups: int, window: int | None
     ) -> "PackLayout":
-        """Return the PackLayout of a pack for a number of query heads and key/value groups."""
+        """Return the PackLayout of a pack.
+
+        Args:
+            heads: Query heads.
+            groups: Key/value heads.
+            window: Tokens to each side that are attended to; None: all.
+        """
         source_rows = []
         padding_rows = []
         batches = []
@@ -91,7 +110,8 @@ class PackLayout:
             blocks = list(_split_queries(length, prefix, size, heads // groups, window, build_mask))
             batches.append(DocumentBatch(end, size, len(firsts), blocks))
             for start in firsts:
-                # Padding repeats the document's last token, so that it holds no number of another document.
+                # Padding repeats the document's last token, so that it has no number of another
+                # document.
                 padded = start + np.minimum(np.arange(size), length - 1)
                 rows = end * groups + group * size
                 source_rows.append((padded * groups + group).ravel())
@@ -109,7 +129,14 @@ class PackLayout:
         return cls(groups, heads // groups, *rows, batches)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x [S, heads, D] in this layout, padded with copies of tokens: [tokens, groups, heads / groups * D]."""
+        """Return a tensor of heads in this layout.
+
+        Args:
+            x: [S, heads, D].
+
+        Returns:
+            [padded tokens, groups, heads / groups * D]; the padding has copies of tokens.
+        """
         rows = x.reshape(len(self.layout_rows), -1)
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
 
@@ -119,24 +146,32 @@ class PackLayout:
         return rows.view(len(self.layout_rows) // self.groups, -1, width)
 
     def clear_padding(self, x: Tensor) -> Tensor:
-        """Return x of this layout after zeros are written to its padding."""
+        """Return a tensor of this layout after zeros are written to its padding."""
         x.view(-1, x.size(-1)).index_fill_(0, self.padding_rows, 0)
         return x
 
 
 def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a contiguous x."""
+    """Return rows of a contiguous matrix."""
     if x.size(1) * x.itemsize % 4:
         return x.index_select(0, rows)
-    return (
-        x.view(torch.int32).index_select(0, rows).view(x.dtype)
-    )  # four times as fast as in bfloat16
+    # As int32 it is four times as fast as in bfloat16.
+    return x.view(torch.int32).index_select(0, rows).view(x.dtype)
 
 
 def _split_queries(
     length: int, prefix: int, size: int, repeats: int, window: int | None, build_mask: Any
 ) -> Iterator[QueryBlock]:
-    """Yield the QueryBlocks of a document of `length` tokens padded to `size`, the first `prefix` of them bidirectional."""
+    """Yield the QueryBlocks of a document.
+
+    Args:
+        length: Tokens of the document.
+        prefix: Tokens at its start that attend to each other.
+        size: Padded length.
+        repeats: Query heads of a group.
+        window: Tokens to each side that are attended to; None: all.
+        build_mask: `_build_mask`, cached.
+    """
     rows = max(_ALIGNMENT, _SCORES_AT_ONCE // (repeats * size) // _ALIGNMENT * _ALIGNMENT)
     if prefix < length or window is not None:
         rows = min(rows, _QUERY_BLOCK)
@@ -162,9 +197,10 @@ def _split_queries(
 def _build_mask(
     begin: int, end: int, length: int, prefix: int, keys: int, window: int | None
 ) -> Tensor:
-    """Return bool[end - begin, 1, keys], whether a key is hidden from a query; positions are counted from the first key.
+    """Return whether a key is hidden from a query, bool[end - begin, 1, keys].
 
-    Queries in the padding attend to keys as the document's last token does: a softmax over nothing would be NaN.
+    Positions are counted from the first key. Queries in the padding attend to keys as the
+    document's last token does: a softmax over nothing would be NaN.
     """
     query = np.minimum(np.arange(begin, end), length - 1)[:, None]
     key = np.arange(keys)
@@ -176,10 +212,11 @@ def _build_mask(
 
 @contextlib.contextmanager
 def float32_by_onednn() -> Iterator[None]:
-    """Return a context in which torch computes float32 products by oneDNN and not by MKL, which is slower on AMD's processors.
+    """Return a context in which torch computes float32 products by oneDNN.
 
-    The setting counts for the whole process. It allows bfloat16 products of float32 numbers, which oneDNN makes only with AMX,
-    and which are exact for the bfloat16 numbers here. Any other precision that is set stays as it is.
+    MKL, which torch uses otherwise, is slower on AMD's processors. The setting counts for the whole
+    process. It allows bfloat16 products of float32 numbers, which oneDNN makes only with AMX, and
+    which are exact for the bfloat16 numbers here. Any other precision that is set stays as it is.
     """
     matmul = torch.backends.mkldnn.matmul
     with _precision_lock:
@@ -205,7 +242,18 @@ def attend_by_products(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
+    """Return attention within documents and a window, by oneDNN's products.
+
+    Args:
+        q: Queries [S, H, D].
+        k: Keys [S, G, D].
+        v: Values [S, G, D].
+        scale: Factor of the scores.
+        window: Tokens to each side that a token attends to; None: all of its document.
+
+    Returns:
+        Attention [S, H, D].
+    """
     key = ("onednn", q.size(1), k.size(1), window)
     if key not in packing.cache:  # once for all layers
         packing.cache[key] = PackLayout.from_packed(packing, q.size(1), k.size(1), window)
@@ -215,7 +263,7 @@ def attend_by_products(
 
 @dataclass(frozen=True)
 class _Products:
-    """The products of one block of queries for some of the groups of a batch's documents."""
+    """Matrix products of one block of queries for some groups of a batch's documents."""
 
     block: QueryBlock
     groups: slice
@@ -237,9 +285,17 @@ class _Products:
     def compute_probabilities(
         self, q: Tensor, k: Tensor, scale: float, is_training: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (probabilities [groups, queries, keys] of a batch's q [G, rows, D] and k [G, keys, D], the tensor to save).
+        """Return the attention probabilities, and the tensor to save for backward.
 
-        The tensor to save for backward is the probabilities, or of blocks with many keys the largest score of each query.
+        Args:
+            q: Queries of a batch [G, rows, D].
+            k: Keys of a batch [G, keys, D].
+            scale: Factor of the scores.
+            is_training: Whether a backward pass follows.
+
+        Returns:
+            (probabilities [groups, queries, keys], tensor to save). The tensor is the
+            probabilities, or for blocks with many keys the largest score of each query.
         """
         q = q[self.groups, self.queries]
         k = k[self.groups, self.keys]
@@ -251,10 +307,16 @@ class _Products:
         return probabilities, probabilities if largest is None else largest
 
     def restore_probabilities(self, saved: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the probabilities again, from the tensor that `compute_probabilities` saved and its arguments.
+        """Return the attention probabilities again in the backward pass.
 
-        The product subtracts the largest score of each query, by another column, before it rounds scores to bfloat16: those that
-        matter are then near zero.
+        The product subtracts the largest score of each query, by another column, before it rounds
+        scores to bfloat16: those that matter are then near zero.
+
+        Args:
+            saved: Tensor to save that `compute_probabilities` returned.
+            q: Its queries.
+            k: Its keys.
+            scale: Its factor of the scores.
         """
         if self.block.is_kept:
             return saved
@@ -266,7 +328,7 @@ class _Products:
         return torch.softmax(scores, -1, out=scores)
 
     def _compute_scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return scale q k^T in the dtype of q, -inf for hidden keys."""
+        """Return scale q k^T in the dtype of `q`, -inf for hidden keys."""
         scores = q.new_empty(q.size(0), q.size(1), k.size(1))
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
         if self.block.masked_from < k.size(1):
@@ -282,7 +344,10 @@ class _Products:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention in a PackLayout; probabilities are saved in the dtype of its inputs, if KEPT_KEYS allows."""
+    """Attention in a PackLayout.
+
+    Probabilities are saved in the dtype of the inputs, if KEPT_KEYS allows.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, is_training):
@@ -355,7 +420,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _view_batch(x: Tensor, batch: DocumentBatch, width: int) -> Tensor:
-    """Return the rows [documents * groups, rows, width] of a batch in x of a PackLayout."""
+    """Return a batch's rows of a tensor in a PackLayout.
+
+    The result is a view [documents * groups, rows, width].
+    """
     return x[batch.start : batch.start + batch.count * batch.size].view(
         batch.count * x.size(1), -1, width
     )

@@ -1,8 +1,9 @@
-"""cuDNN attention on padded batches, through torch's scaled dot product.
+"""Attention by cuDNN on padded batches, through torch's scaled dot product.
 
-cuDNN needs tens to hundreds of milliseconds to plan each shape. So documents are padded to lengths of 128, 256, 512, ..., with a
-batch for each length whose size is rounded up to a power of two: some tens of shapes, and mostly less than twice the tokens.
-Unless attention is causal and global, a batch has a mask of [documents, length, length] elements, which all layers share.
+cuDNN needs tens to hundreds of milliseconds to plan each shape. So documents are padded to lengths
+of 128, 256, 512, ..., with a batch for each length whose size is rounded up to a power of two: some
+tens of shapes, and mostly less than twice the tokens. Unless attention is causal and global, a
+batch has a mask of [documents, length, length] elements, which all layers share.
 """
 
 from dataclasses import dataclass
@@ -24,19 +25,21 @@ MASK_BYTES_LIMIT = 4 * 2**30
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Token positions and attention mask of documents of similar length, padded to [B, L]; some rows may be empty."""
+    """Token positions and attention mask of documents of similar length.
+
+    The documents are padded to [B, L]; some rows may be empty.
+    """
 
     shape: tuple[int, int]  # B, L
     tokens: int  # N, without padding
     positions: Tensor  # int64[N], of the tokens in the flattened batch [B * L]
-    bias: (
-        Tensor | None
-    )  # [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask
+    # [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask.
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """All documents of a pack as padded batches, with the order of the tokens in them and its inverse."""
+    """Padded batches of all documents of a pack, and the order of the tokens in them."""
 
     order: Tensor  # int64[S], the tokens in the order of the batches
     inverse_order: Tensor  # int64[S], the position of each token in `order`
@@ -50,7 +53,10 @@ class PaddedBatches:
         dtype: torch.dtype,
         window: int | None = None,
     ) -> "PaddedBatches":
-        """Return the PaddedBatches of a pack on `device`, with masks in `dtype`, without waiting for the device."""
+        """Return the PaddedBatches of a pack on a device, with masks in `dtype`.
+
+        The host does not wait for the device.
+        """
         spans = np.array(packing.spans())
         lengths = spans[:, 2] - spans[:, 0]
         prefixes = spans[:, 1] - spans[:, 0]
@@ -93,13 +99,22 @@ class PaddedBatches:
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Return about the maximum bytes of masks for `packs` of `seq_length` tokens, reached if documents fill them."""
+    """Return about the maximum bytes of masks for packs of `seq_length` tokens.
+
+    It is reached if each document fills a pack.
+    """
     length = max(_MIN_LENGTH, next_power_of_2(seq_length))
     return next_power_of_2(packs) * length**2 * dtype.itemsize
 
 
 def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype, window: int | None) -> Tensor:
-    """Build the mask [B, 1, length, length], 0 or -inf, from `sizes` int64[2, B], document lengths and prefix lengths."""
+    """Return the mask of a padded batch, [B, 1, length, length], of 0 and -inf.
+
+    Args:
+        sizes: int64[2, B], document lengths and prefix lengths.
+        length: Padded length.
+        window: Tokens to each side that are attended to; None: all.
+    """
     # Queries in the padding attend to the document too; their results are discarded.
     position = torch.arange(length, device=sizes.device)
     lengths, prefixes = sizes[:, :, None, None]
@@ -120,7 +135,18 @@ def attend_padded(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents, by cuDNN on padded batches."""
+    """Return attention within documents, computed by cuDNN on padded batches.
+
+    Args:
+        q: Queries [S, H, D].
+        k: Keys [S, G, D].
+        v: Values [S, G, D].
+        scale: Factor of the scores.
+        window: Tokens to each side that a token attends to; None: all of its document.
+
+    Returns:
+        Attention [S, H, D].
+    """
     key = ("padded", q.dtype, window)
     if key not in packing.cache:  # once for all layers
         packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype, window)
@@ -138,12 +164,19 @@ def attend_padded(
 
 
 def cudnn_only():
-    """Return a context manager in which torch's scaled dot product uses cuDNN or raises an error."""
+    """Return a context in which torch's scaled dot product uses cuDNN or fails."""
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
 def _attend_batch(batch: PaddedBatch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return attention [N, H, D] of one batch's tokens, q [N, H, D], k and v [N, G, D]."""
+    """Return attention [N, H, D] of one batch's tokens.
+
+    Args:
+        q: Queries [N, H, D].
+        k: Keys [N, G, D].
+        v: Values [N, G, D].
+        scale: Factor of the scores.
+    """
     count, length = batch.shape
 
     def pad(x: Tensor) -> Tensor:

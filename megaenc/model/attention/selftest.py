@@ -1,6 +1,7 @@
-"""Self-test of attention backends on the current machine: values and gradients against the formula in float32.
+"""Self-test of attention backends on the current machine.
 
-Accelerator kernels have been silently wrong for a mask, a head width or a device.
+Values and gradients are compared with the formula in float32. Accelerator kernels have been
+silently wrong for a mask, a head width or a device.
 """
 
 import dataclasses
@@ -30,28 +31,36 @@ _QUERY_SCALE = 2.0  # makes attention peaked, so that a wrong scale or mask is n
 
 @dataclass(frozen=True)
 class TrialPack:
-    """Pack of a self-test: the `lengths` of its documents and, for prefix attention, the length of each one's prefix."""
+    """Pack of a self-test: lengths of its documents and of their prefixes.
+
+    The prefixes are those under prefix attention.
+    """
 
     lengths: tuple[int, ...]  # one token, longer than a kernel's tile, no round length
     prefixes: tuple[int, ...]  # part of a document, most of it, none, all but one token, all
 
     @property
     def edges(self) -> list[int]:
-        """Return the document boundaries as token positions, from 0 to the number of tokens."""
+        """Return the document boundaries as token positions.
+
+        They go from 0 to the number of tokens.
+        """
         return [0, *accumulate(self.lengths)]
 
     @property
     def loud(self) -> Tensor:
-        """Return bool[S, 1, 1], True for tokens of every other document, which are scaled to detect leaks from them."""
+        """Return which tokens are scaled to detect leaks from them, bool[S, 1, 1].
+
+        They are the tokens of every other document.
+        """
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[
             :, None, None
         ]
 
 
 _ACCELERATOR_PACK = TrialPack((5, 259, 1, 67, 130), (2, 200, 0, 66, 130))
-_CPU_PACK = TrialPack(
-    (5, 41, 1, 33, 18), (2, 30, 0, 32, 18)
-)  # CPU kernels have smaller tiles, and the test takes longer
+# CPU kernels have smaller tiles, and the test takes longer.
+_CPU_PACK = TrialPack((5, 41, 1, 33, 18), (2, 30, 0, 32, 18))
 _MAX_TRIAL_LENGTH = 2048  # tokens; the formula needs its square on the CPU
 
 
@@ -68,10 +77,20 @@ def check_backend(
     seq_length: int = 0,
     packs: int = 1,
 ) -> SelfTestResult:
-    """Return the result of testing attention backend `name` on `device` under each of `masks`; an exception is a failure.
+    """Return the result of testing an attention backend on a device.
 
-    `windows`: of the model's layers, None for global attention; documents of a trial are at least four times as long as its
-    window. `heads` (query) and `groups` (key/value) are this rank's; a micro-batch has `packs` of `seq_length` tokens.
+    An exception of the backend is a failure.
+
+    Args:
+        name: Attention backend.
+        heads: Query heads of this rank.
+        groups: Key/value heads of this rank.
+        head_dim: Width of a head.
+        masks: Masks to test.
+        windows: Windows of the model's layers, None for global attention. Documents of a trial are
+            at least four times as long as its window.
+        seq_length: Tokens of a pack.
+        packs: Packs of a micro-batch.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
     if reason := missing_requirement(name, device, dtype):
@@ -115,7 +134,10 @@ def check_backend(
 def _trial_packs(
     device: torch.device, heads: int, groups: int, seq_length: int
 ) -> Iterator[tuple[TrialPack, int, int]]:
-    """Yield (pack, query heads, key/value heads) of each trial; on an accelerator also one as long as the run's packs."""
+    """Yield (pack, query heads, key/value heads) of each trial.
+
+    On an accelerator one trial is as long as the run's packs.
+    """
     if device.type == "cpu":
         yield _CPU_PACK, heads, groups
         return
@@ -128,15 +150,17 @@ def _trial_packs(
 def _check_mask_memory(
     packs: int, seq_length: int, dtype: torch.dtype, masks: list[tuple[Attention, int | None]]
 ) -> str:
-    """Return an error message if the masks of padded documents take too much memory, else an empty string."""
+    """Return an error message if the masks of padded documents take too much memory.
+
+    The text is empty if they do not.
+    """
     needing_mask = [
         mask for mask, window in masks if mask != Attention.CAUSAL or window is not None
     ]
     if not needing_mask:
         return ""
-    largest = max(
-        needing_mask, key=needing_mask.count
-    )  # the same micro-batch has a mask for each window
+    # The same micro-batch has a mask for each window.
+    largest = max(needing_mask, key=needing_mask.count)
     needed = needing_mask.count(largest) * max_mask_bytes(packs, seq_length, dtype)
     if needed <= MASK_BYTES_LIMIT:
         return ""
@@ -147,10 +171,14 @@ def _check_mask_memory(
 
 
 def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """Return the largest acceptable `max_relative_error` of a backend in `dtype` that sums `terms` numbers in float32.
+    """Return the largest acceptable `max_relative_error` of an attention backend.
 
-    16 times the unit of rounding: a correct kernel reaches 10 units with heads 8 wide and 5 with heads 64 or 96 wide; a scale
-    that is 15 % off reaches 70 units of bfloat16.
+    It is 16 times the unit of rounding: a correct kernel reaches 10 units with heads 8 wide and 5
+    with heads 64 or 96 wide; a scale that is 15 % off reaches 70 units of bfloat16.
+
+    Args:
+        dtype: Dtype of inputs and results.
+        terms: Numbers that the backend sums in float32.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and uses_tf32(device):
@@ -159,9 +187,10 @@ def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> flo
 
 
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error norm of a token's head over its expected, or larger typical, norm; NaN for any NaN.
+    """Return the largest error of a token's head, relative to its expected norm.
 
-    `typical` is the root mean square of |expected|, which avoids a division by zero.
+    The norm of the error is divided by the expected norm or by the root mean square of all expected
+    norms, whichever is larger, which avoids a division by zero. The result is NaN for any NaN.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
     error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(
@@ -178,7 +207,10 @@ def _compare_with_reference(
     window: int | None,
     device: torch.device,
 ) -> Iterator[tuple[str, float]]:
-    """Yield (label, maximum relative error) of each result, and of its change if other documents change."""
+    """Yield (label, maximum relative error) of the results of a backend.
+
+    The change of each result if other documents change is compared, too.
+    """
     packing = PackedSequences.from_edges(
         pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None
     )
@@ -204,12 +236,14 @@ def _run_backend(
     window: int | None,
     device: torch.device,
 ) -> tuple[Tensor, ...]:
-    """Return the backend's values and gradients for `inputs` (q, k, v, upstream gradient), on the CPU."""
+    """Return a backend's values and gradients on the CPU.
+
+    `inputs` are q, k, v and the upstream gradient.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        strided = F.pad(v, (0, v.size(-1)))[
-            ..., : v.size(-1)
-        ]  # with gaps, as a slice of the joint projection in layers
+        # With gaps, as layers pass a slice of the joint projection.
+        strided = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]
         return compute_attention(name, q, k, strided, packing, window=window)
 
     return _with_gradients(attend, *(x.to(device) for x in inputs))
@@ -218,7 +252,10 @@ def _run_backend(
 def _with_gradients(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the values of `attend` and the gradients of q, k and v, float32[S, heads, dim] each, on the CPU."""
+    """Return the values of `attend` and the gradients of q, k and v, on the CPU.
+
+    Each is float32[S, heads, dim].
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = attend(*leaves)
@@ -227,7 +264,10 @@ def _with_gradients(
 
 
 def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
-    """Return random q [S, heads, dim], k and v [S, groups, dim], and the upstream gradient, like q; float32."""
+    """Return random q, k and v, and an upstream gradient, all float32.
+
+    q and the gradient are [S, heads, dim], k and v [S, groups, dim].
+    """
     inputs = []
     for name, count, size in (
         ("q", heads, _QUERY_SCALE),
@@ -250,9 +290,12 @@ def reference_attention(
     spans: list[tuple[int, int, int]],
     window: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return float32 attention by its formula, and the gradients of q, k and v for the output gradient `upstream`.
+    """Return float32 attention by its formula, and the gradients of q, k and v.
 
-    `spans`: (start, prefix end, stop) of each document; `window`: tokens to each side, None for all.
+    Args:
+        upstream: Gradient of the output.
+        spans: (start, prefix end, stop) of each document.
+        window: Tokens to each side that are attended to; None: all.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

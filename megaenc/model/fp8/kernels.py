@@ -1,4 +1,7 @@
-"""Triton kernels for float8 quantization, each in one pass over memory; the functions are those of `Float8Recipe`."""
+"""Triton kernels for float8 quantization, each in one pass over memory.
+
+The functions are those of `Float8Recipe`.
+"""
 
 import torch
 import triton
@@ -13,7 +16,10 @@ _TILE = 64
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude in `x` as int32[] with its float32 bits, by Triton; NaN is the largest, then infinity."""
+    """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
+
+    NaN is the largest, then infinity.
+    """
     x = x.contiguous()
     top = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
@@ -22,7 +28,12 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
-    """Return `x` as float8, scaled by a power of two, and the inverse scale; `top`, `max_bits`: x's, dtype's maximum."""
+    """Return a tensor as float8, scaled by a power of two, and the inverse scale.
+
+    Args:
+        top: Bits of the largest magnitude in `x`.
+        max_bits: Those of the largest number of `dtype`.
+    """
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
@@ -33,7 +44,10 @@ def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Return float8[columns, rows], the transpose of `x` with rows padded by zeros to a multiple of 16, by Triton."""
+    """Return the transpose of a float8 matrix, padded for matrix products.
+
+    It is float8[columns, rows], with the rows of `x` padded by zeros to a multiple of 16.
+    """
     rows, columns = x.shape
     width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
     out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
@@ -59,7 +73,10 @@ def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(x, top, out, inverse, numbers, MAX_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one block per program with the scale for `top`; the first program writes the inverse scale."""
+    """Quantize one block per program with the scale for `top`.
+
+    The first program writes the inverse scale.
+    """
     # The bits of 2^-100, infinity and NaN, as in Float8Recipe.quantize.
     bits = tl.load(top)
     exponent = (MAX_BITS - tl.maximum(bits, 226492416)) >> 23
@@ -72,9 +89,8 @@ def _quantize_kernel(x, top, out, inverse, numbers, MAX_BITS: tl.constexpr, BLOC
     tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
 
 
-@triton.jit(
-    do_not_specialize=["rows"]
-)  # tokens: one variant for any number of them, which the self-test has run
+# One variant, which the self-test has run, for any number of rows, which are tokens.
+@triton.jit(do_not_specialize=["rows"])
 def _transpose_kernel(x, out, rows, columns, width, TILE: tl.constexpr):
     """Transpose one tile per program, as bytes, with zeros beyond the last row."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -1,6 +1,7 @@
-"""megatron-core's parallel linear layers with their three matrix products in float8.
+"""Parallel linear layers of megatron-core with float8 matrix products.
 
-Communication is as in megatron-core's own layers, except that sequence-parallel inputs are gathered in float8.
+Communication is as in megatron-core's own layers, except that sequence-parallel inputs are gathered
+in float8.
 """
 
 import math
@@ -21,9 +22,13 @@ from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, rounding_error, se
 def check_linear_layers(
     kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    """Raise InputError if Transformer Engine or float8 is chosen and fails; `widths`: layers' (output, input).
+    """Check that the chosen linear layers work: Transformer Engine's, or float8.
 
-    `widths`: (output, input) widths of the layers.
+    Args:
+        widths: (output, input) widths of the layers.
+
+    Raises:
+        InputError: They cannot be used on this machine.
     """
     if kernels.transformer_impl == "transformer_engine":
         transformer_engine.check_transformer_engine(kernels.fp8_format)
@@ -34,10 +39,16 @@ def check_linear_layers(
 def check_float8_linear(
     fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    """Raise InputError unless float8 layers of `widths` (output, input) match float32 up to rounding on this machine.
+    """Check that float8 layers match float32 up to rounding on this machine.
 
-    The tolerance of the relative norm is the `rounding_error` of both matrices, taken as independent, plus 2^-7 for results in
-    bfloat16 and fast accumulation.
+    The tolerance of the relative norm is the `rounding_error` of both matrices, taken as
+    independent, plus 2^-7 for results in bfloat16 and fast accumulation.
+
+    Args:
+        widths: (output, input) widths of the layers.
+
+    Raises:
+        InputError: A product fails or exceeds the tolerance.
     """
     names = "output", "gradient of the input", "gradient of the weight"
     kind = select_float8_recipe(fp8_format, backend)
@@ -78,7 +89,10 @@ def check_float8_linear(
 def _run_float8_linear(
     kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return a layer's output and, for the output gradient `gradient`, the gradients of input and weight; on one rank."""
+    """Return a float8 layer's output and its gradients of input and weight.
+
+    `gradient` is that of the output. The layer runs on one rank.
+    """
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
     with torch.enable_grad():
         out = _Float8Linear.apply(*leaves, None, kind, None, False)
@@ -86,7 +100,10 @@ def _run_float8_linear(
 
 
 class _Float8LinearMixin:
-    """Override of the matrix products of megatron-core's linear layers with float8; `float8` comes from the layer spec."""
+    """Override of the matrix products of megatron-core's linear layers with float8.
+
+    `float8` comes from the layer spec.
+    """
 
     def __init__(self, *sizes: int, float8: Float8Recipe, **options):
         super().__init__(*sizes, **options)
@@ -98,17 +115,30 @@ class _Float8LinearMixin:
 
 
 class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
-    """Linear layer with float8 matrix products, of which each rank has some of the output columns."""
+    """Column-parallel linear layer with float8 matrix products.
+
+    Each rank has some of the output columns.
+    """
 
 
 class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
-    """Linear layer with float8 matrix products, of which each rank has some of the input columns."""
+    """Row-parallel linear layer with float8 matrix products.
+
+    Each rank has some of the input columns.
+    """
 
 
 class _Float8Linear(torch.autograd.Function):
-    """Linear layer in float8: x [s, b, K], weight [N, K] of this rank, bias [N] or None -> [s, b, N].
+    """Linear layer in float8, as an autograd function.
 
-    With a `group`, the gradient of x is summed over it; with sequence parallelism each rank has a part of s.
+    Args:
+        x: [s, b, K]; with sequence parallelism each rank has a part of s.
+        weight: [N, K] of this rank.
+        bias: [N] or None.
+        group: Ranks over which the gradient of `x` is summed; None: no sum.
+
+    Returns:
+        [s, b, N].
     """
 
     @staticmethod
@@ -150,7 +180,8 @@ class _Float8Linear(torch.autograd.Function):
         all8, gather = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
         g_TN = gradient.reshape(-1, gradient.size(-1))
         g8, g_inverse = float8.quantize(g_TN, float8.amax(g_TN), float8.gradient)
-        # Quantized again: kept from forward, float8 weights would take memory for each micro-batch in flight.
+        # Quantized again: kept from forward, float8 weights would take memory for each micro-batch
+        # in flight.
         w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
         to_x_TK = float8.matmul(g8, float8.transpose(w8), g_inverse, w_inverse, gradient.dtype)
         if gather:
@@ -166,7 +197,10 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _start_all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to gather the rows of all ranks as bytes; return the result, valid once the returned work is done."""
+    """Start to gather the rows of all ranks as bytes.
+
+    The returned tensor is valid once the returned work is done.
+    """
     full = part.new_empty(part.size(0) * group.size(), part.size(1))
     return full, dist.all_gather_into_tensor(
         full.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True
@@ -176,7 +210,10 @@ def _start_all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, d
 def _start_reduction(
     tensor: Tensor, group: dist.ProcessGroup | None, scatter: bool
 ) -> tuple[Tensor, dist.Work | None]:
-    """Start to sum `tensor` over ranks; return the sum, or this rank's rows of it, valid once the returned work is done."""
+    """Start to sum a tensor over ranks; with `scatter` get only this rank's rows.
+
+    The returned tensor is valid once the returned work, None for no group, is done.
+    """
     if not group:
         return tensor, None
     if not scatter:

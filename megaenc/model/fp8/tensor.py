@@ -1,7 +1,8 @@
-"""float8 quantization with one scale per matrix, and matrix products by torch's own kernel.
+"""float8 quantization with one scale per matrix, and matrix products.
 
-The scale is the largest power of two that keeps the matrix's largest element in range: scaling does not round, and a part of a
-matrix is rounded to the same values as the full matrix.
+The products use torch's own kernel. The scale is the largest power of two that keeps the matrix's
+largest element in range: scaling does not round, and a part of a matrix is rounded to the same
+values as the full matrix.
 """
 
 import functools
@@ -18,24 +19,32 @@ from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
 TEST_ROWS = 100  # of the matrices of the self-test
+# The bits of 2^-100, infinity and NaN as float32.
 _SMALLEST, _INFINITE, _NAN = (
     27 << 23,
     255 << 23,
     0x7FC00000,
-)  # the bits of 2^-100, infinity and NaN as float32
+)
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """float8 dtypes of linear layers (`forward`: inputs and weights, `gradient`: output gradients) and their operations."""
+    """float8 dtypes and operations of linear layers.
+
+    `forward` is the dtype of inputs and weights, `gradient` that of output gradients.
+    """
 
     forward: torch.dtype
     gradient: torch.dtype
     triton: bool = False
-    """whether our Triton kernels quantize and transpose matrices, with the same results as torch in fewer passes"""
+    """whether our Triton kernels quantize and transpose matrices, with the same results as torch in
+    fewer passes"""
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude in `x` as int32[] with its float32 bits; NaN is the largest, then infinity."""
+        """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
+
+        NaN is the largest, then infinity.
+        """
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -47,15 +56,21 @@ class Float8Recipe:
         )
 
     def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `x` as float8, scaled by a power of two, and the inverse scale, float32[]; `top`: x's maximum as bits.
+        """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
-        The inverse scale is NaN if `top` is not finite.
+        Args:
+            top: Bits of the largest magnitude in `x`, from `amax`.
+
+        Returns:
+            (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `top` is not
+            finite.
         """
         if self.triton:
             from megaenc.model.fp8 import kernels
 
             return kernels.quantize(x, top, dtype, max_value_bits(dtype))
-        # A power of two is (exponent + 127) << 23; if `top` has the larger mantissa, the subtraction borrows from the exponent.
+        # A power of two is (exponent + 127) << 23; if `top` has the larger mantissa, the
+        # subtraction borrows from the exponent.
         exponent = (max_value_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
         scale = (127 + exponent) << 23
         inverse = (127 - exponent) << 23
@@ -63,7 +78,10 @@ class Float8Recipe:
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
     def transpose(self, x: Tensor) -> Tensor:
-        """Return float8[columns, rows], the transpose of `x` with rows padded by zeros to a multiple of 16."""
+        """Return the transpose of a float8 matrix, padded for matrix products.
+
+        It is float8[columns, rows], with the rows of `x` padded by zeros to a multiple of 16.
+        """
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -80,13 +98,18 @@ class Float8Recipe:
         out_dtype: torch.dtype,
         fast: bool = False,
     ) -> Tensor:
-        """Return [n, m] in `out_dtype`: a [n, k] times the transpose of b [m, k] times both inverse scales.
+        """Return a product of float8 matrices times both inverse scales.
 
-        `fast`: the hardware's less accurate accumulation, sufficient for forward.
+        Args:
+            a: [n, k].
+            b: [m, k], the transpose of the second factor.
+            fast: Whether to use the hardware's less accurate accumulation, sufficient for forward.
+
+        Returns:
+            [n, m] in `out_dtype`.
         """
-        if (
-            not a.is_cuda
-        ):  # torch's own product of e4m3 by e4m3 takes a hundred times as long on a CPU
+        # torch's own product of e4m3 by e4m3 takes a hundred times as long on a CPU.
+        if not a.is_cuda:
             return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(out_dtype)
         return torch._scaled_mm(
             a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=out_dtype, use_fast_accum=fast
@@ -95,23 +118,28 @@ class Float8Recipe:
 
 @functools.cache
 def max_value_bits(dtype: torch.dtype) -> int:
-    """Return the bits, as an integer, of the float32 number that is the largest finite number of `dtype`."""
+    """Return the float32 bits, as an integer, of the largest finite number of `dtype`."""
     return int(torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32))
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return an upper bound of the root mean square relative error of rounding numbers to the float8 `dtype`."""
-    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(
-        dtype
-    )  # torch.finfo is wrong for float8_e5m2fnuz
+    """Return an upper bound of the error of rounding numbers to a float8 dtype.
+
+    It bounds the root mean square of the relative error.
+    """
+    # torch.finfo is wrong for float8_e5m2fnuz.
+    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
 
 @functools.cache
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
-    """Return the Float8Recipe of `fp8_format`, by Triton kernels if they match torch's bits; InputError if impossible.
+    """Return the Float8Recipe of `fp8_format` on this machine.
 
-    Raises InputError if the machine has no float8 matrix products.
+    Triton kernels are used if their results match torch's bit by bit.
+
+    Raises:
+        InputError: The machine has no float8 matrix products.
     """
     forward, wide = _select_types(fp8_format, backend)
     plain = Float8Recipe(forward, wide if fp8_format == "hybrid" else forward)
@@ -127,7 +155,11 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
 
 
 def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
-    """Return this machine's types with 4 and 5 bits of exponent. Raises InputError if it has no float8 matrix products."""
+    """Return this machine's float8 dtypes with 4 and with 5 bits of exponent.
+
+    Raises:
+        InputError: The machine has no float8 matrix products.
+    """
     open_compute = (torch.float8_e4m3fn, torch.float8_e5m2)
     mi300 = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     if backend.is_cpu or (
@@ -147,7 +179,10 @@ def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch
 
 
 def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.device) -> str:
-    """Return a description of the first bitwise difference between both implementations, or an error; empty if none."""
+    """Return a description of the first bitwise difference between two recipes.
+
+    It may be an error; the text is empty if there is none.
+    """
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):

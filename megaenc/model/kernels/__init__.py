@@ -1,4 +1,7 @@
-"""Triton kernels for the operations between matrix products, and the self-test that selects them."""
+"""Triton kernels for operations between matrix products, and their self-test.
+
+The self-test selects the kernels that are used.
+"""
 
 from dataclasses import dataclass
 

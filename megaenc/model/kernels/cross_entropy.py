@@ -1,4 +1,7 @@
-"""Triton cross-entropy: softmax statistics in one pass over the logits, and their in-place gradient in a second one."""
+"""Triton cross-entropy in two passes over the logits.
+
+The first computes softmax statistics, the second the gradient in place.
+"""
 
 import torch
 import triton
@@ -15,7 +18,10 @@ NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 def cross_entropy_statistics_kernel(
     logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr
 ):
-    """Write highest score, sum of exp, label's score and likeliest token of one row per program to `out` [4, rows]."""
+    """Write the softmax statistics of one row per program to `out` [4, rows].
+
+    They are the highest score, the sum of exp, the label's score and the likeliest token.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     highest = LOWEST
@@ -45,7 +51,10 @@ def cross_entropy_statistics_kernel(
 def cross_entropy_gradient_kernel(
     logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr
 ):
-    """Overwrite COLUMNS logits of one row per program by the loss's gradient: softmax, minus 1 at the label."""
+    """Overwrite COLUMNS logits of one row per program by the loss's gradient.
+
+    The gradient is the softmax, minus 1 at the label.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pointers = logits + row * stride + column
@@ -58,11 +67,16 @@ def cross_entropy_gradient_kernel(
 
 
 def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return float32[4, n]: highest score, sum of exp(score - highest), label's score and likeliest token of each row.
+    """Return the softmax statistics of each row of logits, float32[4, n].
 
-    Over this rank's share of the vocabulary, which begins at token id `first`; columns from `columns` on are padding. The label's
-    score is 0 if it is another rank's; the token is the lowest id on a tie, exact below 2^24. For a share of only padding:
-    float32's lowest number, 0, 0 and `first`.
+    They are the highest score, the sum of exp(score - highest), the label's score and the likeliest
+    token, over this rank's share of the vocabulary. The label's score is 0 if it is another rank's;
+    the token is the lowest id on a tie, exact below 2^24. A share of only padding has float32's
+    lowest number, 0, 0 and `first`.
+
+    Args:
+        first: Token id at which the rank's share begins.
+        columns: Number of columns before the padding.
     """
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)
@@ -86,9 +100,15 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
 def logits_to_gradient_(
     logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int
 ) -> Tensor:
-    """Overwrite logits by the loss's gradient, exp(score - top) / sum minus 1 at the label, 0 in padding, and return them.
+    """Overwrite logits by the loss's gradient, and return them.
 
-    top_n, sum_n: of the whole vocabulary; `first`, `columns`: as of `softmax_statistics`.
+    The gradient is exp(score - top) / sum, minus 1 at the label, and 0 in padding.
+
+    Args:
+        top_n: Highest scores in the whole vocabulary.
+        sum_n: Sums of exp(score - top) over the whole vocabulary.
+        first: As for `softmax_statistics`.
+        columns: As for `softmax_statistics`.
     """
     rows, width = logits_nV.shape
     if rows:

@@ -1,4 +1,7 @@
-"""Triton dropout by a hash of counters, with the same bits as `megaenc.model.functional.dropout`."""
+"""Triton dropout by a hash of counters.
+
+It drops the same elements as `megaenc.model.functional.dropout`, bit by bit.
+"""
 
 import torch
 import triton
@@ -10,7 +13,10 @@ from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 
 @triton.jit(do_not_specialize=("first", "limit"))
 def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLUMNS: tl.constexpr):
-    """Write x * `scale`, or 0 where the hash is below `limit`, of a block of COLUMNS columns of one row per program to `out`."""
+    """Write x * `scale`, or 0 if the hash is below `limit`, to `out`.
+
+    A program computes a block of COLUMNS columns of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -26,10 +32,15 @@ def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLU
 
 
 def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: float) -> Tensor:
-    """Return x [..., H] times `scale`, or 0 where the hash of an element is below `limit`, in its dtype.
+    """Return hidden states [..., H] times `scale`, or 0 if the hash is below `limit`.
 
-    `low`, `high`: int32[rows], numbers of the rows; `first`: that of the layer, added to those of all channels. All are 32 bits
-    that count as unsigned, in signed numbers.
+    The result has the dtype of `x`. All hashed numbers are 32 bits that count as unsigned, in
+    signed numbers.
+
+    Args:
+        low: int32[rows], numbers of the rows that are added to those of the channels.
+        high: int32[rows], numbers of the rows by which the hash is multiplied.
+        first: Number of the layer, added to those of all channels.
     """
     rows_RH = flatten_rows(x)
     width = x.size(-1)

@@ -1,4 +1,7 @@
-"""Triton gated activations: SwiGLU and GeGLU in one pass each for forward and backward, which recomputes the activation."""
+"""Triton gated activations: SwiGLU and GeGLU.
+
+Forward and backward take one pass each; backward recomputes the activation.
+"""
 
 import math
 
@@ -12,14 +15,18 @@ from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 
 ROOT_HALF: tl.constexpr = tl.constexpr(math.sqrt(0.5))
 NORMAL_PEAK: tl.constexpr = tl.constexpr(1 / math.sqrt(2 * math.pi))
-# GELU's approximation (1 + tanh(u)) / 2 is the sigmoid of 2 u = TANH_SCALE * (x + TANH_CUBIC * x^3).
+# GELU's approximation (1 + tanh(u)) / 2 is the sigmoid of
+# 2 u = TANH_SCALE * (x + TANH_CUBIC * x^3).
 TANH_SCALE: tl.constexpr = tl.constexpr(2 * math.sqrt(2 / math.pi))
 TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """Return activation(gate) / gate, which is 1/2 at 0; ACTIVATION: silu, gelu or gelu_pytorch_tanh."""
+    """Return activation(gate) / gate, which is 1/2 at 0.
+
+    ACTIVATION is silu, gelu or gelu_pytorch_tanh.
+    """
     if ACTIVATION == "gelu":
         factor = 0.5 * (1.0 + tl.erf(gate * ROOT_HALF))
     elif ACTIVATION == "gelu_pytorch_tanh":
@@ -32,7 +39,10 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def glu_forward_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write activation(gate) * up of a block of COLUMNS columns of one row per program to `out`."""
+    """Write activation(gate) * up to `out`.
+
+    A program computes a block of COLUMNS columns of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -59,7 +69,10 @@ def glu_backward_kernel(
     ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the gradients of gate and up for a block of COLUMNS columns of one row per program to `to_x`."""
+    """Write the gradients of gate and up to `to_x`.
+
+    A program computes a block of COLUMNS columns of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -85,9 +98,13 @@ def glu_backward_kernel(
 
 
 def glu(x: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up [..., F] of the halves of x [..., 2 F]; `activation`: silu, gelu or gelu_pytorch_tanh.
+    """Return activation(gate) * up, [..., F], computed in float32 by Triton.
 
-    In the dtype of `x`, computed in float32 by Triton, with gradients.
+    It has the dtype of `x`, and gradients.
+
+    Args:
+        x: [..., 2 F], whose halves are gate and up.
+        activation: silu, gelu or gelu_pytorch_tanh.
     """
     return _TritonGLU.apply(x, activation)
 

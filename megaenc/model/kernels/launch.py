@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _TILE_ELEMENTS = 2048
-"""Elements of each tensor that a program holds at a time: eight per thread with eight warps, four on AMD."""
+"""Elements of each tensor that a program holds at a time: eight per thread with eight warps, four
+on AMD."""
 
 DO_NOT_SPECIALIZE = (
     "rows",
@@ -21,38 +22,54 @@ DO_NOT_SPECIALIZE = (
 )
 """Kernel arguments that vary between micro-batches or ranks and do not affect vectorized loads.
 
-Triton compiles variants of a kernel for numbers that are 1 or a multiple of 16, and for aligned addresses. For these arguments it
-must not: a variant that the self-test has not run would be compiled in the middle of training.
+Triton compiles variants of a kernel for numbers that are 1 or a multiple of 16, and for aligned
+addresses. For these arguments it must not: a variant that the self-test has not run would be
+compiled in the middle of training.
 """
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least `number`, a valid size of a Triton block."""
+    """Return the smallest power of two that is at least `number`.
+
+    It is a valid size of a Triton block.
+    """
     return 1 << (number - 1).bit_length()
 
 
 def row_tile_constants(width: int) -> dict[str, int]:
-    """Return a dict of ROWS, COLUMNS and num_warps for kernels whose programs take several full rows of `width` elements."""
+    """Return the constants of kernels whose programs take several full rows.
+
+    They are ROWS, COLUMNS and num_warps for rows of `width` elements.
+    """
     columns = next_power_of_2(width)
     rows = max(1, _TILE_ELEMENTS // columns)
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 256, 1), 16)}
 
 
 def column_block_constants(width: int) -> dict[str, int]:
-    """Return a dict of COLUMNS and num_warps for kernels whose programs take some columns of one row of `width` elements."""
+    """Return the constants of kernels whose programs take some columns of one row.
+
+    They are COLUMNS and num_warps for rows of `width` elements.
+    """
     columns = min(next_power_of_2(width), _TILE_ELEMENTS)
     return {"COLUMNS": columns, "num_warps": min(max(columns // 256, 1), 8)}
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Return x [..., W] as [rows, W] with contiguous rows, without a copy if possible."""
+    """Return a tensor [..., W] as [rows, W] with contiguous rows.
+
+    There is no copy if possible.
+    """
     rows = x.reshape(-1, x.size(-1))
     return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
 
 
 @functools.cache
 def resident_programs(device: torch.device) -> int:
-    """Return about how many Triton programs `device` runs at the same time, 4 per multiprocessor; 4 on a CPU."""
+    """Return about how many Triton programs a device runs at the same time.
+
+    4 for each multiprocessor; 4 on a CPU.
+    """
     return (
         4
         if device.type == "cpu"

@@ -1,6 +1,6 @@
-"""Triton RMSNorm and LayerNorm in one pass over memory in forward and one in backward.
+"""Triton RMSNorm and LayerNorm, one pass over memory each way.
 
-With or without a residual addition before the norm.
+The residual addition before the norm may be part of it.
 """
 
 import torch
@@ -19,7 +19,10 @@ from megaenc.model.kernels.launch import (
 
 @triton.jit
 def subtract_mean(numbers, inside, width):
-    """Return each row of `numbers` minus its mean; 0 where not `inside`. Numbers after the first `width` must be 0."""
+    """Return each row minus its mean, 0 if not `inside`.
+
+    Numbers after the first `width` must be 0.
+    """
     mean = tl.sum(numbers, axis=1)[:, None] / width
     return tl.where(inside, numbers - mean, 0.0)
 
@@ -31,7 +34,8 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`.
 
-    CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, written to `sum_out`.
+    CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, written to
+    `sum_out`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -58,9 +62,12 @@ def norm_backward_kernel(
     gradient, to_sum, x, weight, to_x, to_weight, rows, gradient_stride, to_sum_stride, x_stride, width, epsilon,
     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x to `to_x`, and each program's part of the weight's gradient to its row of `to_weight`.
+    """Write the gradient of x to `to_x`, and parts of the weight's to `to_weight`.
 
-    CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the gradient that reaches x directly.
+    Each program writes its part of the weight's gradient to a row of its own.
+
+    CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the gradient that reaches x
+    directly.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -94,9 +101,17 @@ def norm_backward_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 by Triton, with gradients.
+    """Return x / rms(x) * weight in the dtype of `x`, by Triton, with gradients.
 
-    With `residual` [..., H]: return (x + residual, its norm).
+    It is computed in float32.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        residual: [..., H] to add before the norm, or None.
+
+    Returns:
+        The norm, or with `residual` (x + residual, its norm).
     """
     return _TritonNorm.apply(x, residual, weight, epsilon, False)
 
@@ -104,12 +119,18 @@ def rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return (x [..., H] - mean(x)) / std(x) * weight [H], without a bias, as `rms_norm` does."""
+    """Return (x - mean(x)) / std(x) * weight, without a bias, by Triton.
+
+    Arguments and results are as of `rms_norm`.
+    """
     return _TritonNorm.apply(x, residual, weight, epsilon, True)
 
 
 class _TritonNorm(torch.autograd.Function):
-    """Norm with the Triton kernels, which saves only what it normalizes and the weight."""
+    """Norm with the Triton kernels.
+
+    It saves only what it normalizes and the weight.
+    """
 
     @staticmethod
     def forward(ctx, x, residual, weight, epsilon, is_centered):

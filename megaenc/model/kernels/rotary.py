@@ -1,6 +1,7 @@
-"""Triton rotary positions in one pass: each head is read once, rotated in float32 and written once.
+"""Triton rotary positions in one pass over memory.
 
-The joint projection of queries, keys and values is split in the same pass.
+Each head is read once, rotated in float32 and written once. The joint projection of queries, keys
+and values is split in the same pass.
 """
 
 import torch
@@ -25,7 +26,10 @@ def rotary_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write ROWS heads of one token of `x` per program to `out`, rotated by SIGN times the token's angles."""
+    """Write rotated heads of `x` to `out`, ROWS heads of one token per program.
+
+    SIGN is the factor of the token's angles.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -42,7 +46,10 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return x [S, 1, heads, dim] rotated by `sign` times the angles of cos and sin, contiguous float32[S, 1, 1, dim / 2]."""
+    """Return heads [S, 1, heads, dim] rotated by `sign` times the angles.
+
+    cos and sin are contiguous float32[S, 1, 1, dim / 2].
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, _, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -74,9 +81,10 @@ def qkv_rotary_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy ROWS heads of one token of `mixed` per program to q, k or v, rotating q and k; BACKWARD: the reverse.
+    """Copy ROWS heads of one token of `mixed` per program to q, k or v, or back.
 
-    `mixed` has per group `per_group` queries, a key and a value; all tensors are contiguous.
+    q and k are rotated. `mixed` has per group `per_group` queries, a key and a value; all tensors
+    are contiguous.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -123,10 +131,18 @@ def qkv_rotary_kernel(
 def copy_qkv(
     mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool
 ) -> None:
-    """Copy mixed [S, G, R + 2, dim] to q [S, G, R, dim], k and v [S, G, 1, dim], with q and k rotated; or back.
+    """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    `backward`: from q, k and v to `mixed`, rotated by the negative angles. All tensors are contiguous, cos and sin
-    float32[S, 1, 1, dim / 2].
+    All tensors are contiguous.
+
+    Args:
+        mixed: [S, G, R + 2, dim].
+        q: [S, G, R, dim].
+        k: [S, G, 1, dim].
+        v: [S, G, 1, dim].
+        cos: float32[S, 1, 1, dim / 2].
+        sin: float32[S, 1, 1, dim / 2].
+        backward: Whether to copy from q, k and v to `mixed`, rotated by the negative angles.
     """
     tokens, groups, heads, width = mixed.shape
     if mixed.numel():

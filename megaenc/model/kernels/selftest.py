@@ -1,4 +1,7 @@
-"""Self-tests of the Triton kernels against formulas in float64, and selection of those that pass on all ranks."""
+"""Self-tests of the Triton kernels, and selection of those that pass on all ranks.
+
+Results are compared with formulas in float64.
+"""
 
 import functools
 import os
@@ -15,13 +18,14 @@ from megaenc.console import print_rank_0
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 
 TOLERANCE = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
-"""Tolerance of results by dtype, relative to their own magnitude plus the root mean square of all. Kernels compute in float32 and
-round once, which in bfloat16 is an error of half of this; Triton's interpreter truncates instead."""
+"""Tolerance of results by dtype, relative to their own magnitude plus the root mean square of all.
+Kernels compute in float32 and round once, which in bfloat16 is an error of half of this; Triton's
+interpreter truncates instead."""
 
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Result of a kernel's or attention backend's self-test: name, availability, largest error, reason for failure."""
+    """Result of the self-test of a kernel or an attention backend."""
 
     name: str
     available: bool
@@ -34,13 +38,13 @@ class SelfTestResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether the self-test passed, so that a run may use the kernel or attention backend."""
+        """Return whether the self-test passed, so that a run may use what it tested."""
         return not self.reason
 
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Widths of the model's tensors on one rank: hidden size, attention head, FFN, and padded vocabulary."""
+    """Widths of the model's tensors on one rank."""
 
     hidden: int
     head: int
@@ -55,7 +59,12 @@ Comparison = tuple[str, Tensor, Tensor]
 def check_kernel(
     name: str, device: torch.device, dtype: torch.dtype, widths: LayerWidths
 ) -> SelfTestResult:
-    """Return the result of testing Triton kernel `name` in `dtype` against float64, on the model's `widths` and others."""
+    """Return the result of testing a Triton kernel against float64.
+
+    Args:
+        name: Key of CHECKS.
+        widths: Widths of the model, which are tested next to others.
+    """
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
     try:
         for label, actual, expected in CHECKS[name](_RandomTensors(device, dtype), widths):
@@ -80,7 +89,10 @@ def check_kernel(
 
 
 def _max_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest |actual - expected| relative to |expected| plus its root mean square."""
+    """Return the largest error of an element.
+
+    It is |actual - expected| relative to |expected| plus the root mean square of all.
+    """
     if actual.shape != expected.shape:
         raise ValueError(f"found shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not actual.numel():
@@ -108,7 +120,7 @@ class _RandomTensors:
         )
 
     def labels(self, rows: int, below: int) -> Tensor:
-        """Return random int64[rows] on the device, token ids from 0 to `below` - 1."""
+        """Return random token ids from 0 to `below` - 1 on the device, int64[rows]."""
         return torch.randint(0, below, (rows,), generator=self.generator).to(self.device)
 
 
@@ -119,9 +131,12 @@ def _compare_with_formula(
     names: str,
     *inputs: Tensor,
 ) -> Iterator[Comparison]:
-    """Yield the output, and the gradient of each of `inputs`, of `kernel` and of `formula`, which gets float64 inputs.
+    """Yield the output and the gradients of a kernel and of its formula.
 
-    `names`: of the inputs, separated by spaces.
+    The formula gets inputs in float64.
+
+    Args:
+        names: Names of the inputs, separated by spaces.
     """
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     actual = kernel(*inputs)
@@ -137,7 +152,10 @@ def _compare_with_formula(
 
 
 def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterator[Comparison]:
-    """Yield comparisons of a norm's kernels with torch's; `kernel`: rms_norm or layer_norm."""
+    """Yield comparisons of a norm's kernels with torch's.
+
+    `kernel` is rms_norm or layer_norm.
+    """
     from megaenc.model.kernels.launch import resident_programs
     from megaenc.model.kernels.norm import layer_norm, rms_norm
 
@@ -148,9 +166,8 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Itera
             return F.rms_norm(x, weight.shape, weight, 1e-5)
         return F.layer_norm(x, weight.shape, weight, None, 1e-5)
 
-    several = (
-        2 * resident_programs(draw.device) + 3
-    )  # each program of the backward kernel iterates more than once
+    # Each program of the backward kernel iterates more than once.
+    several = 2 * resident_programs(draw.device) + 3
     for shape in (
         (5, 1, widths.hidden),
         (several, 1, 1728),
@@ -181,7 +198,8 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
     """Yield comparisons of the rotary kernel with its formula."""
     from megaenc.model.functional import Rotation
 
-    # Slices, as queries and keys are of the joint projection; aligned rows have their own variant of the kernel.
+    # Slices, as queries and keys are of the joint projection; aligned rows have their own variant
+    # of the kernel.
     shapes = (
         (7, 3, widths.head, 16),
         (7, 3, widths.head, 5),
@@ -221,7 +239,10 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
 
 
 def _check_glu(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterator[Comparison]:
-    """Yield comparisons of the gated activations of a kernel, swiglu or geglu, with their formulas in torch."""
+    """Yield comparisons of a kernel's gated activations with their formulas in torch.
+
+    `kernel` is swiglu or geglu.
+    """
     from megaenc.model.functional import ACTIVATIONS
     from megaenc.model.kernels.glu import glu
 
@@ -245,7 +266,10 @@ def _check_glu(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterat
 
 
 def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the dropout kernel with torch's operations, which drop the same elements."""
+    """Yield comparisons of the dropout kernel with torch's operations.
+
+    Both drop the same elements.
+    """
     from megaenc.model.functional import dropout
 
     for rows, width, layer, probability in (
@@ -265,9 +289,9 @@ def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compar
 
 
 def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the cross-entropy kernels with torch's, with a vocabulary split over three shares.
+    """Yield comparisons of the cross-entropy kernels with torch's.
 
-    The last share has only padding.
+    The vocabulary is split over three shares, of which the last has only padding.
     """
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
     from megaenc.model.linear_cross_entropy import combine_statistics
@@ -347,10 +371,14 @@ def select_fused_kernels(
     widths: LayerWidths,
     names: tuple[str, ...],
 ) -> FusedKernels:
-    """Return the Triton kernels of `names` that pass a self-test on all ranks.
+    """Return the Triton kernels that pass a self-test on all ranks.
 
-    Prints those that fail. A collective call of all ranks. None on a CPU, but Triton's interpreter (TRITON_INTERPRET=1) can run
-    them there.
+    A collective call of all ranks, which prints the kernels that fail. There are none on a CPU, but
+    Triton's interpreter (TRITON_INTERPRET=1) can run them there.
+
+    Args:
+        enabled: Whether any kernel may be used.
+        names: Kernels that the model can use, fields of FusedKernels.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not enabled or (device.type == "cpu" and not interpreted):
@@ -368,15 +396,17 @@ def _test_kernels(
 
 
 def _agree_across_ranks(results: list[SelfTestResult]) -> dict[str, bool]:
-    """Return for each kernel whether it passed on all ranks; rank 0 prints those that failed."""
+    """Return for each kernel whether it passed on all ranks.
+
+    Rank 0 prints those that failed.
+    """
     reasons = {result.name: result.reason for result in results}
     if dist.is_initialized():
         for name, reason in reasons.items():
             lowest, _ = gather_lowest(reason or None)
             reasons[name] = next(iter(lowest.values()), "")
-    for reason in dict.fromkeys(
-        reasons.values()
-    ):  # one line for kernels with the same reason, such as a missing Triton
+    # One line for kernels with the same reason, such as a missing Triton.
+    for reason in dict.fromkeys(reasons.values()):
         if reason:
             names = ", ".join(name for name in reasons if reasons[name] == reason)
             print_rank_0(f"fused kernels: torch's own {names} instead ({reason})")

@@ -1,1 +1,4 @@
-"""Checks of a training objective: contract, leaks, statistics, speed, and equal training in every layout."""
+"""Checks of a training objective before a run.
+
+They cover its contract, leaks, statistics, speed, and equal training in every layout.
+"""

@@ -1,10 +1,10 @@
-"""Check an objective before a run: contract, leaks, statistics of a million tokens, speed, and layouts.
+"""Check an objective before a run: contract, leaks, statistics, speed, layouts.
 
 megaenc objective check 'mlm(mask=0.3)'
 megaenc objective check my_package.my_module:MyObjective --options share=0.5
 
-Packs are made up, so that neither a corpus nor a tokenizer is needed. --train also trains a tiny model in one process and in
-four. Exit code 2 if a check fails.
+Packs are made up, so that neither a corpus nor a tokenizer is needed. Statistics are of a million
+tokens. --train also trains a tiny model in one process and in four. Exit code 2 if a check fails.
 """
 
 import hashlib
@@ -37,15 +37,17 @@ class CheckConfig:
     """Flags of `megaenc objective check`: the objective and its options."""
 
     objective: Annotated[str, Positional, arg(metavar="OBJECTIVE")]
-    """name of an objective, with options as in a schedule (`mlm(mask=0.3)`), or MODULE:CLASS, also of the current directory"""
+    """name of an objective, with options as in a schedule (`mlm(mask=0.3)`), or MODULE:CLASS, also
+    of the current directory"""
     options: tuple[str, ...] = ()
     """options of a MODULE:CLASS, such as share=0.5 length=4"""
     train: bool = False
-    """also train a tiny model some steps on the CPU, in 1 process and in 4 (tensor 2 x pipeline 2), and stop and resume it"""
+    """also train a tiny model some steps on the CPU, in 1 process and in 4 (tensor 2 x pipeline 2),
+    and stop and resume it"""
 
 
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
-    """Return the SHA-256 of the Targets of `packs`, whatever their order."""
+    """Return the SHA-256 of the Targets of packs, whatever their order."""
     digests = []
     for pack in packs:
         arrays = [
@@ -58,7 +60,10 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
 
 
 def check_contract(objective: Objective) -> CheckResult:
-    """Check the arrays of `Targets` on packs that include documents of one token and only special tokens."""
+    """Check the arrays of `Targets` on made-up packs.
+
+    Some of them have documents of one token, or only special tokens.
+    """
     try:
         for pack in make_packs(_CONTRACT_PACKS):
             check_targets(objective, pack, seed=1)
@@ -70,7 +75,10 @@ def check_contract(objective: Objective) -> CheckResult:
 
 
 def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
-    """Check that targets are equal in another order of packs and in another process, as other ranks compute them."""
+    """Check that targets do not depend on the order of packs or the process.
+
+    Other ranks compute them in another process.
+    """
     packs = list(make_packs(_CONTRACT_PACKS))
     expected = compute_digest(objective, packs)
     if compute_digest(objective, reversed(packs)) != expected:
@@ -93,12 +101,18 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
 
 
 def print_digest(objective: str, options: Sequence[str]) -> None:
-    """Print `compute_digest` of an objective given as text, for the check in another process."""
+    """Print `compute_digest` of an objective given as text.
+
+    The check of determinism calls it in another process.
+    """
     print(compute_digest(load_objective(objective, options), make_packs(_CONTRACT_PACKS)))
 
 
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
-    """Return the objective and the results of all checks; only those up to the contract or micro-batches if these fail."""
+    """Return the objective and the results of all checks.
+
+    Checks after the contract or the micro-batches are left out if these fail.
+    """
     from megaenc.objectives.check.layouts import check_micro_batches, check_training
 
     objective = load_objective(config.objective, config.options)
@@ -116,7 +130,11 @@ def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc objective check`: print a table of the checks; InputError (exit code 2) for the first that failed."""
+    """Run `megaenc objective check`: print a table of the checks.
+
+    Raises:
+        InputError: A check failed (exit code 2).
+    """
     config = flags.parse(CheckConfig, argv, prog="megaenc objective check", description=__doc__)
     objective, results = run_checks(config)
     table = Table(box=box.SIMPLE_HEAD)

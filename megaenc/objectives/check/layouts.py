@@ -1,4 +1,7 @@
-"""Checks that an objective trains alike in every layout: micro-batches, tensor and pipeline parallelism, stop and resume."""
+"""Checks that an objective trains alike in every layout.
+
+Layouts are micro-batches, tensor and pipeline parallelism, and stop and resume.
+"""
 
 import json
 import os
@@ -50,7 +53,10 @@ _LAUNCHER_VARIABLES = (
 
 
 def check_micro_batches(objective: Objective) -> CheckResult:
-    """Check that packs give equal tensors in one row, one by one, in another order and in a prefetching thread."""
+    """Check that packs give equal tensors in every micro-batch.
+
+    Packs are joined in one row, one by one, in another order and in a prefetching thread.
+    """
     silence_libraries()
     try:
         rows = _build_rows(objective)
@@ -71,7 +77,10 @@ def check_micro_batches(objective: Objective) -> CheckResult:
 
 
 def _build_rows(objective: Objective) -> list[tuple[str, "MicroBatch", list["MicroBatch"]]]:
-    """Return (description, micro-batch, micro-batches of one pack each that it must equal when joined)."""
+    """Return (description, micro-batch, parts), micro-batches and their parts.
+
+    A micro-batch must equal its parts, which have one pack each, when they are joined.
+    """
     import torch
 
     from megaenc.training.micro_batches import MicroBatch, Prefetcher, build_micro_batch
@@ -97,11 +106,17 @@ def _build_rows(objective: Objective) -> list[tuple[str, "MicroBatch", list["Mic
 
 
 def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
-    """Return the name of the first value in which `row` differs from `parts` joined, or an empty string."""
+    """Return the name of the first value in which a row differs from its parts joined.
+
+    The text is empty if there is none.
+    """
     import torch
 
     def get_factors(batch: "MicroBatch") -> tuple[torch.Tensor, ...]:
-        """Return the weights, and the ids and probabilities of label distributions, empty without any."""
+        """Return the weights, and the ids and probabilities of label distributions.
+
+        They are empty without any.
+        """
         weights = batch.predictions.weights
         empty = torch.ones(0)
         return (
@@ -139,7 +154,10 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
 
 @dataclass(frozen=True)
 class _TrainingJob:
-    """Run of a process: the objective as given to the command, flags (empty: only import), and environment variables."""
+    """Run of a process: objective, flags and environment variables.
+
+    The objective is as given to the command. Without flags the process only imports.
+    """
 
     objective: str
     options: tuple[str, ...]
@@ -148,10 +166,14 @@ class _TrainingJob:
 
 
 def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
-    """Train a tiny model in one process, in four (tensor 2 x pipeline 2), and with a stop; return results of the comparisons.
+    """Train a tiny model in several layouts and return the results of comparisons.
 
-    `objective` and `options` are those of the command, whose class the processes register. They use the loopback interface, one
-    thread and float32, and end with the caller.
+    It is trained in one process, in four (tensor 2 x pipeline 2), and with a stop. The processes
+    use the loopback interface, one thread and float32, and end with the caller.
+
+    Args:
+        objective: Objective as given to the command, whose class the processes register.
+        options: Options as given to the command.
     """
     with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as folder:
         try:
@@ -161,7 +183,10 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
 
 
 def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
-    """Return the results of `check_training`, with the corpus and the runs in `folder`."""
+    """Return the results of `check_training`.
+
+    The corpus and the runs are in `folder`.
+    """
     flags = (*_FLAGS, *_write_corpus(folder))
     # No accelerators, and one thread each.
     environment = {
@@ -181,7 +206,7 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
     ):
 
         def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
-            """Train or resume the run `name` on the first workers; return its rows of metrics."""
+            """Train or resume a run on the first workers; return its rows of metrics."""
             words = (*flags, *more, "--save", str(folder / name))
             futures = []
             for worker, variables in zip(workers, build_rank_variables(ranks), strict=False):
@@ -228,7 +253,10 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
 
 
 def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]]) -> CheckResult:
-    """Compare the rows of metrics of one process and of several; fails if a loss or norm differs by more than 1e-5 of it."""
+    """Compare the rows of metrics of one process and of several.
+
+    The check fails if a loss or norm differs by more than 1e-5 of it.
+    """
     text, worst = f"{_STEPS} steps in 1 process and in {_RANKS} (tensor 2 x pipeline 2): ", 0.0
     for expected, actual in zip(single, parallel, strict=True):
         for name in ("predicted_tokens", "loss", "grad_norm"):
@@ -246,7 +274,7 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
 
 
 def _write_corpus(folder: Path) -> tuple[str, ...]:
-    """Write a tokenizer and a corpus of made-up documents to `folder`; return the flags that name them."""
+    """Write a tokenizer and a made-up corpus; return the flags that name them."""
     silence_libraries()
     from megaenc.data.indexed.indexed_dataset import open_writers, token_dtype
     from megaenc.data.tokenizer.tokenizer import read_vocabulary, train_tokenizer
@@ -267,7 +295,11 @@ def _write_corpus(folder: Path) -> tuple[str, ...]:
 
 
 def _wait_for_all(futures: Sequence[Future]) -> None:
-    """Wait until all are done, or raise the exception of the first that fails; InputError after _SECONDS."""
+    """Wait until all futures are done, or raise the exception of the first that fails.
+
+    Raises:
+        InputError: They take longer than _SECONDS.
+    """
     done, pending = wait(futures, _SECONDS, FIRST_EXCEPTION)
     for future in done:
         future.result()
@@ -276,7 +308,10 @@ def _wait_for_all(futures: Sequence[Future]) -> None:
 
 
 def _describe_failure(error: Exception, output: IO[bytes]) -> str:
-    """Return one line on an exception of a run; of a process that died, with the last line of the processes' `output`."""
+    """Return one line on an exception of a run.
+
+    For a process that died it has the last line of the processes' `output`.
+    """
     if isinstance(error, WorkerProcessDied):
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""Objectives given to `megaenc objective check`: a name with options, or a class in a module."""
+"""Objectives given to `megaenc objective check`: a name, or a class in a module."""
 
 import importlib
 import os
@@ -13,7 +13,15 @@ from megaenc.objectives.schedule import parse_objective
 
 
 def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
-    """Return the objective `text`, NAME, NAME(OPTIONS) or MODULE:CLASS with `options`; InputError if it cannot be built."""
+    """Return the objective given to the command.
+
+    Args:
+        text: NAME, NAME(OPTIONS) or MODULE:CLASS.
+        options: Options of MODULE:CLASS.
+
+    Raises:
+        InputError: The objective cannot be built.
+    """
     words = dict(word.partition("=")[::2] for word in options)
     if "(" in text or ":" not in text:
         if options:
@@ -40,7 +48,10 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
 
 
 def register_objective(text: str, options: Sequence[str]) -> str:
-    """Return the schedule text of an objective given to the command, and register the class of a MODULE:CLASS."""
+    """Return the schedule text of an objective given to the command.
+
+    The class of a MODULE:CLASS is registered.
+    """
     objective = load_objective(text, options)
     if objective.name not in known():
         register(type(objective))

@@ -1,4 +1,7 @@
-"""Measurements of an objective on made-up packs: visible labels, statistics of a million tokens, and speed beside `mlm`."""
+"""Measurements of an objective on made-up packs.
+
+They are visible labels, statistics of a million tokens, and speed next to `mlm`.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,21 +18,24 @@ from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective, Targets
 from megaenc.objectives.masking import MaskedLanguageModeling, text_token_ids
 
-_WORD_CODES = (
-    np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()
-)  # two in three tokens begin a word
+# Two in three tokens begin a word.
+_WORD_CODES = np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()
 VOCABULARY = Vocabulary(
     1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", code_words=lambda: _WORD_CODES
 )
 _LENGTH, _PACKS = 2048, 512  # a million tokens
 
-# Largest shares of the labels that may change the input at their own place, and at any other one. BERT keeps a tenth of the
-# tokens, half of all shuffled pairs stay in place and a quarter moves to the right; a mistake shows most labels.
+# Largest shares of the labels that may change the input at their own place, and at any other one.
+# BERT keeps a tenth of the tokens, half of all shuffled pairs stay in place and a quarter moves to
+# the right; a mistake shows most labels.
 _MOST_KEPT, _MOST_READABLE = 0.6, 0.4
 
 
 class CheckResult(NamedTuple):
-    """Result of a check: its name, whether it passed (None: only a figure), and the figure or complaint."""
+    """Result of a check.
+
+    name: its name; passed: whether it passed (None: only a figure); text: the figure or complaint.
+    """
 
     name: str
     passed: bool | None
@@ -39,7 +45,8 @@ class CheckResult(NamedTuple):
 def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[Pack]:
     """Yield `count` packs of documents of 1 to 300 random tokens that end in EOS.
 
-    If `odd`, two of eight packs have documents of one or two tokens, or special tokens in their first half.
+    If `odd`, two of eight packs have documents of one or two tokens, or special tokens in their
+    first half.
     """
     for sample in range(count):
         rng = np.random.default_rng(sample)
@@ -54,7 +61,11 @@ def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[
 
 
 def compute_targets(objective: Objective, pack: Pack) -> Targets:
-    """Return the Targets of a pack under the seed of the checks, 1; InputError if the objective raises an error."""
+    """Return the Targets of a pack under the seed of the checks, 1.
+
+    Raises:
+        InputError: The objective raises an error.
+    """
     try:
         return objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
     except Exception as error:  # foreign code may raise anything
@@ -83,10 +94,12 @@ def measure(objective: Objective) -> list[CheckResult]:
 
 @dataclass
 class _LeakCounts:
-    """Counts of labels that change inputs: a predicted token of each document is replaced, and the targets computed again.
+    """Counts of labels that change inputs.
 
-    Each input that changes and that the prediction sees depends on the label. A model can read it if it knows the place, which is
-    counted in `places` by distance from the token, from the document's ends and so on. The place of a shuffled token varies.
+    A predicted token of each document is replaced, and the targets computed again. Each input that
+    changes and that the prediction sees depends on the label. A model can read it if it knows the
+    place, which is counted in `places` by distance from the token, from the document's ends and so
+    on. The place of a shuffled token varies.
     """
 
     objective: Objective
@@ -100,7 +113,10 @@ class _LeakCounts:
     """Number of labels that change the input at another place, by its kind and value."""
 
     def add(self, pack: Pack, targets: Targets) -> None:
-        """Replace the token of a random prediction of each document by another text token, and count the inputs that change."""
+        """Replace one predicted token of each document, and count inputs that change.
+
+        The prediction is a random one, and the token another text token.
+        """
         if self.objective.classes:
             return
         rng, shift, lengths = (
@@ -111,9 +127,8 @@ class _LeakCounts:
         starts = pack.edges[:-1].astype(np.int64)
         first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
         (documents,) = np.nonzero(last > first)
-        ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(
-            np.int64
-        )  # among the document's predictions
+        # Rank of a random prediction among those of its document.
+        ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(np.int64)
         predict_at = targets.predict_at[first[documents] + ranks]
         tokens, text = pack.tokens.copy(), text_token_ids(self.objective.vocabulary)
         steps = rng.integers(1, len(text), size=len(documents))
@@ -127,7 +142,8 @@ class _LeakCounts:
             for each in (targets, changed)
         )
         differs = (before | after) & ((targets.inputs != changed.inputs) | (before != after))
-        # If the choice of predictions depends on the tokens, the new token may be an input instead of a label.
+        # If the choice of predictions depends on the tokens, the new token may be an input instead
+        # of a label.
         is_predicted = np.isin(predict_at, changed.predict_at)
         self.labels += int(is_predicted.sum())
         has_change = np.logical_or.reduceat(differs, starts)[documents]
@@ -153,7 +169,10 @@ class _LeakCounts:
             )
 
     def build_result(self) -> CheckResult:
-        """Return the check of leaks, which fails if too many labels change the input at one place."""
+        """Return the check of leaks.
+
+        It fails if too many labels change the input at one place.
+        """
         if self.objective.classes:
             return CheckResult(
                 "leaks", None, "not tested: labels are classes, not tokens that an input may hold"
@@ -179,7 +198,10 @@ class _LeakCounts:
 def _find_visible(
     objective: Objective, pack: Pack, targets: Targets, queries: np.ndarray
 ) -> np.ndarray:
-    """Return bool[T], whether each token is seen from position `queries`, int[T], of its own document (-1: from none)."""
+    """Return whether each token is seen from a position of its document, bool[T].
+
+    `queries`, int[T], has that position for each token, -1 for none.
+    """
     at = np.arange(len(queries))
     if objective.attention == Attention.BIDIRECTIONAL:
         return queries >= 0
@@ -192,7 +214,10 @@ def _find_visible(
 
 @dataclass
 class _Statistics:
-    """Statistics of targets, added pack by pack: predictions, their positions, runs and inputs, and weights."""
+    """Statistics of targets, added pack by pack.
+
+    They are those of predictions, their positions, runs and inputs, and weights.
+    """
 
     objective: Objective
     tokens: int = 0
@@ -234,7 +259,10 @@ class _Statistics:
         self.divisor += targets.loss_count
 
     def build_results(self) -> list[CheckResult]:
-        """Return the rows of the statistics; that of the predictions fails without any."""
+        """Return the rows of the statistics.
+
+        The row of the predictions fails if there are none.
+        """
         share, predicted = float(np.mean(self.shares)), int(self.inputs.sum())
         error = 1.96 * float(np.std(self.shares, ddof=1)) / len(self.shares) ** 0.5
         interval = f"95 % interval {100 * (share - error):.2f} to {100 * (share + error):.2f}"

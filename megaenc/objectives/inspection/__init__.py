@@ -1,1 +1,1 @@
-"""The command `megaenc data inspect`, which shows the targets of an objective on packs of a corpus."""
+"""Command `megaenc data inspect`, which shows an objective's targets on packs."""

@@ -1,4 +1,7 @@
-"""Command `megaenc data inspect`: statistics of a corpus, its document lengths, and one pack decoded as an objective sees it."""
+"""Command `megaenc data inspect`: statistics of a corpus, and one decoded pack.
+
+The pack is shown as an objective sees it, next to a histogram of document lengths.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Flags of `megaenc data inspect`: corpus, tokenizer, objective, and number, length and cutting of the pack to show.
+    """Flags of `megaenc data inspect`: corpus, tokenizer, objective and pack to show.
 
     Packs are those that `megaenc pretrain` reads with the same flags.
     """
@@ -41,7 +44,8 @@ class InspectConfig:
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """Way of cutting documents into packs; see the flag of `megaenc pretrain`."""
     data_order: Literal["blocks", "documents"] = "blocks"
-    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc pretrain`."""
+    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc
+    pretrain`."""
     seed: Seed = 1
     """Seed of the order of packs and of the hidden tokens."""
     split: str = "99,1,0"
@@ -49,7 +53,10 @@ class InspectConfig:
 
 
 class LengthBin(NamedTuple):
-    """Histogram bin of document lengths: number and total tokens of the documents with `low` to `high` tokens, inclusive."""
+    """Histogram bin of document lengths.
+
+    It counts the documents with `low` to `high` tokens, inclusive, and all their tokens.
+    """
 
     low: int
     high: int
@@ -59,7 +66,7 @@ class LengthBin(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Mean, median, 5th and 95th percentile, maximum and histogram of document lengths in tokens; count of empty ones."""
+    """Statistics of document lengths in tokens."""
 
     mean: float
     median: float
@@ -71,11 +78,12 @@ class LengthStats:
     """Number of the first longest document."""
     empty: int
     bins: tuple[LengthBin, ...]
-    """Histogram without gaps, from the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens."""
+    """Histogram without gaps, from the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ...
+    tokens."""
 
 
 def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
-    """Return the LengthStats of document lengths, int64[D] in tokens with D > 0; histogram bins are powers of two."""
+    """Return the LengthStats of document lengths, int64[D] in tokens with D > 0."""
     p5, median, p95 = np.percentile(document_lengths, [5, 50, 95]).tolist()
     longest = int(document_lengths.argmax())
     empty = int((document_lengths == 0).sum())
@@ -102,7 +110,10 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 
 
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
-    """Return rich renderables of a corpus: statistics, length histogram, and a decoded pack if a tokenizer is given."""
+    """Return rich renderables of a corpus.
+
+    They are statistics, a histogram of lengths, and a decoded pack if a tokenizer is given.
+    """
     corpus = Corpus.open(settings.prefix)
     lengths = compute_length_stats(corpus.document_lengths)
     training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)
@@ -135,7 +146,7 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
 def _build_stats_table(
     corpus: Corpus, packs: CorpusPackedDataset, lengths: LengthStats, settings: InspectConfig
 ) -> Any:
-    """Build a rich table of corpus counts, sizes, tokenizer and document lengths."""
+    """Return a rich table of corpus counts, sizes, tokenizer and document lengths."""
     from rich.table import Table
 
     metadata = corpus.metadata
@@ -184,7 +195,10 @@ def _build_stats_table(
 
 
 def _build_histogram(lengths: LengthStats) -> Any:
-    """Build a rich table of length bins, with documents as bars and the share of tokens."""
+    """Return a rich table of length bins, with documents as bars.
+
+    The last column is the share of tokens.
+    """
     from rich.table import Table
 
     documents, tokens = (
@@ -213,19 +227,24 @@ def _build_histogram(lengths: LengthStats) -> Any:
 
 
 def _format_size(count: int) -> str:
-    """Format a size in bytes."""
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
 def format_bar(share: float, width: int = _BAR_WIDTH) -> str:
-    """Return a bar of block characters over `share` (0 to 1) of `width` columns, padded with spaces; never empty above 0."""
+    """Return a bar of block characters, padded with spaces.
+
+    It takes `share` (0 to 1) of `width` columns, and is never empty above 0.
+    """
     eighths = max(round(share * width * 8), int(share > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc data inspect`: print a corpus's statistics, length histogram and, given a tokenizer, a decoded pack."""
+    """Run `megaenc data inspect`: print statistics of a corpus and a decoded pack.
+
+    The pack is printed only if a tokenizer is given.
+    """
     silence_libraries()
     settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)
     console = build_rich_console(highlight=False, markup=False, emoji=False)

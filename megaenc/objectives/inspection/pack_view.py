@@ -1,4 +1,7 @@
-"""Console view of a decoded pack: text, document edges, and the tokens that an objective hides and predicts."""
+"""Console view of a decoded pack.
+
+It shows the text, document edges, and the tokens that an objective hides and predicts.
+"""
 
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -39,7 +42,7 @@ _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """One token of a pack, or all tokens of one character: place, text, marks of the model's input, predicted labels."""
+    """Span of one token of a pack, or of all tokens of one character."""
 
     start: int
     stop: int
@@ -47,20 +50,22 @@ class TokenSpan:
     """Decoded text, which is also the label of a hidden token."""
     special: bool
     marks: str
-    """One character per token: AS_IS; HIDDEN, the model reads the mask token; REPLACED, it reads another token; KEPT, it reads
-    the token unchanged and predicts it.
-    """
+    """One character per token: AS_IS; HIDDEN, the model reads the mask token; REPLACED, it reads
+    another token; KEPT, it reads the token unchanged and predicts it."""
     reads: str
     """Replacement of a single REPLACED token, else empty."""
     predicts: tuple[str | None, ...]
-    """Label predicted at each token: None for no prediction or the token itself (see its mark), "" for the next token, else the
-    label's text.
-    """
+    """Label predicted at each token: None for no prediction or the token itself (see its mark), ""
+    for the next token, else the label's text."""
 
 
 @dataclass(frozen=True)
 class DecodedPack:
-    """A pack, an objective, the Targets that it makes of the pack, and in `pieces` the TokenSpans of each document."""
+    """Pack decoded under an objective.
+
+    It has the Targets that the objective makes of the pack, and in `pieces` the TokenSpans of each
+    document.
+    """
 
     pack: Pack
     objective: Objective
@@ -71,7 +76,10 @@ class DecodedPack:
 def decode_pack(
     pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast"
 ) -> DecodedPack:
-    """Return `pack` decoded to text spans per document, with the tokens that `objective` hides and predicts under `seed`."""
+    """Return a pack decoded to text spans by document.
+
+    The spans show the tokens that `objective` hides and predicts under `seed`.
+    """
     vocabulary = read_vocabulary(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
 
@@ -121,7 +129,11 @@ def decode_pack(
 
 
 def build_renderables(decoded: DecodedPack) -> list[Any]:
-    """Return rich renderables of a pack: counts, text with hidden and predicted tokens marked and document rules, legend."""
+    """Return rich renderables of a decoded pack.
+
+    They are counts, the text of each document with hidden and predicted tokens marked, and a
+    legend.
+    """
     from rich.rule import Rule
     from rich.text import Text
 
@@ -150,7 +162,10 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
 
 
 def _format_span(span: TokenSpan) -> Any:
-    """Format a span as rich Text, with hidden tokens in brackets and marks for predictions."""
+    """Return a span as rich Text.
+
+    Hidden tokens are in brackets, predictions have marks.
+    """
     from rich.text import Text
 
     inner = span.text.translate(_CONTROL_PICTURES)
@@ -160,9 +175,8 @@ def _format_span(span: TokenSpan) -> Any:
     elif set(span.marks) == {AS_IS}:
         line.append(inner)
     else:
-        if (
-            inner.startswith(" ") and inner.strip()
-        ):  # the space before a word stays outside its brackets
+        # The space before a word stays outside its brackets.
+        if inner.startswith(" ") and inner.strip():
             line.append(" ")
             inner = inner[1:]
         inner = inner if inner.strip() else inner.replace(" ", "␣")
@@ -184,7 +198,7 @@ def _format_span(span: TokenSpan) -> Any:
 
 
 def _build_legend(decoded: DecodedPack) -> Any:
-    """Build a rich table that explains the marks that occur in the pack."""
+    """Return a rich table that explains the marks that occur in the pack."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""Units of several tokens that masking hides together: words, and collocations found in a corpus."""
+"""Units of several tokens that masking hides together: words and collocations."""

@@ -1,13 +1,17 @@
-"""Find the collocations of a corpus, token n-grams that `mlm(unit=FILE)` hides as a whole (PMI-Masking, arXiv 2010.01825).
+"""Find the collocations of a corpus, which `mlm(unit=FILE)` hides as a whole.
 
-megaenc objective collocations --data-path demo/corpus_text_document --tokenizer demo/tokenizer --output demo/pmi.npz
-megaenc data inspect demo/corpus_text_document --tokenizer demo/tokenizer --objective 'mlm(mask=0.15,unit=demo/pmi.npz)'
+megaenc objective collocations --data-path demo/corpus_text_document \\
+    --tokenizer demo/tokenizer --output demo/pmi.npz
+megaenc data inspect demo/corpus_text_document --tokenizer demo/tokenizer \\
+    --objective 'mlm(mask=0.15,unit=demo/pmi.npz)'
 
-N-grams of 2 to 5 tokens are ranked by the paper's pointwise mutual information: the smallest, over all ways to cut the n-gram
-into shorter ones, of log p(n-gram) - the sum of log p(part). So `the New York` does not rank high only because `New York` does.
-Half of the collocations have 2 tokens, a quarter 3, an eighth 4 and an eighth 5, all with a PMI above 0. No n-gram holds a
-special token or crosses the end of a document. The paper counts n-grams of words; here a word of several tokens may be one.
-Counts are exact; the memory is about 4 bytes a token and 1 GB.
+N-grams of 2 to 5 tokens are ranked by the pointwise mutual information of PMI-Masking (arXiv
+2010.01825): the smallest, over all ways to cut the n-gram into shorter ones, of log p(n-gram) - the
+sum of log p(part). So `the New York` does not rank high only because `New York` does. Half of the
+collocations have 2 tokens, a quarter 3, an eighth 4 and an eighth 5, all with a PMI above 0. No
+n-gram holds a special token or crosses the end of a document. The paper counts n-grams of words;
+here a word of several tokens may be one. Counts are exact; the memory is about 4 bytes a token and
+1 GB.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +41,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class CollocationsConfig:
-    """Flags of `megaenc objective collocations`: corpus, tokenizer, output file, and number of collocations."""
+    """Flags of `megaenc objective collocations`."""
 
     data_path: str
     """Corpus: path of its .bin, .idx and .json without the extension."""
@@ -54,10 +58,11 @@ class CollocationsConfig:
 
 
 class NgramTable(NamedTuple):
-    """All n-grams of one length that are frequent enough; an n-gram is its place in the arrays.
+    """Frequent n-grams of one length; an n-gram is its place in the arrays.
 
-    counts: int64[N]; prefixes and suffixes: int64[N], its first and last n - 1 tokens as places in the table before (for n = 1
-    the token id); total: number of n-grams of this length in the corpus, rare ones included.
+    counts: int64[N]; prefixes and suffixes: int64[N], its first and last n - 1 tokens as places in
+    the table before (for n = 1 the token id); total: number of n-grams of this length in the
+    corpus, rare ones included.
     """
 
     counts: np.ndarray
@@ -72,18 +77,21 @@ def count_ngrams(
     tick: Callable[[int], None] = lambda count: None,
     most_sorted: int = _SORTED,
 ) -> list[NgramTable]:
-    """Return the tables of the n-grams of 1 to 5 tokens that occur at least `min_count` times in `ids`, which is overwritten.
+    """Return the tables of the frequent n-grams of 1 to 5 tokens.
 
-    ids: int32, token ids, with a negative number at each place that no n-gram may hold. `tick` is called with the number of
-    places worked on. At most about `most_sorted` n-grams are sorted at a time.
+    Args:
+        ids: int32, token ids, with a negative number at each place that no n-gram may hold;
+            overwritten.
+        min_count: Fewest occurrences of an n-gram.
+        tick: Function that is called with the number of places worked on.
+        most_sorted: About the largest number of n-grams that are sorted at a time.
     """
     ends = np.flatnonzero(np.concatenate([ids, [-1]]) < 0)
     runs = np.diff(ends, prepend=-1) - 1
     counts = np.bincount(ids[ids >= 0])
     tokens = np.flatnonzero(counts >= min_count)
-    number_of = np.full(
-        len(counts) + 1, -1, dtype=np.int32
-    )  # its last entry is for negative numbers
+    # The last entry is for negative numbers.
+    number_of = np.full(len(counts) + 1, -1, dtype=np.int32)
     number_of[tokens] = np.arange(len(tokens))
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
@@ -92,7 +100,8 @@ def count_ngrams(
     for length in range(2, LONGEST + 1):
         base = len(tables[-1].counts)
         keys, counts = _count_keys(ids, base, min_count, tick, most_sorted)
-        # The n-gram at each place replaces the shorter one, chunk by chunk: a key needs only its own place and the next.
+        # The n-gram at each place replaces the shorter one, chunk by chunk: a key needs only its
+        # own place and the next.
         for start, places, chunk_keys in _iterate_keys(ids, base):
             numbers = np.full(min(_CHUNK, len(ids) - start), -1, dtype=np.int32)
             if len(keys):
@@ -106,9 +115,12 @@ def count_ngrams(
 
 
 def _iterate_keys(ids: np.ndarray, base: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield chunks of `ids`: start, places from there with an n-gram at both this place and the next, and their keys.
+    """Yield the keys of overlapping n-grams in chunks of `ids`.
 
-    The key of two overlapping n-grams is that of the first times `base` plus that of the second, which is exact.
+    The key is that of the first times `base` plus that of the second, which is exact.
+
+    Yields:
+        (start, places from there with an n-gram at both this place and the next, their keys).
     """
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK + 1].astype(np.int64)
@@ -119,7 +131,10 @@ def _iterate_keys(ids: np.ndarray, base: int) -> Iterator[tuple[int, np.ndarray,
 def _count_keys(
     ids: np.ndarray, base: int, min_count: int, tick: Callable[[int], None], most_sorted: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count the keys of `ids`; return those that occur at least `min_count` times, sorted, and their counts, both int64."""
+    """Return the frequent keys of `ids`, sorted, and their counts, both int64.
+
+    Frequent keys occur at least `min_count` times.
+    """
     total = sum(len(keys) for _, _, keys in _iterate_keys(ids, base))
     parts = -(-total // most_sorted) or 1
     kept = []
@@ -144,10 +159,10 @@ def _count_keys(
 
 
 def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
-    """Return the PMI of each n-gram of `tables`, float64[N] a table, without that of n = 1.
+    """Return the PMI of each n-gram, float64[N] a table, without that of n = 1.
 
-    PMI_n of arXiv 2010.01825: the minimum over all segmentations, but the n-gram itself, of log p(n-gram) - sum of log
-    p(segment), where p is the share of an n-gram among those of its length.
+    PMI_n of arXiv 2010.01825: the minimum over all segmentations, but the n-gram itself, of log
+    p(n-gram) - sum of log p(segment), where p is the share of an n-gram among those of its length.
     """
     logs = [np.log(table.counts / max(table.total, 1)) for table in tables]
     best, pmi = [logs[0]], []  # best: largest sum of log p(segment), the n-gram itself included
@@ -172,7 +187,10 @@ def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
 def select_collocations(
     tables: Sequence[NgramTable], count: int, facts: dict[str, object]
 ) -> Collocations:
-    """Return at most `count` Collocations of the highest PMI above 0, in SHARES by length; ties go to frequent ones."""
+    """Return at most `count` Collocations of the highest PMI above 0.
+
+    SHARES gives the share of each length; ties go to frequent ones.
+    """
     rows = []
     pmis = []
     counts = []
@@ -197,7 +215,10 @@ def select_collocations(
 
 
 def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.ndarray:
-    """Return the first `max_tokens` tokens of `corpus`, int32, with -1 in place of special tokens and after each document."""
+    """Return the first `max_tokens` tokens of a corpus, int32.
+
+    -1 stands in place of special tokens and after each document.
+    """
     documents = np.flatnonzero(corpus.document_lengths)
     ends = np.cumsum(corpus.document_lengths[documents])
     documents = documents[: np.searchsorted(ends, max_tokens) + 1]
@@ -221,7 +242,11 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
 
 
 def find_collocations(settings: CollocationsConfig) -> None:
-    """Count n-grams of the corpus, write the file of collocations and print examples. Raises InputError."""
+    """Count n-grams of the corpus, write the file of collocations and print examples.
+
+    Raises:
+        InputError: A file cannot be used, or there are no collocations.
+    """
     output = Path(settings.output)
     refuse_existing(output, "--output")
     corpus = Corpus.open(settings.data_path)
@@ -271,7 +296,10 @@ def find_collocations(settings: CollocationsConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc objective collocations`: write the collocations of a corpus to a file and print examples."""
+    """Run `megaenc objective collocations`: write the collocations of a corpus.
+
+    Examples are printed.
+    """
     silence_libraries()
     settings = flags.parse(
         CollocationsConfig, argv, prog="megaenc objective collocations", description=__doc__

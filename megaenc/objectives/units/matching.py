@@ -1,4 +1,7 @@
-"""Units of several tokens that are hidden together: words, and the collocations listed in a file."""
+"""Units of several tokens that are hidden together.
+
+They are words, or the collocations listed in a file.
+"""
 
 import json
 import math
@@ -24,10 +27,10 @@ _ARRAYS = ("tokens", "pmi", "counts", "facts")
 
 @dataclass(frozen=True, eq=False)
 class Collocations:
-    """Token n-grams of 2 to 5 tokens, best first within each length, with PMI and count, and the facts of their origin.
+    """Token n-grams of 2 to 5 tokens, best first within each length.
 
-    tokens: int32[C, 5], padded with -1; pmi: float32[C]; counts: int64[C]; facts: `tokenizer` (the fingerprint), `corpus`,
-    `tokens` and more.
+    tokens: int32[C, 5], padded with -1; pmi: float32[C]; counts: int64[C]; facts: their origin,
+    `tokenizer` (the fingerprint), `corpus`, `tokens` and more.
     """
 
     tokens: np.ndarray
@@ -37,7 +40,7 @@ class Collocations:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return int64[C], the number of tokens of each collocation."""
+        """Return the number of tokens of each collocation, int64[C]."""
         return (self.tokens >= 0).sum(axis=1)
 
     def save(self, path: Path) -> None:
@@ -48,7 +51,10 @@ class Collocations:
 
 
 class TrieLevel(NamedTuple):
-    """Level n of a trie of collocations: sorted keys, node of level n - 1 times base plus token n, and what ends there."""
+    """Level n of a trie of collocations.
+
+    Its keys are sorted: the node of level n - 1 times base plus token n.
+    """
 
     keys: np.ndarray
     ends: np.ndarray
@@ -75,9 +81,13 @@ class CollocationMatcher:
             self.levels.append(TrieLevel(keys, ends))
 
     def match(self, tokens: np.ndarray, is_joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return places and lengths, int64[M], of the collocations in `tokens`, from the left the longest at each place.
+        """Return places and lengths, int64[M], of the collocations in some tokens.
 
-        They do not overlap. tokens: int64[T]; is_joined: bool[T - 1], whether a collocation may hold a token and the next one.
+        They do not overlap; from the left the longest is taken at each place.
+
+        Args:
+            tokens: int64[T].
+            is_joined: bool[T - 1], whether a collocation may hold a token and the next one.
         """
         longest = np.zeros(len(tokens), dtype=np.int64)
         places = np.flatnonzero(is_joined & (tokens[:-1] < self._base))
@@ -134,7 +144,11 @@ def _find_too_large_array(path: str) -> str:
 
 @lru_cache(maxsize=8)
 def load_collocations(path: str) -> Collocations:
-    """Return the Collocations in the file `path`, read once in a process; InputError for another or a damaged file."""
+    """Return the Collocations in a file, read once in a process.
+
+    Raises:
+        InputError: The file is another one or damaged.
+    """
     written_by = "expected a file of `megaenc objective collocations`"
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file; {written_by}")
@@ -170,12 +184,16 @@ def load_collocations(path: str) -> Collocations:
 
 @lru_cache(maxsize=8)
 def _get_matcher(path: str) -> CollocationMatcher:
-    """Return the matcher of the collocations in the file `path`, built once in a process."""
+    """Return the matcher of the collocations in a file, built once in a process."""
     return CollocationMatcher(load_collocations(path))
 
 
 def check_collocations(path: str, vocabulary: Vocabulary) -> None:
-    """Raise InputError unless the file `path` holds collocations of the tokenizer of `vocabulary`."""
+    """Check that a file holds collocations of a vocabulary's tokenizer.
+
+    Raises:
+        InputError: It does not.
+    """
     fingerprint = str(load_collocations(path).facts.get("tokenizer"))
     if vocabulary.fingerprint and not vocabulary.is_of_tokenizer(fingerprint):
         raise InputError(
@@ -188,9 +206,13 @@ def check_collocations(path: str, vocabulary: Vocabulary) -> None:
 def find_unit_starts(
     unit: str, pack: Pack, eligible: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Return bool[T], whether a unit (`word`, or the path of a file of collocations) begins with each token of `pack`.
+    """Return whether a unit begins with each token of a pack, bool[T].
 
-    One begins at each edge, at a token that is not `eligible` (bool[T]) and after it.
+    A unit also begins at each edge, at a token that is not eligible, and after it.
+
+    Args:
+        unit: `word`, or the path of a file of collocations.
+        eligible: bool[T].
     """
     is_joined = eligible[1:] & eligible[:-1]
     is_joined[pack.edges[1:-1] - 1] = False
