@@ -489,7 +489,8 @@ def get_preset(name: str) -> ModelConfig:
     """
     if (key := str(name).lower()) not in PRESETS:  # a YAML file may have any value
         raise InputError(
-            f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}"
+            f"--model: unknown preset {truncate_text(repr(name))}, "
+            f"expected one of {', '.join(PRESETS)}"
         )
     return PRESETS[key]
 

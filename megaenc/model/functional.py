@@ -81,9 +81,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         x_RH, shrink_R1, weight = ctx.saved_tensors
-        gradient_RH, to_sum_RH = (
-            gradient.reshape(x_RH.shape) for gradient in (gradients[-1], gradients[0])
-        )
+        gradient_RH = gradients[-1].reshape(x_RH.shape)
+        to_sum_RH = gradients[0].reshape(x_RH.shape)
         scale = weight.to(shrink_R1.dtype)
         to_x_RH = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device)
         to_weight = torch.zeros_like(scale)
@@ -219,10 +218,9 @@ class _SplitQKV(torch.autograd.Function):
         groups = mixed.size(2)
         heads = mixed.size(3) // dim
         blocks = mixed.contiguous().view(tokens, groups, heads, dim)
-        q, k, v = (
-            torch.empty(tokens, groups, count, dim, dtype=mixed.dtype, device=mixed.device)
-            for count in (heads - 2, 1, 1)
-        )
+        q = blocks.new_empty(tokens, groups, heads - 2, dim)
+        k = blocks.new_empty(tokens, groups, 1, dim)
+        v = blocks.new_empty(tokens, groups, 1, dim)
         copy_qkv(blocks, q, k, v, cos, sin, False)
         return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
 

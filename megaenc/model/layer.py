@@ -212,7 +212,9 @@ class PackedAttention(MegatronModule):
         if key is None:
             inputs = rotation.split(query, self.config.kv_channels)
         else:
-            query, key = (x if rotation is None else rotation(x) for x in (query, key))
+            if rotation is not None:
+                query = rotation(query)
+                key = rotation(key)
             inputs = (x.squeeze(1) for x in (query, key, value))
         out = compute_attention(
             self.backend, *inputs, packing, self.softmax_scale, window=self.window

@@ -140,8 +140,8 @@ def build_transformer_config(
         # Only for Transformer Engine; our own layers get their format from the spec below.
         fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
         fp8_recipe="tensorwise",
-        # For Transformer Engine's layers; megatron-core's own add to gradient buffers once they have
-        # them (see main_grad).
+        # For Transformer Engine's layers; megatron-core's own add to gradient buffers once they
+        # have them (see main_grad).
         gradient_accumulation_fusion=kernels.transformer_impl == "transformer_engine",
         # These need apex, Transformer Engine or torch.compile, which needs a C++ compiler on CPU.
         bias_activation_fusion=False,
@@ -154,18 +154,6 @@ def build_transformer_config(
 def _leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` unchanged, as an init method of megatron-core."""
     return tensor
-
-
-def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, type | ModuleSpec]:
-    """Return the column-parallel and the row-parallel linear layer for `kernels`."""
-    if kernels.transformer_impl == "transformer_engine":
-        return transformer_engine.linear_classes()
-    if kernels.fp8_format:
-        params = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
-        return ModuleSpec(Float8ColumnParallelLinear, params=params), ModuleSpec(
-            Float8RowParallelLinear, params=params
-        )
-    return ColumnParallelLinear, RowParallelLinear
 
 
 def build_block_spec(
@@ -217,7 +205,15 @@ def _build_layer_spec(
     """
     norm = select_norm(model, kernels, fused)
     head_norm = norm if config.qk_layernorm else None
-    column_parallel, row_parallel = _select_linear_layers(kernels)
+    if kernels.transformer_impl == "transformer_engine":
+        column_parallel, row_parallel = transformer_engine.linear_classes()
+    elif kernels.fp8_format:
+        params = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
+        column_parallel = ModuleSpec(Float8ColumnParallelLinear, params=params)
+        row_parallel = ModuleSpec(Float8RowParallelLinear, params=params)
+    else:
+        column_parallel = ColumnParallelLinear
+        row_parallel = RowParallelLinear
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
     attention["selects_rows"] = options["selects_rows"]
     add = (

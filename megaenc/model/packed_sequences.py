@@ -90,13 +90,15 @@ class PackedSequences(PackedSeqParams):
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
             raise ValueError(
-                f"{attention} attention: found prefixes {prefixes}, expected them only under prefix attention"
+                f"{attention} attention: found prefixes {prefixes}, "
+                "expected them only under prefix attention"
             )
         if prefixes is not None and (
             prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any()
         ):
             raise ValueError(
-                f"prefixes: found {prefixes}, expected for each document at most its length, {lengths}"
+                f"prefixes: found {prefixes}, expected for each document at most its length, "
+                f"{lengths}"
             )
         cu_seqlens = copy_to_device(torch.tensor(edges, dtype=torch.int32), device)
         longest = int(lengths.max())

@@ -28,19 +28,22 @@ def check_transformer_engine(fp8_format: str | None) -> None:
 
     if not extension.HAVE_TE:
         raise InputError(
-            "--transformer-impl transformer_engine: transformer-engine is not installed; install it, or leave the flag out: "
+            "--transformer-impl transformer_engine: transformer-engine is not installed; "
+            "install it, or leave the flag out: "
             "nothing else needs it"
         )
     if not fp8_format:
         return
     if not is_te_min_version(_MIN_FP8_VERSION):
         raise InputError(
-            f"--fp8-format {fp8_format}: found transformer-engine {get_te_version()}, expected {_MIN_FP8_VERSION} or later"
+            f"--fp8-format {fp8_format}: found transformer-engine {get_te_version()}, "
+            f"expected {_MIN_FP8_VERSION} or later"
         )
     is_available, reason = extension.FP8GlobalStateManager.is_fp8_available()
     if not is_available:
         raise InputError(
-            f"--fp8-format {fp8_format}: Transformer Engine has no float8 on this machine ({reason}); leave the flag out"
+            f"--fp8-format {fp8_format}: Transformer Engine has no float8 on this machine "
+            f"({reason}); leave the flag out"
         )
 
 

@@ -165,7 +165,8 @@ class Objective(ABC):
             self._check_option(field, getattr(self, field.name))
         if self.classes > self.vocabulary.size:
             raise InputError(
-                f"{self.name}: found {self.classes} classes, expected at most {self.vocabulary.size}, the vocabulary"
+                f"{self.name}: found {self.classes} classes, expected at most "
+                f"{self.vocabulary.size}, the vocabulary"
             )
 
     @classmethod
@@ -231,9 +232,8 @@ class Objective(ABC):
             last = getattr(end or self, field.name)
             if first != last or first != field.default or every:
                 values = (first,) if first == last else (first, last)
-                assignments.append(
-                    f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}"
-                )
+                texts = [_format_value(type(field.default)(value)) for value in values]
+                assignments.append(f"{field.name}={'->'.join(texts)}")
         return f"{self.name}({','.join(assignments)})" if assignments else self.name
 
     @classmethod

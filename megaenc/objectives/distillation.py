@@ -74,7 +74,8 @@ class Distillation(MaskedLanguageModeling):
             raise OptionError(
                 self.name,
                 "teacher",
-                f"missing, expected the folder of a masked language model: {self.name}(teacher=DIR)",
+                "missing, expected the folder of a masked language model: "
+                f"{self.name}(teacher=DIR)",
             )
 
     def files(self) -> tuple[Path, ...]:
@@ -130,7 +131,8 @@ class Teacher:
         if size < vocabulary.size:
             owner = "the tokenizer" if vocabulary.fingerprint else "made-up packs"
             raise InputError(
-                f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of {owner}"
+                f"teacher {path}: a vocabulary of {size} ids, expected at least the "
+                f"{vocabulary.size} of {owner}"
             )
         _check_tokenizer(Path(path), vocabulary)
         self.path = path
@@ -138,7 +140,8 @@ class Teacher:
         self.model = load_masked_lm(folder, config).requires_grad_(False)
         if shift := getattr(config, "prediction_shift", 0):
             raise InputError(
-                f"teacher {path}: predicts tokens {shift} further (`prediction_shift`), expected a model trained with mlm last"
+                f"teacher {path}: predicts tokens {shift} further (`prediction_shift`), "
+                "expected a model trained with mlm last"
             )
         self.context_length = config.max_position_embeddings - find_position_offset(self.model)
         self._padding = getattr(config, "pad_token_id", None) or 0
@@ -170,7 +173,8 @@ class Teacher:
         needed = len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.edges).max())
         if needed > self.context_length:
             raise InputError(
-                f"teacher {self.path}: reads up to {self.context_length} tokens, expected the {needed} of a pack; "
+                f"teacher {self.path}: reads up to {self.context_length} tokens, "
+                f"expected the {needed} of a pack; "
                 "use a smaller --seq-length or another teacher"
             )
         count = min(count, len(text_token_ids(self.vocabulary)))
@@ -194,7 +198,8 @@ class Teacher:
             )
             logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
             best = logits_nV.topk(count)
-            ids_NK[chosen], logits_NK[chosen] = best.indices.numpy(), best.values.numpy()
+            ids_NK[chosen] = best.indices.numpy()
+            logits_NK[chosen] = best.values.numpy()
         return ids_NK, logits_NK
 
     def _compute_logits(
@@ -260,7 +265,8 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     teacher = read_vocabulary(load_tokenizer(folder, "teacher"))
     if not vocabulary.is_of_tokenizer(teacher.fingerprint, teacher.text_fingerprint):
         raise InputError(
-            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), "
+            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's "
+            f"({vocabulary.fingerprint[:12]}), "
             "expected a model trained with the same"
         )
 

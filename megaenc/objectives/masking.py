@@ -210,7 +210,8 @@ def check_mask_token(objective: str, vocabulary: Vocabulary) -> None:
     """
     if vocabulary.mask_id is None:
         raise InputError(
-            f"{objective}: the tokenizer ({vocabulary.fingerprint[:12]}) has no mask token, expected one; "
+            f"{objective}: the tokenizer ({vocabulary.fingerprint[:12]}) has no mask token, "
+            "expected one; "
             "train one with `megaenc tokenizer`"
         )
 

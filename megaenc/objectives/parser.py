@@ -161,7 +161,8 @@ class _ScheduleParser:
         if self.train_iters is not None and total > self.train_iters:
             raise self.error(
                 count,
-                f"makes {total} phases of {self.train_iters} steps, expected at least a step for each",
+                f"makes {total} phases of {self.train_iters} steps, "
+                "expected at least a step for each",
             )
         if total > _MAX_PHASES:
             raise self.error(count, f"makes {total:,} phases, expected at most {_MAX_PHASES:,}")
@@ -250,10 +251,14 @@ class _ScheduleParser:
             InputError: It is not above zero.
         """
         digits = written.lstrip("-")
-        kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
-        if kind is None:
+        if _SHARE.fullmatch(digits):
+            kind = Fraction
+            noun = "share"
+        elif _WHOLE.fullmatch(digits):
+            kind = int
+            noun = "step count"
+        else:
             raise self.error(written, f"found `{written}`, expected {_AMOUNT}")
-        noun = "share" if kind is Fraction else "step count"
         if written.startswith("-"):
             raise self.error(written, f"negative {noun} {written}, expected more than zero")
         if kind(written) == 0:

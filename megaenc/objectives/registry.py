@@ -48,7 +48,10 @@ def _find_defect(name: str, objective: Any) -> str:
     if kind := COMBINATIONS.get(objective.name):
         return f"is called `{objective.name}`, which is a {kind} in a schedule"
     if type(objective.shift) is not int or objective.shift < 0:
-        return f"has shift {objective.shift!r}, expected the distance from a prediction to its token, 0 or more"
+        return (
+            f"has shift {objective.shift!r}, expected the distance from a prediction to its token, "
+            "0 or more"
+        )
     if type(objective.classes) is not int or objective.classes == 1 or objective.classes < 0:
         return f"has {objective.classes!r} classes, expected 2 or more, or 0 for tokens"
     if objective.classes and objective.shift:

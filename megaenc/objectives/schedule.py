@@ -315,7 +315,8 @@ def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
     if len(choices) > 1 or choices[0].start != choices[0].end:
         problem = "a mixture or sum" if len(choices) > 1 else "an option that changes"
         raise InputError(
-            f"{flag} {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)"
+            f"{flag} {text}: found {problem}, expected one objective with fixed options such as "
+            "mlm(mask=0.3)"
         )
     return choices[0].start
 
@@ -395,7 +396,10 @@ def _build_choices(
         numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
         for option in parsed.options:
             if option.end and option.name not in numbers:
-                complaint = f"{start.name}: option `{option.name}` is not a number and cannot change, expected one value"
+                complaint = (
+                    f"{start.name}: option `{option.name}` is not a number and cannot change, "
+                    "expected one value"
+                )
                 raise build_error(text, option.end, complaint)
         if any(option.end for option in parsed.options):
             end = _build_objective(text, parsed, vocabulary, at_end=True)
@@ -416,7 +420,10 @@ def _compute_integer_weights(text: str, phase: ParsedPhase) -> list[int]:
     if phase.is_sum and max(weights) > _MAX_SUM_WEIGHT:
         _, objective = phase.components[weights.index(max(weights))]
         ratio = ":".join(map(str, weights))
-        complaint = f"the weights of this sum are {ratio} as whole numbers, expected at most {_MAX_SUM_WEIGHT} each"
+        complaint = (
+            f"the weights of this sum are {ratio} as whole numbers, "
+            f"expected at most {_MAX_SUM_WEIGHT} each"
+        )
         raise build_error(text, objective.name, f"{complaint}; use fewer digits")
     return weights
 

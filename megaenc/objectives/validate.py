@@ -27,10 +27,14 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     tokens = pack.tokens.copy()
     edges = pack.edges.copy()
     try:
-        targets, second_targets = (objective.targets(pack, randomness) for _ in range(2))
+        targets = objective.targets(pack, randomness)
+        second_targets = objective.targets(pack, randomness)
         complaint = _find_violation(objective, pack, targets)
         if not complaint and not all(map(np.array_equal, targets.parts, second_targets.parts)):
-            complaint = "gives other targets when called again, expected a pure function of the pack and its randomness"
+            complaint = (
+                "gives other targets when called again, expected a pure function of the pack and "
+                "its randomness"
+            )
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
     except InputError as error:
@@ -55,9 +59,15 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     size = objective.vocabulary.size
     outputs = objective.classes or size
     if inputs.min() < 0 or inputs.max() >= size:
-        return f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, expected 0 to {size - 1}"
+        return (
+            f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, "
+            f"expected 0 to {size - 1}"
+        )
     if len(predict_at) != len(labels):
-        return f"`predict_at` holds {len(predict_at)} positions and `labels` {len(labels)}, expected equal numbers"
+        return (
+            f"`predict_at` holds {len(predict_at)} positions and `labels` {len(labels)}, "
+            "expected equal numbers"
+        )
     if len(predict_at) and (
         predict_at[0] < 0 or predict_at[-1] >= length or (np.diff(predict_at) <= 0).any()
     ):
@@ -67,7 +77,10 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     beyond = predicted >= length
     wrong = beyond | (document[predict_at] != document[np.where(beyond, 0, predicted)])
     if wrong.any():
-        return f"position {predict_at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
+        return (
+            f"position {predict_at[wrong][0]} predicts a token of another document (`shift` is "
+            f"{objective.shift})"
+        )
     wrong = (labels < 0) | (labels >= outputs)
     if wrong.any():
         return f"`labels` holds {labels[wrong][0]}, expected 0 to {outputs - 1}"
@@ -77,7 +90,8 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         label = labels[wrong][0]
         token = pack.tokens[predicted][wrong][0]
         return (
-            f"position {position} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {token}; "
+            f"position {position} should predict id {label}, but {objective.shift} further "
+            f"(`shift`) the pack holds {token}; "
             "expected the labels to be the pack's tokens at predict_at + shift"
         )
     if weights is not None:
@@ -86,7 +100,10 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
             or weights.dtype != np.float32
             or weights.shape != labels.shape
         ):
-            return f"`weights` is {_describe_kind(weights)}, expected float32[{len(labels)}], one for each label"
+            return (
+                f"`weights` is {_describe_kind(weights)}, expected float32[{len(labels)}], "
+                "one for each label"
+            )
         wrong = ~(np.isfinite(weights) & (weights >= 0))
         if wrong.any():
             return f"`weights` holds {weights[wrong][0]}, expected finite numbers of 0 or more"
@@ -97,7 +114,10 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
         return f"`count` is {count!r}, expected a whole number above 0, or 0 without predictions"
     if (objective.attention == Attention.PREFIX) != (prefixes is not None):
-        return f"under {objective.attention} attention `prefixes` is {'missing' if prefixes is None else 'given'}"
+        return (
+            f"under {objective.attention} attention `prefixes` is "
+            f"{'missing' if prefixes is None else 'given'}"
+        )
     if prefixes is not None:
         lengths = np.diff(pack.edges)
         if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
@@ -130,18 +150,30 @@ def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -
             or array.ndim != 2
             or len(array) != count
         ):
-            return f"`soft_labels.{name}` is {_describe_kind(array)}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
+            return (
+                f"`soft_labels.{name}` is {_describe_kind(array)}, "
+                f"expected {np.dtype(dtype)}[{count}, K], a row for each label"
+            )
     ids, probabilities = soft_labels
     if ids.shape != probabilities.shape:
-        return f"`soft_labels` holds {ids.shape[1]} ids and {probabilities.shape[1]} probabilities a row, expected equal numbers"
+        return (
+            f"`soft_labels` holds {ids.shape[1]} ids and {probabilities.shape[1]} probabilities a "
+            "row, expected equal numbers"
+        )
     wrong = (ids < 0) | (ids >= size)
     if wrong.any():
         return f"`soft_labels.ids` holds {ids[wrong][0]}, expected 0 to {size - 1}"
     wrong = ~(np.isfinite(probabilities) & (probabilities >= 0))
     if wrong.any():
-        return f"`soft_labels.probabilities` holds {probabilities[wrong][0]}, expected finite numbers of 0 or more"
+        return (
+            f"`soft_labels.probabilities` holds {probabilities[wrong][0]}, "
+            "expected finite numbers of 0 or more"
+        )
     sums = probabilities.sum(axis=1, dtype=np.float64)
     wrong = np.abs(sums - 1) > _SUM_TOLERANCE
     if wrong.any():
-        return f"`soft_labels.probabilities` of prediction {wrong.argmax()} add up to {sums[wrong][0]:g}, expected 1"
+        return (
+            f"`soft_labels.probabilities` of prediction {wrong.argmax()} add up to "
+            f"{sums[wrong][0]:g}, expected 1"
+        )
     return ""

@@ -76,8 +76,8 @@ def compute_attention(
     if name == "onednn":
         return attend_by_products(q, k, v, packing, scale, window)
     if width % 8:  # accelerator kernels need a multiple of 8
-        q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
-        return compute_attention(name, q, k, v, packing, scale, window=window)[..., :width]
+        padded = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
+        return compute_attention(name, *padded, packing, scale, window=window)[..., :width]
     if name == "cudnn":
         return attend_padded(q, k, v, packing, scale, window)
     return _attend_packed(
@@ -92,12 +92,21 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
     """
     if name == "sdpa":
         return ""
+    dtype_name = str(dtype).removeprefix("torch.")
     if name == "onednn":
-        return _onednn_requirement(device, dtype)
+        # Its products may be impossible, or no faster than sdpa.
+        if device.type != "cpu":
+            return "needs a CPU"
+        if dtype != torch.bfloat16:
+            return f"computes in bfloat16 and not in {dtype_name}"
+        flags = read_cpu_flags()
+        if "avx512_bf16" not in flags or "amx_bf16" in flags:
+            return "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"
+        return "" if torch.backends.mkldnn.is_available() else "this torch has no oneDNN"
     if device.type != "cuda":
         return "needs an accelerator"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
+        return f"computes in 16-bit numbers and not in {dtype_name}"
     if name == "flash" and not flash_attn_versions(device):
         versions = _installed_flash_versions()
         hints = [
@@ -108,23 +117,6 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
         return "; ".join([f"flash-attn{' 2' if hints else ''} is not installed", *hints])
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
-    return ""
-
-
-def _onednn_requirement(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason not to compute attention by oneDNN's products.
-
-    They may be impossible, or no faster than sdpa. The text is empty if there is no such reason.
-    """
-    if device.type != "cpu":
-        return "needs a CPU"
-    if dtype != torch.bfloat16:
-        return f"computes in bfloat16 and not in {str(dtype).removeprefix('torch.')}"
-    flags = read_cpu_flags()
-    if "avx512_bf16" not in flags or "amx_bf16" in flags:
-        return "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"
-    if not torch.backends.mkldnn.is_available():
-        return "this torch has no oneDNN"
     return ""
 
 

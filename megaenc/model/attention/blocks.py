@@ -57,8 +57,8 @@ def attend_in_blocks(
         )
     # [count, H, block, D]
     queries = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (count, block)).transpose(1, 2)
-    # [count, G, block + 2 window, D]
-    keys, values = (
+    # Keys and values, [count, G, block + 2 window, D] each.
+    neighbors = (
         F.pad(x, (0, 0, 0, 0, window, padding + window))
         .unfold(0, block + 2 * window, block)
         .transpose(2, 3)
@@ -67,8 +67,7 @@ def attend_in_blocks(
     with sdpa_kernels(q.device):
         out = F.scaled_dot_product_attention(
             queries,
-            keys,
-            values,
+            *neighbors,
             attn_mask=packing.cache[key],
             scale=scale,
             enable_gqa=k.size(1) != q.size(1),

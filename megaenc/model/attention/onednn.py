@@ -118,15 +118,14 @@ class PackLayout:
                 layout_rows[start : start + length] = (rows + np.arange(length)).T
                 padding_rows.append((rows + np.arange(length, size)).ravel())
                 end += size
-        rows = (
-            torch.from_numpy(rows)
-            for rows in (
-                np.concatenate(source_rows),
-                layout_rows.ravel(),
-                np.concatenate(padding_rows),
-            )
+        return cls(
+            groups,
+            heads // groups,
+            torch.from_numpy(np.concatenate(source_rows)),
+            torch.from_numpy(layout_rows.ravel()),
+            torch.from_numpy(np.concatenate(padding_rows)),
+            batches,
         )
-        return cls(groups, heads // groups, *rows, batches)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return a tensor of heads in this layout.
@@ -177,8 +176,11 @@ def _split_queries(
         rows = min(rows, _QUERY_BLOCK)
     for begin in range(0, size, rows):
         end = min(begin + rows, size)
-        first, last = 0, (prefix if begin < prefix else 0)  # the keys
-        last = max(last, min(end, length) if end > prefix else 0)
+        # Keys from `first` to `last`.
+        first = 0
+        last = prefix if begin < prefix else 0
+        if end > prefix:
+            last = max(last, min(end, length))
         masked_from = min([prefix] * (begin < prefix) + [max(begin, prefix) + 1] * (end > prefix))
         if window is not None:
             first = max(0, min(begin, length - 1) - window) // _ALIGNMENT * _ALIGNMENT
@@ -353,12 +355,15 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, layout, scale, is_training):
         width = q.size(2)
         kept = []
-        queries, keys, values = (layout.gather(x) for x in (q, k, v))
+        queries = layout.gather(q)
+        keys = layout.gather(k)
+        values = layout.gather(v)
         out = torch.empty_like(queries)
         for batch in layout.batches:
-            q_rows, k_rows, v_rows, out_rows = (
-                _view_batch(x, batch, width) for x in (queries, keys, values, out)
-            )
+            q_rows = _view_batch(queries, batch, width)
+            k_rows = _view_batch(keys, batch, width)
+            v_rows = _view_batch(values, batch, width)
+            out_rows = _view_batch(out, batch, width)
             for part in _Products.of_batch(layout, batch):
                 probabilities, saved = part.compute_probabilities(
                     q_rows, k_rows, scale, is_training
@@ -385,25 +390,36 @@ class _Attention(torch.autograd.Function):
         kept = iter(kept)
         width = q.size(2)
         dtype = q.dtype
-        queries, keys, values = (layout.gather(x) for x in (q, k, v))
+        queries = layout.gather(q)
+        keys = layout.gather(k)
+        values = layout.gather(v)
         upstream = layout.clear_padding(layout.gather(gradient))
-        to_q, to_k, to_v = (torch.empty_like(x) for x in (queries, keys, values))
+        to_q = torch.empty_like(queries)
+        to_k = torch.empty_like(keys)
+        to_v = torch.empty_like(values)
         for batch in layout.batches:
-            tensors = (queries, keys, values, upstream, to_q, to_k, to_v)
-            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (
-                _view_batch(x, batch, width) for x in tensors
-            )
+            q_rows = _view_batch(queries, batch, width)
+            k_rows = _view_batch(keys, batch, width)
+            v_rows = _view_batch(values, batch, width)
+            g_rows = _view_batch(upstream, batch, width)
+            dq_rows = _view_batch(to_q, batch, width)
+            dk_rows = _view_batch(to_k, batch, width)
+            dv_rows = _view_batch(to_v, batch, width)
             is_single = len(batch.blocks) == 1
             # Keys of several blocks sum their gradients in float32.
-            dk, dv = (x if is_single else torch.zeros(x.shape) for x in (dk_rows, dv_rows))
+            dk = dk_rows if is_single else torch.zeros(dk_rows.shape)
+            dv = dv_rows if is_single else torch.zeros(dv_rows.shape)
             for part in _Products.of_batch(layout, batch):
                 probabilities = part.restore_probabilities(next(kept), q_rows, k_rows, scale)
-                q_part, g_part, dq_part = (
-                    x[part.groups, part.queries] for x in (q_rows, g_rows, dq_rows)
-                )
-                k_part, v_part, dk_part, dv_part = (
-                    x[part.groups, part.keys] for x in (k_rows, v_rows, dk, dv)
-                )
+                at_queries = (part.groups, part.queries)
+                q_part = q_rows[at_queries]
+                g_part = g_rows[at_queries]
+                dq_part = dq_rows[at_queries]
+                at_keys = (part.groups, part.keys)
+                k_part = k_rows[at_keys]
+                v_part = v_rows[at_keys]
+                dk_part = dk[at_keys]
+                dv_part = dv[at_keys]
                 scores = torch.bmm(g_part, v_part.mT)
                 torch._softmax_backward_data(scores, probabilities, -1, dtype, grad_input=scores)
                 torch.baddbmm(dq_part, scores, k_part, beta=0, alpha=scale, out=dq_part)

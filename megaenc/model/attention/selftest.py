@@ -165,8 +165,10 @@ def _check_mask_memory(
     if needed <= MASK_BYTES_LIMIT:
         return ""
     return (
-        f"masks under {largest} attention take {needed / 2**30:.3g} GiB if documents fill {packs:,} packs of {seq_length:,} "
-        f"tokens, more than {MASK_BYTES_LIMIT / 2**30:.3g} GiB; try a smaller --micro-batch-size or --seq-length"
+        f"masks under {largest} attention take {needed / 2**30:.3g} GiB if documents fill "
+        f"{packs:,} packs of {seq_length:,} "
+        f"tokens, more than {MASK_BYTES_LIMIT / 2**30:.3g} GiB; "
+        "try a smaller --micro-batch-size or --seq-length"
     )
 
 
@@ -301,10 +303,9 @@ def reference_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         repeats = q.size(1) // k.size(1)
         parts = []
-        q, k, v = (
-            x.transpose(0, 1)
-            for x in (q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
-        )
+        q = q.transpose(0, 1)
+        k = k.repeat_interleave(repeats, dim=1).transpose(0, 1)
+        v = v.repeat_interleave(repeats, dim=1).transpose(0, 1)
         for start, prefix, stop in spans:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
             mask[: prefix - start, : prefix - start] = True

@@ -56,10 +56,9 @@ def check_float8_linear(
     forward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.forward))
     backward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.gradient))
     for out, width in sorted(set(widths)):
-        x, weight, gradient = (
-            torch.randn(*shape, generator=generator).to(backend.device, dtype)
-            for shape in ((TEST_ROWS, width), (out, width), (TEST_ROWS, out))
-        )
+        x = torch.randn(TEST_ROWS, width, generator=generator).to(backend.device, dtype)
+        weight = torch.randn(out, width, generator=generator).to(backend.device, dtype)
+        gradient = torch.randn(TEST_ROWS, out, generator=generator).to(backend.device, dtype)
         expected = (
             x.float() @ weight.float().t(),
             gradient.float() @ weight.float(),
@@ -73,7 +72,8 @@ def check_float8_linear(
             ]
         except RuntimeError as error:  # the library has no kernel for these sizes or this device
             raise InputError(
-                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
+                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on "
+                f"{backend.description}: "
                 f"{format_error(error)}; leave the flag out"
             ) from None
         for name, error, tolerance in zip(
@@ -81,8 +81,10 @@ def check_float8_linear(
         ):
             if not error <= tolerance:
                 raise InputError(
-                    f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is {100 * error:.2g} % off float32's on "
-                    f"{backend.description}, expected {100 * tolerance:.2g} % at most; leave the flag out"
+                    f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is "
+                    f"{100 * error:.2g} % off float32's on "
+                    f"{backend.description}, expected {100 * tolerance:.2g} % at most; "
+                    "leave the flag out"
                 )
 
 

@@ -20,11 +20,9 @@ from megaenc.errors import InputError
 
 TEST_ROWS = 100  # of the matrices of the self-test
 # The bits of 2^-100, infinity and NaN as float32.
-_SMALLEST, _INFINITE, _NAN = (
-    27 << 23,
-    255 << 23,
-    0x7FC00000,
-)
+_SMALLEST = 27 << 23
+_INFINITE = 255 << 23
+_NAN = 0x7FC00000
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,8 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
     own = Float8Recipe(plain.forward, plain.gradient, triton=True)
     if reason := _find_difference(own, plain, backend.device):
         print_rank_0(
-            f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); torch's slower ones are"
+            f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); "
+            "torch's slower ones are"
         )
         return plain
     return own
@@ -173,7 +172,8 @@ def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch
         if architecture.startswith(("gfx95", "gfx12")):
             return open_compute
     raise InputError(
-        f"--fp8-format {fp8_format}: {backend.description} has no float8 matrix products; expected one that has (H100, L40S, "
+        f"--fp8-format {fp8_format}: {backend.description} has no float8 matrix products; "
+        "expected one that has (H100, L40S, "
         "MI300X or later), or no --fp8-format"
     )
 
@@ -193,9 +193,8 @@ def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.devic
             if not torch.equal(*tops):
                 return f"the largest magnitude of {dtype} differs"
             for to in {own.forward, own.gradient}:
-                (mine, inverse), (theirs, expected) = (
-                    kind.quantize(x, tops[1], to) for kind in (own, plain)
-                )
+                mine, inverse = own.quantize(x, tops[1], to)
+                theirs, expected = plain.quantize(x, tops[1], to)
                 if not (
                     torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
                     and torch.equal(inverse, expected)

@@ -59,7 +59,8 @@ def norm_forward_kernel(
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def norm_backward_kernel(
-    gradient, to_sum, x, weight, to_x, to_weight, rows, gradient_stride, to_sum_stride, x_stride, width, epsilon,
+    gradient, to_sum, x, weight, to_x, to_weight,
+    rows, gradient_stride, to_sum_stride, x_stride, width, epsilon,
     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x to `to_x`, and parts of the weight's to `to_weight`.
@@ -158,9 +159,9 @@ class _TritonNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         x, weight = ctx.saved_tensors
-        rows_RH, gradient_RH, to_sum_RH = (
-            flatten_rows(tensor) for tensor in (x, gradients[-1], gradients[0])
-        )
+        rows_RH = flatten_rows(x)
+        gradient_RH = flatten_rows(gradients[-1])
+        to_sum_RH = flatten_rows(gradients[0])
         to_x = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         if not to_x.numel():
             return to_x, to_x if ctx.is_sum else None, torch.zeros_like(weight), None, None
@@ -171,7 +172,8 @@ class _TritonNorm(torch.autograd.Function):
         to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         strides = gradient_RH.stride(0), to_sum_RH.stride(0), rows_RH.stride(0)
         norm_backward_kernel[(programs,)](
-            gradient_RH, to_sum_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon,
+            gradient_RH, to_sum_RH, rows_RH, weight, to_x, to_weight_PH,
+            rows, *strides, width, ctx.epsilon,
             CENTERED=ctx.is_centered, RESIDUAL=ctx.is_sum, **constants,
         )  # fmt: skip
         return to_x, to_x if ctx.is_sum else None, to_weight_PH.sum(0).to(weight.dtype), None, None

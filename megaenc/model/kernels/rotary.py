@@ -54,15 +54,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     tokens, _, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        constants = row_tile_constants(width // 2)
-        constants["ROWS"] = min(constants["ROWS"], next_power_of_2(heads))
-        constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
+        constants = _head_tile_constants(heads, width)
         programs = tokens, triton.cdiv(heads, constants["ROWS"])
         strides = x.stride(0), x.stride(2)
         rotary_kernel[programs](
             x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants
         )
     return out
+
+
+def _head_tile_constants(heads: int, width: int) -> dict[str, int]:
+    """Return the `row_tile_constants` of kernels whose rows are halves of heads."""
+    constants = row_tile_constants(width // 2)
+    constants["ROWS"] = min(constants["ROWS"], next_power_of_2(heads))
+    constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
+    return constants
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -146,9 +152,7 @@ def copy_qkv(
     """
     tokens, groups, heads, width = mixed.shape
     if mixed.numel():
-        constants = row_tile_constants(width // 2)
-        constants["ROWS"] = min(constants["ROWS"], next_power_of_2(groups * heads))
-        constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
+        constants = _head_tile_constants(groups * heads, width)
         programs = tokens, triton.cdiv(groups * heads, constants["ROWS"])
         sizes = groups * heads, groups, heads - 2, width // 2
         qkv_rotary_kernel[programs](

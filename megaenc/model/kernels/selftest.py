@@ -182,7 +182,8 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Itera
             lambda x, weight: norm(x, weight, 1e-5), formula, draw, "x weight", x, weight
         )
         # Whole numbers, whose sums need no rounding.
-        x, residual = (draw(*shape, size=3.0).detach().round().requires_grad_() for _ in range(2))
+        x = draw(*shape, size=3.0).detach().round().requires_grad_()
+        residual = draw(*shape, size=3.0).detach().round().requires_grad_()
         yield from _compare_with_formula(
             lambda x, residual, weight: torch.stack(norm(x, weight, 1e-5, residual)),
             lambda x, residual, weight: torch.stack([x + residual, formula(x + residual, weight)]),
@@ -343,9 +344,10 @@ def _check_sum(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison
     from megaenc.backend.main_grad import accumulate_matmul
 
     for rows, columns, width in ((128, 256, widths.hidden), (40, 130, 72)):
-        (a, b), (c, d) = (
-            (draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2)
-        )
+        a = draw(rows, columns).detach()
+        b = draw(rows, width).detach()
+        c = draw(rows, columns).detach()
+        d = draw(rows, width).detach()
         actual = accumulate_matmul(
             accumulate_matmul(None, a.t(), b, in_float32=True), c.t(), d, in_float32=True
         )

@@ -87,7 +87,10 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
             False,
             "targets differ in another order of packs; expected no state between calls",
         )
-    code = "import json, sys; from megaenc.objectives.check import command; command.print_digest(*json.loads(sys.argv[1]))"
+    code = (
+        "import json, sys; from megaenc.objectives.check import command; "
+        "command.print_digest(*json.loads(sys.argv[1]))"
+    )
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -28,17 +28,24 @@ from megaenc.processes import python_environment
 if TYPE_CHECKING:
     from megaenc.training.micro_batches import MicroBatch
 
-_PACKS, _LENGTH = 16, 256  # of the micro-batches
-_STEPS, _RANKS, _TOLERANCE = 6, 4, 1e-5
-_SECONDS, _COLLECTIVE_SECONDS = 300, 60  # time limits of a run and of a collective operation
-_DOCUMENTS, _IDS = 400, 300  # of the corpus; largest vocabulary of the tokenizer
+_PACKS = 16  # of the micro-batches
+_LENGTH = 256
+_STEPS = 6
+_RANKS = 4
+_TOLERANCE = 1e-5
+# Time limits of a run and of a collective operation.
+_SECONDS = 300
+_COLLECTIVE_SECONDS = 60
+_DOCUMENTS = 400  # of the corpus
+_IDS = 300  # largest vocabulary of the tokenizer
 
 # A model that two layers x two ranks can share. At higher rates rounding grows from step to step.
 _FLAGS = [
-    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
-    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
-    "--train-iters", str(_STEPS), "--lr", "5e-4", "--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "2", "--no-bf16",
-    "--eval-interval", "0", "--log-interval", "1",
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160",
+    "--num-attention-heads", "4", "--num-query-groups", "2",
+    "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
+    "--train-iters", str(_STEPS), "--lr", "5e-4", "--lr-warmup-iters", "2",
+    "--lr-wsd-decay-iters", "2", "--no-bf16", "--eval-interval", "0", "--log-interval", "1",
 ]  # fmt: skip
 _LAYOUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 _RESUMED = ("step", "loss", "grad_norm", "accuracy", "predicted_tokens")  # equal after a stop
@@ -125,7 +132,7 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
         )
 
     factors = zip(get_factors(row), *map(get_factors, parts), strict=True)
-    weights, ids, probabilities = ((values[0], torch.cat(values[1:])) for values in factors)
+    factor_names = ("weights", "ids of label distributions", "probabilities of label distributions")
     positions = [part.predictions.positions + index * _LENGTH for index, part in enumerate(parts)]
     prefixes = [length for part in parts for length in part.packing.prefixes]
     values = {
@@ -138,10 +145,9 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
             torch.tensor(sum(part.loss_count for part in parts)),
         ),
         "prefixes": (torch.tensor(row.packing.prefixes), torch.tensor(prefixes)),
-        "weights": weights,
-        "ids of label distributions": ids,
-        "probabilities of label distributions": probabilities,
     }
+    for name, (factor, *others) in zip(factor_names, factors, strict=True):
+        values[name] = (factor, torch.cat(others))
     for name, (actual, expected) in values.items():
         if not torch.equal(actual, expected):
             return name
@@ -257,14 +263,20 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
 
     The check fails if a loss or norm differs by more than 1e-5 of it.
     """
-    text, worst = f"{_STEPS} steps in 1 process and in {_RANKS} (tensor 2 x pipeline 2): ", 0.0
+    text = f"{_STEPS} steps in 1 process and in {_RANKS} (tensor 2 x pipeline 2): "
+    worst = 0.0
     for expected, actual in zip(single, parallel, strict=True):
         for name in ("predicted_tokens", "loss", "grad_norm"):
-            one, other = expected[name] or 0.0, actual[name] or 0.0  # null without predictions
+            # null without predictions
+            one = expected[name] or 0.0
+            other = actual[name] or 0.0
             difference = abs(one - other) / max(abs(one), 1e-30)
             worst = max(worst, difference)
             if not difference <= (0 if name == "predicted_tokens" else _TOLERANCE):  # also for NaN
-                text += f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; expected equal targets on all ranks"
+                text += (
+                    f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; "
+                    "expected equal targets on all ranks"
+                )
                 return CheckResult("layouts", False, text)
     return CheckResult(
         "layouts",

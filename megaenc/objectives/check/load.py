@@ -26,7 +26,8 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     if "(" in text or ":" not in text:
         if options:
             raise InputError(
-                f"--options {' '.join(options)}: found with {text}, expected them in it: {text}({','.join(options)})"
+                f"--options {' '.join(options)}: found with {text}, expected them in it: "
+                f"{text}({','.join(options)})"
             )
         return parse_objective(text, VOCABULARY, "--objective")
     module, _, name = text.partition(":")
@@ -42,7 +43,8 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     check_class(objective, text)
     if objective.name in known() and find(objective.name) is not objective:
         raise InputError(
-            f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one"
+            f"{text}: is called `{objective.name}`, found another objective of this name; "
+            "choose a new one"
         )
     return objective.from_texts(VOCABULARY, words)
 

@@ -23,12 +23,15 @@ _WORD_CODES = np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()
 VOCABULARY = Vocabulary(
     1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", code_words=lambda: _WORD_CODES
 )
-_LENGTH, _PACKS = 2048, 512  # a million tokens
+# Together a million tokens.
+_LENGTH = 2048
+_PACKS = 512
 
 # Largest shares of the labels that may change the input at their own place, and at any other one.
 # BERT keeps a tenth of the tokens, half of all shuffled pairs stay in place and a quarter moves to
 # the right; a mistake shows most labels.
-_MOST_KEPT, _MOST_READABLE = 0.6, 0.4
+_MOST_KEPT = 0.6
+_MOST_READABLE = 0.4
 
 
 class CheckResult(NamedTuple):
@@ -70,25 +73,33 @@ def compute_targets(objective: Objective, pack: Pack) -> Targets:
         return objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
     except Exception as error:  # foreign code may raise anything
         raise InputError(
-            f"objective `{objective.describe()}`, pack {pack.sample}: raises {type(error).__name__}: {error}"
+            f"objective `{objective.describe()}`, pack {pack.sample}: "
+            f"raises {type(error).__name__}: {error}"
         ) from None
 
 
 def measure(objective: Objective) -> list[CheckResult]:
     """Return the checks of leaks, statistics and speed over a million tokens."""
-    leaks, statistics = _LeakCounts(objective), _Statistics(objective)
-    baseline, seconds = MaskedLanguageModeling(VOCABULARY), {"objective": [], "baseline": []}
+    leaks = _LeakCounts(objective)
+    statistics = _Statistics(objective)
+    seconds = []
+    baseline_seconds = []
+    pairs = [(objective, seconds), (MaskedLanguageModeling(VOCABULARY), baseline_seconds)]
     for pack in make_packs(_PACKS, odd=False):
-        pairs = [("objective", objective), ("baseline", baseline)]
-        for name, each in pairs[:: 1 - 2 * (pack.sample % 2)]:  # each is first in half of the packs
+        for timed, durations in pairs:
             start = perf_counter()
-            targets = compute_targets(each, pack)
-            seconds[name].append(perf_counter() - start)
-            if name == "objective":
+            targets = compute_targets(timed, pack)
+            durations.append(perf_counter() - start)
+            if durations is seconds:
                 statistics.add(pack, targets)
                 leaks.add(pack, targets)
-    duration, expected = (float(np.median(seconds[name])) for name in ("objective", "baseline"))
-    speed = f"{_LENGTH / duration:,.0f} tokens/s on one core, {expected / duration:.2f} times the speed of mlm"
+        pairs.reverse()  # each is first in half of the packs
+    duration = float(np.median(seconds))
+    expected = float(np.median(baseline_seconds))
+    speed = (
+        f"{_LENGTH / duration:,.0f} tokens/s on one core, {expected / duration:.2f} times the "
+        "speed of mlm"
+    )
     return [leaks.build_result(), *statistics.build_results(), CheckResult("speed", None, speed)]
 
 
@@ -119,28 +130,26 @@ class _LeakCounts:
         """
         if self.objective.classes:
             return
-        rng, shift, lengths = (
-            np.random.default_rng([1, pack.sample]),
-            self.objective.shift,
-            np.diff(pack.edges),
-        )
+        rng = np.random.default_rng([1, pack.sample])
+        shift = self.objective.shift
+        lengths = np.diff(pack.edges)
         starts = pack.edges[:-1].astype(np.int64)
         first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
         (documents,) = np.nonzero(last > first)
         # Rank of a random prediction among those of its document.
         ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(np.int64)
         predict_at = targets.predict_at[first[documents] + ranks]
-        tokens, text = pack.tokens.copy(), text_token_ids(self.objective.vocabulary)
+        tokens = pack.tokens.copy()
+        text = text_token_ids(self.objective.vocabulary)
         steps = rng.integers(1, len(text), size=len(documents))
         places = predict_at + shift
         tokens[places] = text[(np.searchsorted(text, tokens[places]) + steps) % len(text)]
         changed = compute_targets(self.objective, Pack(pack.sample, pack.epoch, tokens, pack.edges))
         queries = np.full(len(lengths), -1)
         queries[documents] = predict_at
-        before, after = (
-            _find_visible(self.objective, pack, each, np.repeat(queries, lengths))
-            for each in (targets, changed)
-        )
+        queries = np.repeat(queries, lengths)
+        before = _find_visible(self.objective, pack, targets, queries)
+        after = _find_visible(self.objective, pack, changed, queries)
         differs = (before | after) & ((targets.inputs != changed.inputs) | (before != after))
         # If the choice of predictions depends on the tokens, the new token may be an input instead
         # of a label.
@@ -148,7 +157,9 @@ class _LeakCounts:
         self.labels += int(is_predicted.sum())
         has_change = np.logical_or.reduceat(differs, starts)[documents]
         for number in np.flatnonzero(is_predicted & has_change):
-            document, place, rank = documents[number], places[number], ranks[number]
+            document = documents[number]
+            place = places[number]
+            rank = ranks[number]
             start, end = pack.edges[document : document + 2].tolist()
             self.visible += 1
             (at,) = np.nonzero(differs[start:end])
@@ -182,11 +193,16 @@ class _LeakCounts:
         (kind, value), count = max(
             self.places.items(), key=lambda item: item[1], default=(("", 0), 0)
         )
-        visible, kept, readable = (each / self.labels for each in (self.visible, self.kept, count))
+        visible = self.visible / self.labels
+        kept = self.kept / self.labels
+        readable = count / self.labels
         text = f"{100 * visible:.1f} % of {self.labels:,} labels change a visible input"
         text += f", {100 * kept:.1f} % at their own place" * (kept > 0)
         text += f", {100 * readable:.1f} % at one other ({kind} {value})" * (readable > 0)
-        limits = f"{100 * _MOST_KEPT:.0f} % at their own place and {100 * _MOST_READABLE:.0f} % at one other"
+        limits = (
+            f"{100 * _MOST_KEPT:.0f} % at their own place and {100 * _MOST_READABLE:.0f} % at one "
+            "other"
+        )
         passed = kept <= _MOST_KEPT and readable <= _MOST_READABLE
         return CheckResult(
             "leaks",
@@ -246,11 +262,10 @@ class _Statistics:
             self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
         follows = np.diff(places, prepend=-2) == 1
         self.runs += int((~follows | np.isin(places, pack.edges)).sum())
-        is_changed, is_mask = (
-            targets.inputs != pack.tokens,
-            targets.inputs == self.objective.vocabulary.mask_id,
-        )
-        masked, changed = (is_mask & is_changed)[places].sum(), is_changed[places].sum()
+        is_changed = targets.inputs != pack.tokens
+        is_mask = targets.inputs == self.objective.vocabulary.mask_id
+        masked = (is_mask & is_changed)[places].sum()
+        changed = is_changed[places].sum()
         self.inputs += masked, changed - masked, len(places) - changed
         self.other_changes += int((is_changed & ~is_predicted).sum())
         self.weight += (
@@ -263,7 +278,8 @@ class _Statistics:
 
         The row of the predictions fails if there are none.
         """
-        share, predicted = float(np.mean(self.shares)), int(self.inputs.sum())
+        share = float(np.mean(self.shares))
+        predicted = int(self.inputs.sum())
         error = 1.96 * float(np.std(self.shares, ddof=1)) / len(self.shares) ** 0.5
         interval = f"95 % interval {100 * (share - error):.2f} to {100 * (share + error):.2f}"
         predictions = CheckResult(
@@ -273,14 +289,19 @@ class _Statistics:
         )
         if not predicted:
             return [predictions]
-        tenths = "{:.1f} % of the first tenth of documents, {:.1f} % of the middle one, {:.1f} % of the last"
+        tenths = (
+            "{:.1f} % of the first tenth of documents, {:.1f} % of the middle one, "
+            "{:.1f} % of the last"
+        )
         masked, replaced, kept = 100 * self.inputs / predicted
         others = 100 * self.other_changes / max(self.tokens - predicted, 1)
         rows = {
             "by position": tenths.format(*(100 * self.by_position[0] / self.by_position[1])),
             "predicted runs": f"{predicted / self.runs:.2f} tokens on average",
-            "inputs": f"predicted tokens: {masked:.1f} % mask, {replaced:.1f} % another token, {kept:.1f} % unchanged; "
+            "inputs": f"predicted tokens: {masked:.1f} % mask, {replaced:.1f} % another token, "
+            f"{kept:.1f} % unchanged; "
             f"others: {others:.1f} % changed",
-            "weights": f"{self.weight / predicted:.4f} on average, sum / divisor {self.weight / self.divisor:.4f}",
+            "weights": f"{self.weight / predicted:.4f} on average, sum / divisor "
+            f"{self.weight / self.divisor:.4f}",
         }
         return [predictions, *(CheckResult(name, None, text) for name, text in rows.items())]

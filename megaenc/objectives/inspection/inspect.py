@@ -119,7 +119,8 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
     training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)
     packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
     pack_view = [
-        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."
+        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and "
+        "predicts."
     ]
     if settings.tokenizer:
         # Imported here, because transformers takes seconds and the statistics do not need it.
@@ -152,10 +153,11 @@ def _build_stats_table(
     metadata = corpus.metadata
     tokens = int(corpus.document_lengths.sum())
     unknown = f"unknown: {Path(corpus.prefix).name}.json is missing"
-    sizes = (
-        f"{_format_size(Path(corpus.prefix + extension).stat().st_size)} {extension}"
-        for extension in (".bin", ".idx")
-    )
+    sizes = []
+    for extension in (".bin", ".idx"):
+        size = Path(corpus.prefix + extension).stat().st_size
+        text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"
+        sizes.append(f"{text} {extension}")
     rows = {
         "documents": f"{len(corpus):,}",
         "sequences": f"{corpus.sequences:,}" if corpus.sequences != len(corpus) else "",
@@ -165,12 +167,15 @@ def _build_stats_table(
         "special tokens": "",
         "end of document": unknown,
         "size on disk": " + ".join(sizes),
-        f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
+        f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch "
+        f"({settings.packing}, training documents "
         f"of --split {settings.split})"
         + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
-        "tokens a document": f"mean {format_number(lengths.mean)}, median {format_number(lengths.median)}, "
+        "tokens a document": f"mean {format_number(lengths.mean)}, median "
+        f"{format_number(lengths.median)}, "
         f"p5 {format_number(lengths.p5)}, p95 {format_number(lengths.p95)}, "
-        f"longest {lengths.longest:,} (document {lengths.longest_document}), {lengths.empty:,} empty",
+        f"longest {lengths.longest:,} (document {lengths.longest_document}), "
+        f"{lengths.empty:,} empty",
     }
     if metadata:
         identity = metadata.tokenizer
@@ -180,7 +185,8 @@ def _build_stats_table(
         special = metadata.surrounding_tokens
         if special.mode == "template":
             rows["special tokens"] = (
-                f"ids {' '.join(map(str, [*special.before, '...', *special.after]))}, the template's"
+                f"ids {' '.join(map(str, [*special.before, '...', *special.after]))}, "
+                "the template's"
             )
             rows["end of document"] = ""
         else:
@@ -201,10 +207,8 @@ def _build_histogram(lengths: LengthStats) -> Any:
     """
     from rich.table import Table
 
-    documents, tokens = (
-        sum(getattr(length_bin, name) for length_bin in lengths.bins)
-        for name in ("documents", "tokens")
-    )
+    documents = sum(length_bin.documents for length_bin in lengths.bins)
+    tokens = sum(length_bin.tokens for length_bin in lengths.bins)
     most = max(length_bin.documents for length_bin in lengths.bins)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name, alignment in (
@@ -224,10 +228,6 @@ def _build_histogram(lengths: LengthStats) -> Any:
         )
         table.add_row(span, f"{count:,}", *shares)
     return table
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
 def format_bar(share: float, width: int = _BAR_WIDTH) -> str:

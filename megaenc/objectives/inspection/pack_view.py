@@ -145,12 +145,14 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
     pieces = len(decoded.pieces)
     lines = [
         Text(
-            f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} document{'s' * (pieces > 1)}",
+            f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} "
+            f"document{'s' * (pieces > 1)}",
             "bold",
         ),
         Text(f"{objective.describe(every=True)}, {objective.attention} attention"),
         Text(
-            f"{count} tokens predicted ({100 * count / total:.1f} %), {changed} changed in the model's input"
+            f"{count} tokens predicted ({100 * count / total:.1f} %), "
+            f"{changed} changed in the model's input"
         ),
     ]
     for number, piece in enumerate(decoded.pieces, 1):

@@ -137,7 +137,8 @@ def _count_keys(
     """
     total = sum(len(keys) for _, _, keys in _iterate_keys(ids, base))
     parts = -(-total // most_sorted) or 1
-    kept = []
+    kept_keys = []
+    kept_counts = []
     for part in range(parts):
         selected = [np.empty(0, dtype=np.int64)]
         for start, _, keys in _iterate_keys(ids, base):
@@ -152,10 +153,11 @@ def _count_keys(
         starts = np.flatnonzero(np.diff(sorted_keys, prepend=-1))
         counts = np.diff(starts, append=len(sorted_keys))
         frequent = counts >= min_count
-        kept.append((sorted_keys[starts[frequent]], counts[frequent]))
-    all_keys, all_counts = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
+        kept_keys.append(sorted_keys[starts[frequent]])
+        kept_counts.append(counts[frequent])
+    all_keys = np.concatenate(kept_keys)
     order = np.argsort(all_keys)
-    return all_keys[order], all_counts[order]
+    return all_keys[order], np.concatenate(kept_counts)[order]
 
 
 def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
@@ -165,14 +167,18 @@ def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
     p(n-gram) - sum of log p(segment), where p is the share of an n-gram among those of its length.
     """
     logs = [np.log(table.counts / max(table.total, 1)) for table in tables]
-    best, pmi = [logs[0]], []  # best: largest sum of log p(segment), the n-gram itself included
+    best = [logs[0]]  # largest sum of log p(segment), the n-gram itself included
+    pmi = []
     for level in range(1, len(tables)):
         heads = tails = np.arange(len(tables[level].counts))
-        prefixes, suffixes = {}, {}  # by level, the n-grams that begin and end it
+        # By level, the n-grams that begin and end it.
+        prefixes = {}
+        suffixes = {}
         for shorter in range(level - 1, -1, -1):
             heads = tables[shorter + 1].prefixes[heads]
             tails = tables[shorter + 1].suffixes[tails]
-            prefixes[shorter], suffixes[shorter] = heads, tails
+            prefixes[shorter] = heads
+            suffixes[shorter] = tails
         # The first segment has cut + 1 tokens, the others are the best ones of the rest.
         sums = [
             logs[cut][prefixes[cut]] + best[level - 1 - cut][suffixes[level - 1 - cut]]
@@ -277,13 +283,15 @@ def find_collocations(settings: CollocationsConfig) -> None:
     collocations = select_collocations(tables, settings.count, facts)
     if not len(collocations.tokens):
         raise InputError(
-            f"{settings.data_path}: no n-gram occurs --min-count {settings.min_count} times with a PMI above 0, expected a "
+            f"{settings.data_path}: no n-gram occurs --min-count {settings.min_count} times with a "
+            "PMI above 0, expected a "
             "larger corpus or a smaller --min-count"
         )
     with create_parent_with_rollback(output, "--output"):
         collocations.save(output)
     print_rank_0(
-        f"{output}: {len(collocations.tokens):,} collocations of {tokens:,} tokens; of the highest PMI"
+        f"{output}: {len(collocations.tokens):,} collocations of {tokens:,} tokens; "
+        "of the highest PMI"
     )
     for length in SHARES:
         rows = collocations.tokens[collocations.lengths == length]

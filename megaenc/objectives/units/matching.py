@@ -138,7 +138,10 @@ def _find_too_large_array(path: str) -> str:
             array_size = math.prod(shape) * dtype.itemsize
             if array_size > file_size:
                 complaint = f"array `{name}` of shape {list(shape)} takes {array_size:,} bytes"
-                return f"{complaint}, expected at most the {file_size:,} of the file, without compression"
+                return (
+                    f"{complaint}, expected at most the {file_size:,} of the file, "
+                    "without compression"
+                )
     return ""
 
 
@@ -156,8 +159,10 @@ def load_collocations(path: str) -> Collocations:
         if too_large := _find_too_large_array(path):
             raise InputError(f"{path}: {too_large}; {written_by}")
         with np.load(path, allow_pickle=False) as arrays:
-            tokens, pmi, counts, facts = (arrays[name] for name in _ARRAYS)
-        facts = json.loads(str(facts))
+            tokens = arrays["tokens"]
+            pmi = arrays["pmi"]
+            counts = arrays["counts"]
+            facts = json.loads(str(arrays["facts"]))
         if facts.pop("format") != _FORMAT:
             raise ValueError("another format")
     except OSError as error:
@@ -197,7 +202,8 @@ def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     fingerprint = str(load_collocations(path).facts.get("tokenizer"))
     if vocabulary.fingerprint and not vocabulary.is_of_tokenizer(fingerprint):
         raise InputError(
-            f"{path}: collocations of another tokenizer ({fingerprint[:12]}), expected the one of the run "
+            f"{path}: collocations of another tokenizer ({fingerprint[:12]}), "
+            "expected the one of the run "
             f"({vocabulary.fingerprint[:12]}); make them with `megaenc objective collocations`"
         )
     _get_matcher(path)
