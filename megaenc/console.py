@@ -60,9 +60,9 @@ _UNPRINTABLE = re.compile(
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
-    """Return `text` with control and bidirectional characters as Python escapes.
+    r"""Return `text` with control and bidirectional characters as Python escapes.
 
-    They are escapes such as `\\x1b`; characters in `keep` stay. Text from files is printed this
+    They are escapes such as `\x1b`; characters in `keep` stay. Text from files is printed this
     way, so that it cannot move the cursor or fake output.
     """
     return _UNPRINTABLE.sub(
@@ -167,7 +167,7 @@ class ProgressLine:
         outlives_reader: The block goes on if the reader leaves, as `| head` or a closed terminal
             does.
 
-    Example:
+    As in:
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)

@@ -23,11 +23,11 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class QuestionAnswering(FinetuneTask):
-    """Question answering (QA) by cross-entropy of inside or outside the answer.
+    r"""Question answering (QA) by cross-entropy of inside or outside the answer.
 
     All sub-tokens have a label. The score is position F1.
 
-    The text is "Question: {question}\\nContext: {context}", its two halves tokenized separately.
+    The text is "Question: {question}\nContext: {context}", its two halves tokenized separately.
     Too long a text loses the end of its context, then of its question. Only the first answer is
     learned: sub-tokens that overlap it are inside.
 

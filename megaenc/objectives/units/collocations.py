@@ -1,8 +1,8 @@
-"""Find the collocations of a corpus, which `mlm(unit=FILE)` hides as a whole.
+r"""Find the collocations of a corpus, which `mlm(unit=FILE)` hides as a whole.
 
-megaenc objective collocations --data-path demo/corpus_text_document \\
+megaenc objective collocations --data-path demo/corpus_text_document \
     --tokenizer demo/tokenizer --output demo/pmi.npz
-megaenc data inspect demo/corpus_text_document --tokenizer demo/tokenizer \\
+megaenc data inspect demo/corpus_text_document --tokenizer demo/tokenizer \
     --objective 'mlm(mask=0.15,unit=demo/pmi.npz)'
 
 N-grams of 2 to 5 tokens are ranked by the pointwise mutual information of PMI-Masking (arXiv
