@@ -1,4 +1,4 @@
-"""Models of every family that came in, made once for all tests of conversions."""
+"""Converted models of every family, built once for all tests of conversions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,23 +11,23 @@ import torch
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    """What a test writes to a relative path is in a folder of its own."""
+    """Give each test a working directory of its own."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def came_in(small_corpus, shared_folder) -> Callable[..., tuple[Path, Path]]:
-    """Return a function of a name in hf_models.MODELS: a Hugging Face folder, and the run folder made of it.
+    """Return a function that builds a model of hf_models.MODELS in both formats.
 
-    The model has spare rows of the vocabulary, `dtype`, and `options` in its config. The folders must not be changed.
+    It returns a Hugging Face directory and the run directory converted from it, neither to be
+    changed. The model has spare rows of the vocabulary, `dtype`, and `options` in its config.
     """
 
     def find(name: str, dtype: torch.dtype = torch.float32, **options) -> tuple[Path, Path]:
         def make(folder: Path) -> None:
             tokenizer = small_corpus.tokenizer
-            if (
-                name == "qwen2"
-            ):  # beside its config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is
+            # With a qwen2 config.json transformers splits texts as Qwen2 does, whatever the tokenizer.
+            if name == "qwen2":
                 tokenizer = hf_tokenizers.save(
                     hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>"
                 )

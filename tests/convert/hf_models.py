@@ -1,4 +1,4 @@
-"""Small Hugging Face models of every family with random weights, in folders as the Hub has them."""
+"""Small random models of every family, in directories as the Hub has them."""
 
 import shutil
 from pathlib import Path
@@ -70,7 +70,10 @@ BIDIRECTIONAL = [
 
 
 def build(name: str, *, vocab_size: int = 400, **options):
-    """The model `name` of MODELS with an output layer, all of its weights random; a bias of attention's output is zero."""
+    """Build the model `name` of MODELS with an output layer and random weights.
+
+    The bias of attention's output is zero.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
@@ -107,7 +110,10 @@ def build(name: str, *, vocab_size: int = 400, **options):
 
 
 def write(model, folder: Path | str, tokenizer: Path, **how) -> Path:
-    """Save `model` (`how`: what save_pretrained is told) and a copy of the tokenizer in `folder`."""
+    """Save `model` and a copy of the tokenizer in `folder`.
+
+    `how` are arguments of save_pretrained.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # what a test counts on standard error is the command's
@@ -118,7 +124,7 @@ def write(model, folder: Path | str, tokenizer: Path, **how) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors."""
+    """Return all tensors of a directory's safetensors file."""
     return {
         name: tensor
         for file in folder.glob("*.safetensors")
@@ -127,12 +133,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def from_hf(folder: Path | str, output: Path | str, *flags: str) -> Path:
-    """Make a run folder of a Hugging Face folder by the command; return it."""
+    """Convert a Hugging Face directory by the command; return the run directory."""
     main(["from-hf", "--input", str(folder), "--output", str(output), *flags])
     return Path(output)
 
 
 def to_hf(run: Path | str, output: Path | str, *flags: str) -> Path:
-    """Make a Hugging Face folder of a run folder by the command; return it."""
+    """Convert a run directory by the command; return the Hugging Face directory."""
     main(["to-hf", "--load", str(run), "--output", str(output), *flags])
     return Path(output)

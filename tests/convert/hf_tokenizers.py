@@ -1,10 +1,10 @@
-"""The small tokenizers of the model families that tests convert."""
+"""Small tokenizers of the model families that tests convert."""
 
 from tokenizer_shapes import bert, llama2, llama3, modernbert, qwen, save, smollm
 
 __all__ = ["KINDS", "llama3", "qwen", "save"]
 
-# By name: the tokenizer, its model in hf_models.MODELS, and from-hf's flags that give it a mask token.
+# By name: the tokenizer, its model in hf_models.MODELS, from-hf's flags that give it a mask token.
 KINDS = {
     "llama 2": (llama2, "llama with stretched positions", ["--add-mask-token"]),
     "mistral": (llama2, "mistral", ["--add-mask-token"]),

@@ -1,4 +1,7 @@
-"""Hostile changes to a Hugging Face folder with one file of weights and a tokenizer, by name, with words of the refusal."""
+"""Hostile changes to a Hugging Face directory, with words of the refusal.
+
+The directory has one file of weights and a tokenizer.
+"""
 
 import json
 import os
@@ -8,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 
 def edit(**values):
-    """Fields of config.json."""
+    """Return a function that changes fields of config.json in a directory."""
 
     def change(folder):
         file = folder / "config.json"
@@ -18,12 +21,12 @@ def edit(**values):
 
 
 def content(name, data):
-    """The bytes of a file."""
+    """Return a function that replaces the bytes of a file."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def instead(name, make):
-    """Another kind of thing in the place of a file."""
+    """Return a function that replaces a file with one made by `make`."""
 
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -33,13 +36,13 @@ def instead(name, make):
 
 
 def header(text, tail=b"\0" * 8):
-    """A safetensors file with this header."""
+    """Return a function that writes a safetensors file with this header."""
     raw = text if isinstance(text, bytes) else json.dumps(text).encode()
     return content("model.safetensors", struct.pack("<Q", len(raw)) + raw + tail)
 
 
 def index(where, tensor="model.norm.weight"):
-    """Weights in shards, one tensor of which is in the file `where`."""
+    """Return a function that writes sharded weights, one tensor in the file `where`."""
 
     def change(folder):
         (folder / "model.safetensors").rename(folder / "model-1.safetensors")
@@ -51,7 +54,7 @@ def index(where, tensor="model.norm.weight"):
 
 
 def spoil(name, value):
-    """A number of one tensor."""
+    """Return a function that changes a number of one tensor."""
 
     def change(folder):
         file = folder / "model.safetensors"

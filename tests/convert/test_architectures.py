@@ -1,4 +1,4 @@
-"""What config.json says of a model, read in both directions, and what it may not say."""
+"""config.json and ModelConfig, in both directions, with what is refused."""
 
 import json
 import math
@@ -143,7 +143,10 @@ class Tokenizer:
 
 
 def exported(name, model, attention=None, **options):
-    """transformers' config of `model` as the family `name`; bidirectional if the family can be."""
+    """Build transformers' config of `model` as the family `name`.
+
+    It is bidirectional if the family can be.
+    """
     attention = attention or (
         Attention.CAUSAL if name == "modernbert-decoder" else Attention.BIDIRECTIONAL
     )
@@ -152,7 +155,7 @@ def exported(name, model, attention=None, **options):
 
 
 def written(*given, **options):
-    """config.json of `exported`, as a dict."""
+    """Return the config.json of `exported` as a dict."""
     return exported(*given, **options).to_dict()
 
 
@@ -172,7 +175,7 @@ def test_what_is_written_is_read_again(name):
 
 
 def test_no_option_of_a_family_is_ignored():
-    """Each has another value than its default in one of the models that are written and read above."""
+    """One of the models above has another value than the default of each option."""
     for layers in {FAMILIES[name].layers for name in MODELS}:
         models = [
             model for name in MODELS if FAMILIES[name].layers is layers for model in MODELS[name]
@@ -203,7 +206,7 @@ def test_a_decoder_says_that_it_is_bidirectional(name):
     assert values[said] is (said != "is_causal")
     causal = written(name, model, Attention.CAUSAL)
     assert native(causal) == Attention.CAUSAL
-    # A cache of keys among the outputs cannot go to ONNX, nor continue a text that is read both ways.
+    # A key cache among the outputs cannot go to ONNX, nor continue a text that is read both ways.
     assert (values["use_cache"], causal["use_cache"]) == (False, True)
 
 
@@ -281,7 +284,7 @@ def test_a_tokenizer_without_bos_and_eos_gives_cls_and_sep():
 
 
 def test_fields_of_older_versions_are_understood():
-    """Llama 3.2 and the study's released models as they are on the Hub: `rope_theta`, `rope_scaling`, a type of their own."""
+    """Llama 3.2 and the study's models have `rope_theta` and `rope_scaling`."""
     values = written("llama", SMALL)
     del values["rope_parameters"]
     scaling = {
@@ -405,12 +408,15 @@ MMBERT = dict(local_rotary_base=None)
     ],
 )
 def test_models_as_they_are_on_the_hub(values, preset, differs):
-    """With fields of older versions, and what their code has left there."""
+    """The configs have fields of older versions and leftovers of their code."""
     assert read(values) == replace(get_preset(preset), **differs)
 
 
 def test_yarn_as_it_is_on_the_hub():
-    """Qwen3's instructions for long texts, in the older fields; the original context is the model's if it is not given."""
+    """Qwen3's instructions for long texts use the older fields.
+
+    Without an original context, the model's own is used.
+    """
     values = written("qwen3", WITH_NORMS)
     del values["rope_parameters"]
     scaling = {
@@ -431,7 +437,7 @@ def test_yarn_as_it_is_on_the_hub():
 
 
 def test_neobert_has_its_own_width_and_the_code_of_its_authors():
-    """The width inside the MLP is two thirds, up to a multiple of 8."""
+    """The width inside the MLP is two thirds, rounded up to a multiple of 8."""
     assert (
         read(NEOBERT_HUB | {"intermediate_size": 160}).ffn_hidden_size == 112
     )  # 106 and two thirds, rounded up
@@ -492,7 +498,7 @@ def test_a_window_of_gemma3_counts_the_token_itself_or_both_sides():
     "field", ["num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings"]
 )
 def test_released_weights_must_say_what_their_tensors_do_not(field):
-    """EuroBERT's own value would stand in for it otherwise, and the tensors would fit."""
+    """EuroBERT's default would replace the missing value, and the tensors would fit."""
     values = written("eurobert", SMALL)
     del values["rope_parameters"]
     released = values | {"model_type": "sl_model", "rope_theta": 250000}
@@ -795,7 +801,7 @@ def test_a_family_that_cannot_say_what_a_model_is_names_one_that_can(name, atten
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_field_that_a_family_does_not_list_is_refused_with_another_value(name):
-    """And what its config.json is read to is listed, so that a new field of ModelConfig is never ignored."""
+    """Families list all that is read from config.json: new fields are not ignored."""
     family = FAMILIES[name]
     model = MODELS[name][0]
     config = parse_hf_config(written(name, model), "config.json")

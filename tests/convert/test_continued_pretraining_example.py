@@ -1,4 +1,4 @@
-"""The example's whole road: a decoder comes in, learns to fill masks, goes out and loads, without a network."""
+"""The example of continued pretraining, from import to export, without network."""
 
 import importlib.util
 import sys
@@ -28,7 +28,7 @@ SHORT = [
 
 
 def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the example in this process, its commands too: it would start an interpreter for each."""
+    """Run the example and its commands in this process, to save interpreter starts."""
     spec = importlib.util.spec_from_file_location("continue_pretraining", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, example)

@@ -1,4 +1,4 @@
-"""Models that came from Hugging Face go on training as transformers' own models would, whatever the layout."""
+"""Imported models train as transformers' own models do, in any parallel layout."""
 
 import hf_models
 import numpy as np
@@ -16,7 +16,7 @@ PEAK = 5e-4
 STEPS = 10
 DECAY = 4
 CLIP = 1.0
-# Long packs without edges at each document, so that stretched positions are far enough apart to tell.
+# Long packs without edges at each document: stretched positions are far enough apart to tell.
 RUN = [
     "--objective-schedule",
     "mlm:1.0",
@@ -61,9 +61,10 @@ def learning_rate(n: int) -> float:
 
 @pytest.fixture(scope="module")
 def continued(small_corpus, tmp_path_factory):
-    """By name: a model with ten spare rows of the vocabulary, and flags and folder of a run that begins with it.
+    """Return, by name, a model and the flags and directory of a run from it.
 
-    The run is of two tensor-parallel ranks, that of ModernBERT of one process.
+    The model has ten spare rows of the vocabulary. The run has two tensor-parallel ranks, or one
+    process for ModernBERT.
     """
     found = {}
     jobs = []
@@ -95,7 +96,7 @@ def continued(small_corpus, tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
-    """Losses, norms and every weight at the end, among them the biases and the norms of queries and keys."""
+    """Losses, norms and all weights agree, biases and query and key norms too."""
     model, flags, run_folder = continued[name]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = build_plan(parse_config(flags, "test"))

@@ -1,4 +1,4 @@
-"""The command as such: stopped at any time it leaves nothing, and bad input leaves no trace."""
+"""The convert command: interrupted or with bad input, it leaves no files."""
 
 import shutil
 import signal
@@ -13,13 +13,16 @@ from megaenc.convert.command import main
 
 @pytest.fixture
 def llama(came_in):
-    """A Hugging Face folder, and the run folder made of it. Not to be changed."""
+    """Return a Hugging Face directory and its run directory. Not to be changed."""
     return came_in("llama with stretched positions")
 
 
 @pytest.fixture(params=["from-hf", "to-hf"])
 def conversion(request, llama):
-    """One of the directions: its first words, and the module and function that come last before the folder gets its name."""
+    """Return the first words of one direction, and the function to interrupt.
+
+    The function is the last one before the directory gets its name: its module and its name.
+    """
     hf, core = llama
     if request.param == "from-hf":
         return ["from-hf", "--input", str(hf)], from_hf, "_load_weights"
@@ -57,7 +60,7 @@ def test_a_place_that_another_command_takes_is_one_line(conversion, tmp_path, mo
 
 @pytest.mark.parametrize("kilobytes", [8, 400])
 def test_a_full_disk_is_one_line_and_leaves_nothing(kilobytes, conversion, tmp_path, refusal):
-    """tokenizers, torch and this package write; each of them meets the end of the disk."""
+    """tokenizers, torch and this package write; each of them fills the disk."""
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(tmp_path)],
         capture_output=True,

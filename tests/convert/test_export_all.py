@@ -1,4 +1,4 @@
-"""Every kept checkpoint of a run under the study's names, step 0 included."""
+"""Every kept checkpoint of a run, step 0 too, under the study's names."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,10 @@ VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), finger
 
 @pytest.fixture(scope="module")
 def two_runs(small_corpus, tmp_path_factory):
-    """The same twenty steps with checkpoints each 5 steps, of which those of 10 and 20 stay; the second run only stands still."""
+    """Run twenty steps that keep checkpoints 10 and 20, and one step of tiny updates.
+
+    The second run's weights do not change.
+    """
     folder = tmp_path_factory.mktemp("all")
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]
     keep = ["--save-interval", "5", "--keep-every", "10"]
@@ -50,7 +53,7 @@ def two_runs(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exports(two_runs):
-    """By step: what `--all` writes of the run."""
+    """Return the exports of `--all` by step."""
     size = f"{open_run_checkpoint(two_runs / 'run').model.parameter_count(400) / 1e6:.3g}m"
     name = f"{size}-clm-10-mlm40-20"
     folder = hf_models.to_hf(two_runs / "run", two_runs / "hf", "--all")
@@ -90,7 +93,7 @@ def test_a_folder_has_the_ids_of_its_tokenizer(exports, small_corpus):
 
 @pytest.mark.multiprocess
 def test_step_0_is_what_a_run_begins_with(two_runs):
-    """Drawn from the seed again: bit by bit what is there after an update too small to change a weight."""
+    """Step 0 is drawn from the seed and equals the weights of step 1, bit by bit."""
     run = open_run_checkpoint(two_runs / "still")
     drawn, kept = (load_weights(run, step)[1] for step in (0, 1))
     assert drawn.keys() == kept.keys() and "output_layer.weight" not in drawn

@@ -1,4 +1,4 @@
-"""Every family goes out as it came in, bit by bit, from a run in any layout, and loads where nothing but transformers is."""
+"""Every family is exported bit by bit from any layout, and loads in transformers."""
 
 import shutil
 import sys
@@ -24,7 +24,10 @@ BOTH_TIES = [
 
 @pytest.fixture(scope="session")
 def cores(came_in):
-    """Return a function of name and tie: a Hugging Face folder and the run folder made of it. Not to be changed."""
+    """Return a function that finds both directories of a model by name and tie.
+
+    These are the Hugging Face and the run directory. Not to be changed.
+    """
 
     def find(name, tied=False):
         if name == "neobert":
@@ -36,9 +39,10 @@ def cores(came_in):
 
 @pytest.fixture(scope="module")
 def begun(cores, small_corpus, tmp_path_factory):
-    """By name: a run of two ranks that began with what came in and changed nothing.
+    """Start a run of two ranks from each imported model and change nothing.
 
-    The first and the last stage of a pipeline hold a tied embedding, tensor-parallel ranks hold halves of untied weights.
+    The first and the last stage of a pipeline hold a tied embedding, tensor-parallel ranks hold
+    halves of untied weights.
     """
     folder = tmp_path_factory.mktemp("begun")
     corpus = [
@@ -72,7 +76,7 @@ def begun(cores, small_corpus, tmp_path_factory):
 
 
 def way_back(name):
-    """The flags with which a model goes out as the family that it came in as."""
+    """Return the flags that export a model as the family it was imported from."""
     family = hf_models.MODELS[name]["model_type"]
     return ["--as", family if family in hf_models.ONLY_CAUSAL else "source"]
 
@@ -141,7 +145,7 @@ def test_source_is_what_came_in(name, tied, cores):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_what_a_run_in_parts_saves_is_what_came_in(name, cores, begun):
-    """No rank holds the whole model: its parts go out as one."""
+    """No rank holds the whole model: the export joins its parts."""
     hf = cores(name, TIED[name])[0]
     assert (
         len(
@@ -178,7 +182,7 @@ def test_an_encoder_only_has_all_weights_but_the_output_layers(name, cores):
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores):
-    """EuroBERT has a bias of attention's output with those of queries, keys and values: zeros."""
+    """EuroBERT has an output bias with those of queries, keys and values: zeros."""
     from transformers import EuroBertForMaskedLM
 
     hf, core = cores(name)
@@ -197,7 +201,7 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores):
     ["llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder", "gemma3"],
 )
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores):
-    """The logits of transformers' own model, as which it came, and as which it goes out."""
+    """The logits of transformers' model are the same before and after."""
     from transformers import AutoModelForCausalLM
 
     hf, core = cores(name, True)
@@ -213,7 +217,7 @@ def test_read_causally_it_is_the_decoder_that_came_in(name, cores):
 
 
 def test_a_modernbert_decoder_goes_out_as_modernbert_and_back(cores, refusal):
-    """The same weights with other names and under another mask: the last is what transformers' encoder is told here."""
+    """The weights have other names; the encoder with a causal mask gives equal logits."""
     from transformers import ModernBertDecoderForCausalLM, ModernBertForMaskedLM
 
     hf, core = cores("modernbert-decoder", True)
@@ -238,7 +242,7 @@ def test_a_modernbert_decoder_goes_out_as_modernbert_and_back(cores, refusal):
 
 @pytest.mark.parametrize("family", ["source", "gemma3_text"])
 def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores):
-    """The factor of the embedding, and their product; the export compares the logits, longer documents than the window too."""
+    """The embedding is rounded as in transformers, in documents past the window too."""
     written = hf_models.to_hf(cores("gemma3", True)[1], "hf", "--dtype", "bf16", "--as", family)
     proof = read_json(written / "conversion.json")
     assert proof["documents"][0] > 2 * 24 and proof["attention"] == (
@@ -248,7 +252,7 @@ def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores):
 
 
 def begin(core, small_corpus, save):
-    """A run that begins with `core` and changes nothing."""
+    """Start a run from `core` that changes nothing."""
     flags = [
         "--config",
         core / "config.yaml",
@@ -265,7 +269,7 @@ def begin(core, small_corpus, save):
 
 @pytest.mark.parametrize("stops", ["generation_config.json", "config.json"])
 def test_a_decoder_stops_where_it_did(stops, small_corpus):
-    """Also after a run: a chat model ends its turn at other tokens than a document."""
+    """A chat model ends its turn at other tokens than a document, after a run too."""
     from transformers import AutoModelForCausalLM
 
     model = hf_models.build(
@@ -299,7 +303,7 @@ def test_what_says_no_way_to_write_text_is_one_line(values, cores, refusal):
 
 
 def test_special_ids_and_pooling_go_through_runs_and_merges(small_corpus, tmp_path, capfd):
-    """What the tokenizer contradicts is named."""
+    """A value that the tokenizer contradicts is reported."""
     model = hf_models.build("eurobert", classifier_pooling="late", bos_token_id=5, mask_token_id=7)
     hf = hf_models.write(model, "hf", small_corpus.tokenizer)
     hf_models.from_hf(hf, "core")
@@ -348,7 +352,7 @@ model(**tokenizer(["a stone", "a much longer text than that"], padding=True, ret
 
 
 def test_nothing_but_transformers_is_needed(cores, tmp_path):
-    """No code of this package, no code in the folder, also with the files of sentence-transformers."""
+    """The export has no code and needs none of this package."""
     written = hf_models.to_hf(
         cores("llama with stretched positions", True)[1], "hf", "--sentence-transformers"
     )
@@ -359,7 +363,7 @@ def test_nothing_but_transformers_is_needed(cores, tmp_path):
 
 @pytest.mark.parametrize("name", ["eurobert", "qwen3"])
 def test_sentence_transformers_gives_the_mean_of_the_states(name, cores):
-    """In float32, also of weights in bfloat16, unless another dtype is asked for."""
+    """Means are float32, for bfloat16 weights too, unless another dtype is asked for."""
     from sentence_transformers import SentenceTransformer
     from transformers import AutoModel, AutoTokenizer
 

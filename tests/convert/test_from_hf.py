@@ -1,4 +1,4 @@
-"""Hugging Face models become what runs start from: every weight as it was, a mask token, one line where something is wrong."""
+"""Imported Hugging Face models: equal weights, a mask token, errors of one line."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ from megaenc.training.run_dir import TOKENIZER_DIR
 
 
 def held(core):
-    """The weights of the checkpoint of step 0 under Hugging Face's names."""
+    """Return the weights of the checkpoint of step 0 under Hugging Face's names."""
     run = open_run_checkpoint(core)
     return core_to_hf(load_weights(run, 0)[1], run.model, run.vocab_size, run.origin.family)
 
@@ -38,7 +38,7 @@ def assert_same(found, expected):
 
 @pytest.fixture
 def llama(came_in):
-    """An untied Llama with spare rows of the vocabulary. Not to be changed."""
+    """Return an untied Llama with spare rows of the vocabulary. Not to be changed."""
     return came_in("llama with stretched positions", tie_word_embeddings=False)[0]
 
 
@@ -63,7 +63,7 @@ def test_a_run_folder_says_what_came_in(name, came_in):
 
 
 def by_transformers(folder, attention):
-    """transformers' own model of a folder, made to read under `attention`."""
+    """Return transformers' own model of a directory, with the mask of `attention`."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -102,7 +102,7 @@ def by_transformers(folder, attention):
 @pytest.mark.parametrize("attention", [Attention.CAUSAL, Attention.BIDIRECTIONAL])
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_logits_are_those_of_transformers(name, attention, came_in):
-    """megatron-core reads documents of several lengths as one pack, transformers each alone."""
+    """megatron-core reads the documents as one pack, transformers one at a time."""
     folder, core = came_in(name)
     documents = tuple(
         (torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1)
@@ -166,7 +166,7 @@ def test_code_of_released_weights_is_not_run(llama):
 
 
 def rename_mask(folder, output, new):
-    """A copy of `folder` in which the token in the mask token's place has another name and no role."""
+    """Copy `folder`, with another name and no role for its mask token."""
     shutil.copytree(folder, output)
     tokenizer, config = (
         read_json(output / name) for name in ("tokenizer.json", "tokenizer_config.json")
@@ -195,7 +195,7 @@ def test_a_reserved_token_becomes_the_mask(name, llama):
 
 @pytest.mark.parametrize("rows", [400, 410])
 def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
-    """Where the model has spare rows the first of them is its own; otherwise there is one more."""
+    """It takes the first spare row of the vocabulary, or a new one."""
     model = hf_models.build("qwen3", vocab_size=rows)
     folder = hf_models.write(model, "plain", small_corpus.tokenizer)
     folder = rename_mask(folder, Path("hf"), "<|fim_pad|>")
@@ -224,7 +224,7 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
 
 
 def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
-    """The tokenizer is found from any folder, and `--input .` has a name."""
+    """The tokenizer is found from any directory, and `--input .` has a name."""
     core = tmp_path / "core"
     monkeypatch.chdir(shutil.copytree(llama, "a-llama"))
     hf_models.from_hf(".", "../core")
@@ -235,7 +235,7 @@ def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
 
 
 def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(llama):
-    """As in Llama 3, whose reserved tokens have next to nothing for a row: RMSNorm would make it as large as any other."""
+    """Rows of Llama 3's reserved tokens are almost zero; RMSNorm would enlarge them."""
     folder = rename_mask(llama, Path("hf"), "<|reserved_special_token_7|>")
     matrices = ("lm_head.weight", "model.embed_tokens.weight")
     given = hf_models.weights(folder)

@@ -1,4 +1,4 @@
-"""Merges equal references computed from the stored tensors, and are what runs start from and exports are made of."""
+"""Merges, against references computed from the stored tensors, and their use."""
 
 import math
 import shutil
@@ -35,7 +35,7 @@ SHORT = [
 
 
 def stored(folder, step, prefix=""):
-    """All tensors of a checkpoint whose names begin with `prefix` and `model.`, as torch reads them, without padding."""
+    """Load the tensors of a checkpoint below `prefix` and `model.`, without padding."""
     path = Path(folder) / "checkpoints" / f"iter_{step:07d}"
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     names = [
@@ -67,13 +67,16 @@ def assert_bits(found, expected):
 
 @pytest.fixture(autouse=True)
 def chunked(monkeypatch):
-    """Methods go over large tensors in parts; here over small ones too."""
+    """Merge small tensors in parts too, as large ones are."""
     monkeypatch.setattr(methods, "_CHUNK", 1000)
 
 
 @pytest.fixture(scope="module")
 def trained(small_corpus, tmp_path_factory):
-    """A bf16 run with checkpoints of steps 2 and 4, and one of another seed, schedule and dtype. Not to be changed."""
+    """Train a bf16 run to step 4, and one of another seed, schedule and dtype.
+
+    The first has checkpoints of steps 2 and 4. Not to be changed.
+    """
     folder = tmp_path_factory.mktemp("trained")
     pretrain([*small_corpus.flags, *SHORT, "--save", str(folder / "a")])
     other = [
@@ -93,7 +96,7 @@ def trained(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(trained):
-    """Float64 weights of the three checkpoints: the master weights of bf16 ones."""
+    """Return float64 weights of the three checkpoints, master weights for bf16 ones."""
     a, b = trained
     tensors = {"a2": stored(a, 2, MASTER), "a4": stored(a, 4, MASTER), "b": stored(b, 2)}
     return {
@@ -103,7 +106,7 @@ def exact(trained):
 
 
 def test_a_run_merged_with_itself_is_itself(trained):
-    """In bf16 as its checkpoint, in float32 as its master weights, which are more than the former."""
+    """It equals the checkpoint in bf16, and its more exact master weights in float32."""
     a, _ = trained
     kept = stored(a, 4)
     full = stored(a, 4, MASTER)
@@ -168,7 +171,7 @@ def test_linear_is_the_weighted_mean(trained, exact):
 
 
 def slow_slerp(a, b, t):
-    """Shoemake's formula on flat vectors."""
+    """Compute Shoemake's formula on flat vectors."""
     angle = math.acos(np.dot(a.ravel(), b.ravel()) / np.linalg.norm(a) / np.linalg.norm(b))
     return (math.sin((1 - t) * angle) * a + math.sin(t * angle) * b) / math.sin(angle)
 
@@ -209,7 +212,7 @@ def test_slerp_of_parallel_opposite_and_zero_vectors_is_linear():
 
 
 def slow_ties(base, others, density):
-    """Algorithm 1 of arXiv 2306.01708 with lambda 1, an element at a time, over all weights as one vector."""
+    """Compute algorithm 1 of arXiv 2306.01708 with lambda 1 on one vector of weights."""
     vectors = []
     for other in others:
         vector = other - base
@@ -239,7 +242,7 @@ def test_ties_is_algorithm_1_over_all_weights(density, trained, exact):
 
 
 def test_ties_by_hand():
-    """Signs that cancel leave the base, the minority's sign is left out, trimmed ones do not count in the mean."""
+    """Cancelling, minority and trimmed values do not count in the mean."""
     base = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     rows = [1.0, 2.0, 0.25, 4.0, 0.0], [-1.0, 4.0, 8.0, -1.0, 0.0], [0.0, -1.0, 4.0, 2.0, 0.0]
     others = [base + torch.tensor(row) for row in rows]
@@ -300,7 +303,7 @@ def test_run_json_records_the_sources(trained, refusal):
 
 
 def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
-    """Biases, norms of queries and keys and a tied output layer, which the weights of a plain run lack."""
+    """They have biases, query and key norms and a tied output layer."""
     cores = ["x", "y"]
     for number, core in enumerate(cores):
         model = hf_models.build(
@@ -323,7 +326,7 @@ def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
 
 @pytest.mark.multiprocess
 def test_sources_in_parts(trained, small_corpus, tmp_path):
-    """Split between data-parallel ranks: the master weights, exactly."""
+    """Distributed optimizers hold parts of the master weights, merged exactly."""
     layout = ["--use-distributed-optimizer", "--train-iters", "2"]
     parted = tmp_path / "t"
     one = trained[0]

@@ -1,4 +1,4 @@
-"""The card of an export says where predictions stand, by the objective that was trained last."""
+"""The card of an export says where predictions stand, by the last objective."""
 
 import dataclasses
 import json
@@ -163,7 +163,7 @@ def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention
 
 
 def test_an_export_of_mntp_is_read_where_its_card_says(small_corpus):
-    """What fill-mask loads moves the outputs of the export by one position."""
+    """The fill-mask task moves the outputs of the export by one position."""
     pretrain([*small_corpus.flags, *runs.SHORT_RUN, *runs.STANDSTILL, *MNTP, "--save", "run"])
     folder = hf_models.to_hf("run", "hf")
     assert "read the logits at position i - 1" in (folder / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""NeoBERT's layers are EuroBERT's under other names, with rows of queries and keys in another order, up to a bias."""
+"""NeoBERT's layers are EuroBERT's with other names and order of rows."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,10 @@ from megaenc.model.config import get_preset
 
 
 def bring_in(folder, small_corpus, bias):
-    """A model with a bias of the output layer or zeros, and a run folder of it; its config lacks ids, as the released one."""
+    """Build a model whose output bias is scaled by `bias`, and its run directory.
+
+    Its config has no token ids, as the released one.
+    """
     model = hf_models.build("neobert", vocab_size=410).eval()
     model.decoder.bias.data *= bias
     hf_models.write(model, folder / "hf", small_corpus.tokenizer)
@@ -57,7 +60,7 @@ def test_a_bias_that_eurobert_has_not_is_named(small_corpus, tmp_path, refusal):
 
 
 def test_parameters_are_counted():
-    """245 million, as its authors say, each of which the preset has too."""
+    """The count is 245 million, as in the paper; the preset has as many."""
     with torch.device("meta"):
         model = NeoBERTLMHead(NeoBERTConfig())
     expected = sum(parameter.numel() for parameter in model.parameters())
@@ -65,7 +68,7 @@ def test_parameters_are_counted():
 
 
 def test_flops_are_those_of_its_products():
-    """Of both passes, which are three times those of the forward pass that torch counts."""
+    """Both passes have three times the FLOPs that torch counts in the forward pass."""
     model = hf_models.build("neobert", vocab_size=410)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a run folder says of its model is what the model is, or it is one line."""
+"""Run directories that contradict their weights are refused with one line."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from megaenc.errors import InputError
 
 @pytest.fixture
 def core(came_in):
-    """A run folder of a Llama that came in. Not to be changed."""
+    """Return a run directory of an imported Llama. Not to be changed."""
     return came_in("llama with stretched positions", torch.bfloat16)[1]
 
 
@@ -86,7 +86,7 @@ def test_what_no_run_wrote_is_one_line(file, place, value, words, core, refusal)
 
 
 def test_a_seed_that_is_not_the_runs_draws_no_other_weights(core):
-    """Of a run; what came in has none."""
+    """A run has a seed; an imported model has none."""
     path = shutil.copytree(core, Path("run")) / "run.json"
     facts = read_json(path)
     facts["identity"]["seed"] = 7

@@ -1,4 +1,4 @@
-"""A text has the ids of the source's tokenizer.json in training, in the run folder and in every export."""
+"""Texts have the ids of the source's tokenizer.json in runs and in every export."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ TEXTS = [
 
 
 def came(name, folder, spare=13, **changes):
-    """The Hugging Face folder of a model with the tokenizer `name` and `spare` rows of the vocabulary."""
+    """Write a model with the tokenizer `name` and `spare` rows of the vocabulary."""
     make, model, _ = hf_tokenizers.KINDS[name]
     made = make()
     tokenizer = hf_tokenizers.save(made, folder / "tokenizer", **changes)
@@ -39,7 +39,7 @@ def came(name, folder, spare=13, **changes):
 
 @pytest.fixture(scope="module")
 def cores(tmp_path_factory):
-    """By kind of tokenizer: the Hugging Face folder and the run folder made of it. Not to be changed."""
+    """Return the Hugging Face and run directories by tokenizer. Not to be changed."""
     found = {}
     for name, (_, _, flags) in hf_tokenizers.KINDS.items():
         folder = tmp_path_factory.mktemp("kind")
@@ -107,7 +107,8 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores):
     )
     assert certificate["fingerprint"] == read_vocabulary(trained).fingerprint
     if name == "qwen2" and written:
-        # transformers would take the space before it for a token of its own: no role, but still the one token that it is.
+        # transformers would take the space before it for a token of its own: it has no role, but
+        # remains one token.
         assert (
             loaded.mask_token is None
             and loaded.convert_tokens_to_ids(mask) == trained.mask_token_id
@@ -120,7 +121,7 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores):
 
 
 def test_a_class_that_reads_texts_otherwise_is_refused(refusal):
-    """Beside a qwen2 config.json transformers splits every text as Qwen2 does, whatever tokenizer.json says."""
+    """A qwen2 config.json makes transformers split as Qwen2, not as tokenizer.json."""
     made = hf_tokenizers.llama3()
     model = hf_models.build("qwen2", vocab_size=made[0].get_vocab_size())
     hf = hf_models.write(model, "hf", hf_tokenizers.save(made, Path("tokenizer")))
@@ -134,7 +135,7 @@ def test_a_class_that_reads_texts_otherwise_is_refused(refusal):
 
 
 def test_another_pipeline_is_refused_where_no_text_tells(cores, refusal, monkeypatch):
-    """Texts are examples; the parts of the pipeline are all there is."""
+    """No text shows the difference, but the parts of the pipeline do."""
     _, core = cores["llama 3"]
     right = to_hf.write_tokenizer
 
@@ -170,7 +171,7 @@ def test_code_that_a_tokenizer_names_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize(("name", "flags"), [("smollm", ["--add-mask-token"]), ("llama 3", [])])
 def test_a_class_names_roles_that_the_files_leave_open_and_adds_no_token(name, flags, tmp_path):
-    """GPT-2's end of a text where tokenizer.json has such a token; Llama 3's has none, nor its model a place for it."""
+    """GPT-2's EOS is used only if tokenizer.json has the token; Llama 3's has not."""
     hf = came(name, tmp_path, spare=0)
     config = read_json(hf / "tokenizer_config.json") if name == "llama 3" else {}
     write_file(hf / "tokenizer_config.json", config | {"tokenizer_class": "GPT2Tokenizer"})

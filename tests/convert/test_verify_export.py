@@ -1,4 +1,4 @@
-"""The certificate of an export: what it says, and what it does not let pass."""
+"""The certificate of an export: its content, and the errors that it finds."""
 
 import hashlib
 import json
@@ -22,7 +22,10 @@ NAMES = {"llama": "llama with stretched positions", "qwen3": "qwen3 with biases 
 
 @pytest.fixture
 def core(came_in):
-    """Return a function of a family: the run folder of one of its models in bfloat16. Not to be changed."""
+    """Return a function of a family: the run directory of a bfloat16 model.
+
+    Not to be changed.
+    """
     return lambda family: came_in(NAMES.get(family, family), torch.bfloat16)[1]
 
 
@@ -73,7 +76,7 @@ def test_it_holds_checksums_differences_and_the_mask(name, flags, kind, attentio
 
 
 def change_config(**values):
-    """Let config.json say something else than the model is."""
+    """Return a patch after which config.json contradicts the model."""
 
     def change(monkeypatch):
         right = to_hf.build_export_config
@@ -90,7 +93,7 @@ def change_config(**values):
 
 
 def change_weights(core, change, *rules):
-    """Let `change` loose on the weights that these rules make of those with `core` in their name."""
+    """Return a patch that applies `change` to the weights of `rules` named `core`."""
 
     def plant(monkeypatch):
         for rule in rules:
@@ -106,12 +109,12 @@ def change_weights(core, change, *rules):
 
 
 def turn(matrix):
-    """The upper and the lower half of a joint matrix's rows take each other's place."""
+    """Swap the upper and the lower half of the rows of a joint matrix."""
     return (matrix.roll(len(matrix) // 2, 0),)
 
 
 def damage(monkeypatch):
-    """One number of one weight is another on the disk."""
+    """Change one number of one weight on the disk."""
     right = to_hf.write_shards
 
     def wrong(folder, *rest):

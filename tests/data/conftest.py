@@ -1,4 +1,4 @@
-"""What several tests of the text side need."""
+"""Fixtures that several tests of data share."""
 
 import pytest
 from text_helpers import small_tokenizer
@@ -6,7 +6,7 @@ from text_helpers import small_tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> str:
-    """The small tokenizer as a folder."""
+    """Return the directory of the small tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
     small_tokenizer().save_pretrained(folder)
     return str(folder)

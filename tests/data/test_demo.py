@@ -68,7 +68,7 @@ def test_likeness_ignores_names_and_numbers():
 
 @pytest.fixture
 def few_packages(monkeypatch):
-    """The documentation of three small packages and of a part of Python's instead of everything."""
+    """Use the sources of three small packages and of a part of Python."""
     everything = demo._find_source_files
     monkeypatch.setattr(demo, "_PACKAGES", ["psutil", "rich", "tyro", "zipp"])
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_an_interrupted_build_leaves_nothing(two_documents, tmp_path, monkeypatc
 
 
 def listing(folder):
-    """The files below a folder, with their content."""
+    """Return the files below a directory with their content."""
     return {
         path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
     }
@@ -152,7 +152,7 @@ def listing(folder):
 
 @pytest.fixture
 def two_documents(monkeypatch):
-    """Two short documents at once, of which one is held out."""
+    """Replace the sources with two short documents, one of them held out."""
     monkeypatch.setattr(demo, "_find_source_files", lambda: iter(()))
     monkeypatch.setattr(demo, "is_held_out", lambda name: name == "held/out")
     monkeypatch.setattr(
@@ -203,7 +203,7 @@ def test_a_changed_demo_corpus_is_refused(two_documents, tmp_path):
 
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monkeypatch, renames):
-    """It leaves the record and the files that have their names; the packages have changed before the next build."""
+    """The packages have changed before the next build."""
     demo.build_demo_corpus(tmp_path)
     for name in ("corpus.jsonl", "heldout.jsonl")[: 3 - renames]:
         (tmp_path / name).unlink()

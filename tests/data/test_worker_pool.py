@@ -20,7 +20,7 @@ kinds = pytest.mark.parametrize("threads", [False, True], ids=["processes", "thr
 @kinds
 @pytest.mark.parametrize("count", [1, 3])
 def test_results_come_in_the_order_of_the_items(threads, count):
-    """The same workers can be given more."""
+    """A second call of the same workers works too."""
     with start_pool(time.sleep, count, threads=threads) as call:
         assert list(call([0.05, 0, 0.02, 0, 0])) == [None] * 5
     with start_pool(abs, count, threads=threads) as call:
@@ -120,7 +120,7 @@ def test_a_script_needs_no_guard_and_its_workers_end_with_it_when_it_is_killed(t
 
 
 def test_a_worker_that_cannot_be_killed_keeps_nobody_waiting(monkeypatch):
-    """As in a call of a driver that hangs."""
+    """A process in a driver's call that hangs cannot be killed."""
     monkeypatch.setattr(worker_pool, "KILL_TIMEOUT", 0.1)
     worker = worker_pool.WorkerProcess(time.sleep, python_environment())
     future = worker.submit(60)

@@ -1,8 +1,9 @@
 """`make test-docs`: run every command that the README, docs and examples show.
 
-A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root
-of a copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in
-place of words; `--list` prints that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
+A document is one script: its bash blocks, in their order, in one shell that ends at the first
+command that fails, at the root of a copy of this repository. docs/commands.yaml lists the document
+that comes before, the blocks that are not run and the words that are replaced; `--list` prints
+that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
 """
 
 import argparse
@@ -35,10 +36,10 @@ source .commands
 
 @dataclass(frozen=True)
 class Exceptions:
-    """What docs/commands.yaml says of one document.
+    """The exceptions of one document in docs/commands.yaml.
 
-    after: a document whose folder this one goes on in; before: bash that is run first; not_run: (words in the block, reason,
-    why); instead: (words, what is put in their place, why).
+    after: a document whose directory is used. before: bash that is run first.
+    not_run: (words in the block, reason, why). instead: (words, replacement, why).
     """
 
     after: str = ""
@@ -48,7 +49,7 @@ class Exceptions:
 
 
 def table() -> dict[str, Exceptions]:
-    """docs/commands.yaml, by document. Raises KeyError for a reason that is none of REASONS."""
+    """Read the exceptions by document; KeyError for a reason not in REASONS."""
     found = {}
     for name, said in (yaml.safe_load(TABLE.read_text(encoding="utf-8")) or {}).items():
         not_run = tuple(
@@ -63,18 +64,18 @@ def table() -> dict[str, Exceptions]:
 
 
 def commands(name: str) -> list[Block]:
-    """The blocks of a document that hold commands."""
+    """Return the bash blocks of a document."""
     return [block for block in blocks(read(name)) if block.language == "bash"]
 
 
 def left_out(block: Block, exceptions: Exceptions) -> tuple[str, str, str] | None:
-    """The exception that keeps a block from being run."""
+    """Return the exception that keeps a block from being run."""
     text = "\n".join(block.lines)
     return next((entry for entry in exceptions.not_run if entry[0] in text), None)
 
 
 def script(name: str, exceptions: Exceptions) -> str:
-    """The document as a script whose line numbers are the document's."""
+    """Return the document as a script with the document's line numbers."""
     lines = [""] * len(read(name))
     for block in commands(name):
         if left_out(block, exceptions) is None:
@@ -86,7 +87,7 @@ def script(name: str, exceptions: Exceptions) -> str:
 
 
 def copy_repository(folder: Path) -> None:
-    """What git knows of the repository, and new files that it does not ignore, as it is on the disk."""
+    """Copy the files that git tracks, and new ones that it does not ignore."""
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(
         None,
@@ -101,20 +102,23 @@ def copy_repository(folder: Path) -> None:
 
 @dataclass
 class Runner:
-    """Runs documents, each in a folder of its own in `work`; one that passed there has the file `.passed`."""
+    """A runner of documents, each in a directory of its own in `work`.
+
+    A document that passed has the file `.passed` there.
+    """
 
     work: Path
     said: dict[str, Exceptions]
     failed: list[str] = field(default_factory=list)
 
     def folder(self, name: str) -> Path:
-        """Where a document is run."""
+        """Return the directory of a document."""
         return self.work / name.replace("/", "__")
 
     def run(self, name: str) -> bool:
-        """Run a document, and before it the one that it comes after; True if all of its commands ended with 0.
+        """Run a document and those before it; return whether all passed.
 
-        What has passed, or failed, is not run again.
+        Documents that passed or failed are not run again.
         """
         if (
             name not in self.failed
@@ -158,7 +162,7 @@ class Runner:
 
 
 def _shell(text: str, folder: Path) -> tuple[str, str]:
-    """Run bash in `folder`; return what failed, `line 12: exit code 2`, or nothing, and what was printed."""
+    """Run bash in `folder`; return the failure, `line 12: exit code 2`, and output."""
     (folder / ".commands").write_text(text)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -182,7 +186,7 @@ def _shell(text: str, folder: Path) -> tuple[str, str]:
 
 
 def listed(names: list[str], said: dict[str, Exceptions]) -> str:
-    """What is done otherwise than a reader would, document by document."""
+    """Return the exceptions as lines, document by document."""
     lines = []
     for name in names:
         exceptions = said.get(name, Exceptions())
@@ -201,7 +205,7 @@ def listed(names: list[str], said: dict[str, Exceptions]) -> str:
 
 
 def main() -> None:
-    """Exit code 1 where a command has failed."""
+    """Run the documents; exit with 1 if a command failed."""
     known = [name for name in documents() if commands(name)]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""The documents of this repository, and the blocks of commands, output and code in them."""
+"""The documents of this repository, and the blocks in them."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the line of its fence (from 1), what stands behind the fence, its lines without the fence's indentation."""
+    """A fenced block: the line of its fence from 1, its language and its lines.
+
+    The lines lack the indentation of the fence.
+    """
 
     line: int
     language: str
@@ -27,7 +30,7 @@ class Block:
 
 
 def documents() -> list[str]:
-    """Paths of the README, docs and examples, relative to the root, in the order in which they are read and run."""
+    """Return the README, docs and examples in reading order, relative to the root."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     names = (str(path.relative_to(ROOT)) for path in found)
     return sorted(
@@ -37,12 +40,12 @@ def documents() -> list[str]:
 
 
 def read(name: str) -> list[str]:
-    """The lines of a document."""
+    """Return the lines of a document."""
     return (ROOT / name).read_text(encoding="utf-8").splitlines()
 
 
 def blocks(lines: list[str]) -> list[Block]:
-    """The fenced blocks of a document. Raises ValueError, with the line, for one that does not end."""
+    """Return the fenced blocks of a document; ValueError if one does not end."""
     found = []
     opening = None
     for number, line in enumerate(lines, 1):
@@ -67,7 +70,7 @@ def blocks(lines: list[str]) -> list[Block]:
 
 
 def without_blocks(lines: list[str]) -> list[str]:
-    """The lines with those of fenced blocks empty: the prose, under its own line numbers."""
+    """Return the lines with those of fenced blocks empty, under the same numbers."""
     prose = list(lines)
     for block in blocks(lines):
         first, last = block.line - 1, block.line + len(block.lines)

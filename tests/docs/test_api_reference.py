@@ -1,4 +1,4 @@
-"""What is written from the code says what the code says now."""
+"""Generated pages agree with the code."""
 
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ _PLACEHOLDER = "\0"
 
 
 def load(name: str):
-    """A script of docs/scripts as a module."""
+    """Import a script of docs/scripts as a module."""
     spec = importlib.util.spec_from_file_location(
         f"docs_scripts_{name}", ROOT / "docs/scripts" / f"{name}.py"
     )
@@ -60,7 +60,7 @@ def test_every_flag_and_public_name_is_explained(pages):
 
 
 def messages() -> set[str]:
-    """Every text of the package, with a mark where a value is put in."""
+    """Return every text of the package, with a mark for each inserted value."""
     found = set()
     for path in (ROOT / "megaenc").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -76,7 +76,7 @@ def messages() -> set[str]:
 
 
 def test_the_errors_that_are_explained_are_those_of_the_code():
-    """Each message of the tables of docs/troubleshooting.md, `…` standing for a value, but for those of other programs."""
+    """`…` stands for any value; errors of other programs are left out."""
     own = "\n".join(read("docs/troubleshooting.md")).partition("## From torch")[0]
     shown = [line.split("|")[1].strip() for line in own.splitlines() if line.startswith("| `")]
     assert len(shown) > 40
@@ -88,7 +88,7 @@ def test_the_errors_that_are_explained_are_those_of_the_code():
 
 
 def settings_of_commands() -> set[type]:
-    """The dataclasses of flags of all commands, with those nested in them."""
+    """Return the dataclasses of flags of all commands, nested ones too."""
     reference = load("reference")
     todo = [
         settings
@@ -107,7 +107,7 @@ def settings_of_commands() -> set[type]:
 
 
 def parts(kind) -> list:
-    """A type and all types in it, with their annotations."""
+    """Return a type and all types in it, with their annotations."""
     return [kind, *(part for inside in typing.get_args(kind) for part in parts(inside))]
 
 

@@ -1,4 +1,4 @@
-"""Documents have one form for commands, every exception is a real one, and a command that fails is named with file and line."""
+"""Commands in documents: their form, exceptions, and failures with file and line."""
 
 import ast
 import subprocess
@@ -23,7 +23,7 @@ def test_a_block_says_what_it_holds(name):
 
 @pytest.mark.parametrize("name", documents())
 def test_a_document_is_a_script(name):
-    """That bash can read, as long as the document, so that line numbers are its own."""
+    """Bash can parse it, and line numbers are those of the document."""
     exceptions = table().get(name, Exceptions())
     text = script(name, exceptions)
     assert text.count("\n") == len(read(name))
@@ -32,7 +32,7 @@ def test_a_document_is_a_script(name):
 
 
 def test_every_exception_is_of_something():
-    """None has outlived what it was for, or is for more than one block."""
+    """An exception matches one block, and its replaced words exist."""
     for name, exceptions in table().items():
         assert name in documents(), name
         shown = commands.commands(name)
@@ -58,7 +58,10 @@ def test_the_list_names_every_exception():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Write documents into a repository of their own and run one: whether it passed, and what was printed."""
+    """Return a function that writes documents to a new repository and runs one.
+
+    It returns whether the document passed, and the output.
+    """
 
     def run(name: str, texts: dict[str, str], **exceptions: Exceptions) -> tuple[bool, str]:
         root = tmp_path / "root"

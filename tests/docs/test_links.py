@@ -1,4 +1,7 @@
-"""Links between documents lead somewhere: files and headings exist. Addresses elsewhere are looked at by their form alone."""
+"""Links between documents lead to files and headings.
+
+Only the form of external addresses is checked.
+"""
 
 import re
 import unicodedata
@@ -18,14 +21,14 @@ _CODE = re.compile(r"(`+)(?:(?!\1).)+?\1")
 
 
 def links(name: str) -> list[tuple[int, str]]:
-    """The targets of a document's links with the line that each begins in."""
+    """Return the targets of a document's links with the line that each begins in."""
     text = "\n".join(without_blocks(read(name)))
     text = _CODE.sub(lambda found: re.sub(r"[\[\]()]", "x", found[0]), text)
     return [(text.count("\n", 0, found.start()) + 1, found[1]) for found in _LINK.finditer(text)]
 
 
 def anchors(name: str) -> set[str]:
-    """What `#...` may say of a document, as GitHub makes it of the headings."""
+    """Return the anchors of the headings of a document, as GitHub makes them."""
     found: set[str] = set()
     for line in without_blocks(read(name)):
         if heading := _HEADING.match(line):
@@ -39,7 +42,7 @@ def anchors(name: str) -> set[str]:
 
 
 def complaint(name: str, target: str) -> str:
-    """What is wrong with a link of the document `name`; empty where nothing is."""
+    """Return the problem of a link in the document `name`, or an empty text."""
     parts = urlsplit(target)
     if parts.scheme:
         return (
@@ -72,7 +75,7 @@ def test_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", documents())
 def test_files_of_the_repository_that_are_named_are_there(name):
-    """`megaenc/errors.py` and the like, in code spans; NAME and other words in capitals stand for something."""
+    """Paths in code spans exist, except those with words in capitals like NAME."""
     spans = _PATH.findall("\n".join(without_blocks(read(name))))
     missing = [
         span for span in spans if not re.search(r"[A-Z]{3}", span) and not list(ROOT.glob(span))
@@ -81,7 +84,7 @@ def test_files_of_the_repository_that_are_named_are_there(name):
 
 
 def test_the_index_has_every_document_and_every_command():
-    """docs/README.md, to which README leads: a reader who looks for something looks there."""
+    """Readers find every document and command in docs/README.md."""
     assert "docs/README.md" in [target for _, target in links("README.md")]
     linked = {
         (ROOT / "docs" / urlsplit(target).path).resolve() for _, target in links("docs/README.md")

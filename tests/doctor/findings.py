@@ -1,4 +1,4 @@
-"""What the checks find."""
+"""Findings of checks, for tests."""
 
 from collections.abc import Iterable
 
@@ -6,5 +6,5 @@ from megaenc.doctor.result import Finding
 
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
-    """The findings by their names."""
+    """Return the findings by their names."""
     return {finding.name: finding for finding in findings}

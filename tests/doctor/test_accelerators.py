@@ -1,4 +1,4 @@
-"""What the drivers' programs say, from words of theirs written down by hand."""
+"""Reports of the drivers' programs, from hand-written output."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ GPU[1]\t\t: VRAM Total Used Memory (B): 42949672960
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Put a program in front of the PATH, which is otherwise that of the shell's own tools."""
+    """Return a function that puts a program at the front of a minimal PATH."""
 
     def put(name: str, script: str) -> None:
         file = tmp_path / "bin" / name
@@ -119,7 +119,7 @@ def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Return what is found of so many accelerators that a torch built for `build` sees."""
+    """Return the finding for `count` accelerators seen by a torch built for `build`."""
 
     def check(build, count, **context):
         monkeypatch.setattr(torch.version, "cuda", build)

@@ -1,6 +1,6 @@
-"""Collectives that give wrong numbers, what ranks see of each other's files, and what they hand to rank 0.
+"""Collectives with wrong results, shared files, and reports to rank 0.
 
-Worlds of two are in test_doctor_command.py.
+Worlds of two ranks are tested in test_doctor_command.py.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ def test_wrong_numbers_are_counted_and_named(single_process, monkeypatch):
 
 
 def test_ranks_and_places_have_numbers_of_their_own():
-    """A collective that mixed up ranks or places would show."""
+    """A collective that mixes up ranks or positions would show."""
     result = [collectives.build_rank_tensor(rank, 64, torch.device("cpu")) for rank in range(16)]
     assert len({tuple(each.tolist()) for each in result}) == 16
     assert all(len(set(each.tolist())) == 64 for each in result)

@@ -1,4 +1,4 @@
-"""The folder of a run, and file systems that break their promises."""
+"""The directory of a run, and file systems that break their promises."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from megaenc.doctor.result import CheckContext
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """What is written to measure speed takes a moment, and no disk is too slow."""
+    """Shorten the measurement of speed, and accept any disk."""
     monkeypatch.setattr(disk, "_SECONDS", 0.05)
     monkeypatch.setattr(disk, "_MIN_WRITE_RATE", 0)
 
@@ -68,7 +68,7 @@ def test_a_slow_disk_is_a_note(tmp_path, monkeypatch):
 
 
 def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
-    """Of the folder above one that is not there."""
+    """A missing directory is judged by its parent."""
     full = SimpleNamespace(
         f_frsize=4096, f_blocks=2**28, f_bavail=2**18, f_files=2**20, f_favail=12
     )
@@ -96,7 +96,7 @@ def test_no_room_for_temporary_files_is_named(monkeypatch):
     ("kind", "level"), [("lustre", "ok"), ("tmpfs", "note"), ("overlay", "note")]
 )
 def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind, level, tmp_path):
-    """The longest mount counts, and not one of a like name."""
+    """The longest mount counts, not one with a similar name."""
     folder = tmp_path / "data"
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/mounts").write_text(

@@ -1,4 +1,4 @@
-"""`megaenc doctor` as it is called: alone, with planted faults, under torchrun, where torch is broken."""
+"""`megaenc doctor` alone, with planted faults, on two ranks, with a broken torch."""
 
 import errno
 import json
@@ -73,7 +73,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_pa
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_try_what_is_between_them(tmp_path):
-    """On the second transformers is another one, and attention dies."""
+    """The second rank has another transformers, and its attention crashes."""
     subjects = ["versions", "ranks", "collectives", "attention", "disk"]
     flags = ["--only", *subjects, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
     planted = {"PLANTED": "odd version on rank 1,attention dies on rank 1"}

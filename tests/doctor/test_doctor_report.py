@@ -1,4 +1,4 @@
-"""What ranks have found, laid over each other, and as a page."""
+"""Findings of several ranks, merged and printed as a page."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ from megaenc.doctor.result import note, ok, problem
 
 
 def rank_findings(rank, *findings, scope="rank"):
-    """Return findings of one of two ranks per node, which has found out something else, too."""
+    """Return the findings of one of two ranks per node, with one of its own."""
     complete = [
         replace(each, subject="versions", scope=scope) for each in (ok("megaenc", "1"), *findings)
     ]

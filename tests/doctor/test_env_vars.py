@@ -1,4 +1,4 @@
-"""Variables that bite, those that do not, and that nothing else is shown."""
+"""Harmful and harmless variables; other variables are not shown."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_values_that_bite(name, value, level):
 def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(
     one_process, monkeypatch
 ):
-    """NVTE_FLASH_ATTN=0, as AMD's launchers have it, is no problem: megatron-core's own models refuse it, megaenc's does not."""
+    """Only megatron-core's own models refuse NVTE_FLASH_ATTN=0 of AMD's launchers."""
     import torch
     from megatron.core.models.common.language_module.language_module import LanguageModule
 

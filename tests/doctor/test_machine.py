@@ -1,4 +1,4 @@
-"""Processors, memory and limits of a machine, and what a container leaves of them."""
+"""Processors, memory and limits of a machine, and of a container on it."""
 
 import resource
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ NESTED = {
 
 
 def in_groups(root, files):
-    """A machine on which this process is in the group /slurm/job, with these files of control groups."""
+    """Write control groups for a process in /slurm/job; return the context."""
     for name, text in files.items():
         path = root / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,10 @@ def test_shared_memory_that_is_not_there_is_a_problem(tmp_path):
 
 @pytest.fixture
 def limits(tmp_path, monkeypatch):
-    """Judge limits of so many open files and bytes of locked memory, for so many ranks of eight a node."""
+    """Return a function that judges limits for so many ranks of eight a node.
+
+    The limits are those of open files and of bytes of locked memory.
+    """
 
     def judged(files=(2**20, 2**20), locked=resource.RLIM_INFINITY, ranks=1, cards=False):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))

@@ -1,4 +1,4 @@
-"""InfiniBand and Slingshot cards as the kernel shows them, and the interfaces that gloo and NCCL take."""
+"""InfiniBand and Slingshot cards in /sys, and interfaces for gloo and NCCL."""
 
 import socket
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ ROCE = {
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """Make this a process of a job of so many nodes of eight."""
+    """Return a function that simulates a job of several nodes with eight ranks each."""
 
     def several(count: int) -> None:
         monkeypatch.setenv("WORLD_SIZE", str(8 * count))
@@ -36,7 +36,10 @@ def nodes(monkeypatch):
 
 
 def add_card(root, device=True, **changed):
-    """Make a card as /sys shows it, with its device for programs. A file with one line, a folder with numbered files."""
+    """Write a card as /sys shows it, with its device file.
+
+    Names with gid are directories of numbered files; the others are files with one line.
+    """
     port = root / "sys/class/infiniband/mlx5_0/ports/1"
     shown = {
         "link_layer": ("InfiniBand",),

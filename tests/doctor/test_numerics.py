@@ -1,4 +1,4 @@
-"""Matrix products, attention and fused kernels, right and wrong, as findings."""
+"""Findings about matrix products, attention and fused kernels."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def test_this_machine_multiplies_right():
 
 
 def in_half(product):
-    """Products of float32 as an accelerator rounds them, to 10 bits."""
+    """Return a product that rounds float32 to 10 bits, as an accelerator does."""
 
     def multiply(a, b):
         return (
@@ -41,7 +41,7 @@ def in_half(product):
 
 @pytest.mark.parametrize(("allowed", "level"), [(None, "problem"), ("0", "problem"), ("1", "ok")])
 def test_products_of_fewer_bits_are_right_for_whom_has_asked_for_them(allowed, level, monkeypatch):
-    """As an accelerator of NVIDIA does where TensorFloat is allowed; `allowed` is None on a host, which has none."""
+    """NVIDIA's accelerators do this with TF32; `allowed` is None on a host."""
     monkeypatch.setattr(numerics, "measure_matmul_flops", lambda device, dtype: 1e9)
     monkeypatch.setattr(torch.Tensor, "__matmul__", in_half(torch.Tensor.__matmul__))
     if allowed:

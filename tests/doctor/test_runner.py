@@ -1,4 +1,4 @@
-"""Checks that hang, die or raise become findings, and those after them are carried out all the same."""
+"""Checks that hang, die or raise become findings; later checks still run."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def runner():
 
 
 def run(runner: CheckRunner, *functions: str, scope="rank", timeout=20.0) -> list:
-    """Run these functions as the checks of a subject, and return what they find."""
+    """Run these functions as the checks of a subject; return their findings."""
     checks = [Check("machine", f"the {name}", f"faults:{name}", scope) for name in functions]
     findings = []
     with pytest.MonkeyPatch.context() as patch:

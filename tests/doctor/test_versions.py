@@ -30,7 +30,7 @@ def test_what_is_installed_here_is_right():
 
 @pytest.fixture
 def half_installed(tmp_path, monkeypatch):
-    """A package with metadata, whose module raises when it is imported."""
+    """Install a package with metadata whose module raises when imported."""
     (tmp_path / "flash_attn.py").write_text(
         "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEa')"
     )

@@ -1,4 +1,4 @@
-"""Small random models, as Hugging Face and sentence-transformers folders, and a BEIR folder."""
+"""Small random models in both formats of directories, and a BEIR directory."""
 
 import json
 from collections.abc import Callable
@@ -44,13 +44,16 @@ QRELS = [
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    """What a test writes to a relative path is in a folder of its own."""
+    """Give each test a working directory of its own."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """An encoder and a decoder without trained weights, whose tokenizer adds two special tokens, by kind."""
+    """Write an encoder and a decoder with random weights; return them by kind.
+
+    Their tokenizer adds two special tokens.
+    """
     root = tmp_path_factory.mktemp("models")
     texts = [f"{title} {text}" for _, title, text in DOCUMENTS] + [text for _, text in QUERIES]
     tokenizer = train_tokenizer(texts * 20, 360)
@@ -73,7 +76,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def write_sentence_model(
     model, folder, *, pooling="mean", norm=False, prompts=None, default=None, **transformer
 ):
-    """Save the model `model` by sentence-transformers itself; return it as loaded by sentence-transformers."""
+    """Save `model` with sentence-transformers, and load it again."""
     from sentence_transformers import SentenceTransformer, models
 
     modules = [
@@ -89,13 +92,13 @@ def write_sentence_model(
 
 
 def load_embedder(folder: Path, config: EmbeddingConfig | None = None, **options) -> Embedder:
-    """The model of a folder in float32; without `config` by the folder's own rules."""
+    """Load the model of a directory in float32, by its own rules without `config`."""
     config = config or read_embedding_config(str(folder))
     return Embedder(str(folder), config, device=torch.device("cpu"), dtype=torch.float32, **options)
 
 
 def evaluate(*words: object) -> dict:
-    """Call `embed eval` in float32; returns the results that it writes."""
+    """Call `embed eval` in float32; return the results that it writes."""
     eval_main(
         [str(word) for word in (*words, "--precision", "fp32", "--output", "new/scores.json")]
     )
@@ -104,7 +107,10 @@ def evaluate(*words: object) -> dict:
 
 @pytest.fixture
 def beir(tmp_path) -> Callable[..., Path]:
-    """Write a BEIR folder, with other content of a file or, if that is None, without it."""
+    """Return a function that writes a BEIR directory, with files changed or omitted.
+
+    A file whose changed content is None is omitted.
+    """
     files = beir_files(DOCUMENTS, QUERIES, test=QRELS)
     return lambda name="letters", changed=None: Path(
         write_files(tmp_path / name, files | (changed or {}))

@@ -1,4 +1,4 @@
-"""`megaenc embed eval` from folders to files, and its refusals, which leave nothing on the disk."""
+"""`megaenc embed eval`: results, and refusals that leave no files."""
 
 import random
 import sys
@@ -44,7 +44,10 @@ def test_results_identify_the_model_and_the_data(models, beir):
 
 
 def write_arguments(folder: Path) -> None:
-    """A set like ArguAna: queries are documents, texts have several ids, and some judged documents are missing."""
+    """Write a set like ArguAna, whose queries are documents.
+
+    Texts have several ids, and some judged documents are missing.
+    """
     draw = random.Random(3)
     words = [
         "river",
@@ -77,7 +80,7 @@ def write_arguments(folder: Path) -> None:
 def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(
     models, monkeypatch, capsys
 ):
-    """With cosines in several blocks, of embeddings that are rounded differently in each row, as other batches may be."""
+    """Cosines come in several blocks, and rows of embeddings differ in their rounding."""
     from mteb._evaluators.retrieval_evaluator import RetrievalEvaluator
     from sentence_transformers import SentenceTransformer
 

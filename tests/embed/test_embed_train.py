@@ -1,4 +1,7 @@
-"""`megaenc embed train`: loss and gradients next to sentence-transformers', masks, resuming, two processes, and the export."""
+"""`megaenc embed train`: loss, gradients, masks, resuming, ranks and export.
+
+Losses and gradients are compared with those of sentence-transformers.
+"""
 
 import dataclasses
 import json
@@ -47,7 +50,10 @@ FAST = ["--batch-size", 8, "--epochs", 3, "--learning-rate", "3e-3", "--precisio
 
 
 def write_pairs(path: Path, count: int = 32) -> Path:
-    """Pairs of a document, its first words, and another text as a negative; lengths from 5 to 31 words."""
+    """Write pairs of a document and its first words, with another text as a negative.
+
+    Documents have 5 to 31 words.
+    """
     draw = random.Random(0)
     rows = []
     for number in range(count):
@@ -65,7 +71,7 @@ def pairs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dropping(models, tmp_path_factory) -> Path:
-    """The encoder with attention dropout, so that a step depends on random numbers."""
+    """Copy the encoder with attention dropout, so that steps depend on random numbers."""
     folder = shutil.copytree(models["encoder"], tmp_path_factory.mktemp("dropping") / "model")
     config = read_json(folder / "config.json")
     write_file(folder / "config.json", config | {"attention_dropout": 0.2})
@@ -160,7 +166,7 @@ def test_cached_gradients_are_those_of_one_pass(models, pairs, kind):
 
 
 SHARED = [
-    # `two` is a positive of `b` only, so that it stays a negative here; `ten` is one more than are used.
+    # `two` is a positive of `b` only, so it stays a negative here; `ten` is one more than are used.
     TrainingPair("a", "one", ("two", "nine", "ten")),
     TrainingPair("b", "two", ("one",)),
     TrainingPair(
@@ -187,7 +193,7 @@ MIRRORED = [
     ],
 )
 def test_answers_and_the_query_itself_are_no_negatives(models, pairs, prefixes, options):
-    """Next to all scores of the batch, with a loop over those that are left out."""
+    """The reference is a loop over all scores of the batch that skips them."""
     embedding = EmbeddingConfig(query_prefix=prefixes[0], document_prefix=prefixes[1])
     trainer = make_trainer(
         models["encoder"], pairs, embedding, negatives=2, temperature=0.1, **options
@@ -243,7 +249,7 @@ def test_no_batch_is_without_a_negative(models):
 
 
 def interrupt(monkeypatch, at: int) -> None:
-    """Stop the training before its step `at`, as Ctrl-C does."""
+    """Stop the training before step `at`, as Ctrl-C does."""
     step = ContrastiveTrainer.step
 
     def stopping(self, number, batch):
@@ -367,7 +373,7 @@ TEXTS = ["Lyon", "who walks to a river with an old dog? " * 4, "yellow flowers"]
 
 @pytest.fixture(scope="module")
 def exports(models, pairs, tmp_path_factory) -> Path:
-    """The models of CASES, and one that was trained from the first by its own rules."""
+    """Train the models of CASES, and one from the first by its own rules."""
     root = tmp_path_factory.mktemp("exports")
     for name, (kind, flags, _) in CASES.items():
         call(models[kind], pairs, root / name, *flags)
@@ -489,7 +495,7 @@ def test_the_benchmark_does_the_same_work(models, pairs, monkeypatch):
 
 @pytest.fixture
 def plain(models) -> Path:
-    """The encoder, whose tokenizer adds no token to a text."""
+    """Copy the encoder, with a tokenizer that adds no token to a text."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(models["encoder"], Path("plain"))
@@ -510,7 +516,7 @@ def plain(models) -> Path:
 def test_the_exported_tokenizer_adds_the_tokens_of_training(
     adds, flags, before, after, models, plain, pairs
 ):
-    """A tokenizer that adds nothing gets an end of texts, so that an empty one has an embedding too."""
+    """A tokenizer that adds nothing gets an EOS: empty texts have an embedding."""
     from sentence_transformers import SentenceTransformer
 
     output = Path("out")

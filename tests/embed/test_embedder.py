@@ -1,4 +1,4 @@
-"""Embeddings are those of sentence-transformers and transformers, in float32 to 1e-5."""
+"""Float32 embeddings, within 1e-5 of sentence-transformers and transformers."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Hard negatives of `megaenc embed mine` next to sentence-transformers' and a plain loop, and its refusals."""
+"""`megaenc embed mine` against sentence-transformers and a loop, and its refusals."""
 
 import warnings
 from pathlib import Path
@@ -32,7 +32,7 @@ WORDS = [
 
 @pytest.fixture
 def pair_file():
-    """24 pairs of 20 queries; three queries have several documents."""
+    """Write 24 pairs of 20 queries; three queries have several documents."""
     random = np.random.default_rng(5)
     texts = [" ".join(random.choice(WORDS, 5)) + f" {number}" for number in range(44)]
     queries = [*texts[:20], texts[0], texts[0], texts[7], texts[9]]
@@ -104,7 +104,7 @@ def test_negatives_are_sentence_transformers(models, pair_file, capsys):
 
 
 def plain_loop(pairs, documents, cosine, settings):
-    """The rules word by word: rank what is not the query's own, cut, then compare with the pair's own cosine."""
+    """Mine in a plain loop: rank the others' documents, cut, compare with the pair."""
     results = []
     for pair in pairs:
         own = {other.document for other in pairs if other.query == pair.query} | {pair.query}

@@ -1,4 +1,4 @@
-"""Training pairs from files, BEIR folders and the Hub, and the refusals of bad rows."""
+"""Training pairs from files, BEIR folders and the Hub, and refused rows."""
 
 import gzip
 from pathlib import Path
@@ -26,7 +26,7 @@ TSV = 'anchor\tpositive\nwho?\tThe man, with a dog.\nwhere?\tIn "Lyon".\nwhen?\t
 
 
 def write(name: str, text: str) -> str:
-    """Write a file, packed if its name says so; returns the name."""
+    """Write a file, compressed if its name says so; return the name."""
     pack = (
         gzip.compress if name.endswith(".gz") else zstd.compress if name.endswith(".zst") else bytes
     )

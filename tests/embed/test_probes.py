@@ -1,4 +1,7 @@
-"""Similarity and probes are those of scipy, scikit-learn, and of mteb with sentence-transformers' own model."""
+"""Similarity and probes, against scipy, scikit-learn and mteb.
+
+mteb uses sentence-transformers' own model.
+"""
 
 import csv
 import random
@@ -41,7 +44,10 @@ def sentence(draw):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Folders of pairs with scores (`pairs`) and of texts of three classes (`classes`), and their rows by split."""
+    """Write scored pairs and texts of three classes; return directories and rows.
+
+    Keys are `pairs` and `classes`; the rows come by split.
+    """
     root = tmp_path_factory.mktemp("sets")
     draw = random.Random(0)
     pairs = []

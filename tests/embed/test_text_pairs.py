@@ -1,4 +1,4 @@
-"""Unsupervised pairs of `megaenc embed pairs`: paragraphs, spans, the draw of --count, and its refusals."""
+"""`megaenc embed pairs`: paragraphs, spans, the draw of --count, and refusals."""
 
 import json
 import re
@@ -14,7 +14,10 @@ from megaenc.embed.text_pairs import TextPairsConfig, iterate_pairs, pairs_main,
 
 @pytest.fixture
 def make(capsys):
-    """Call `embed pairs` in the working folder on texts, as JSONL; returns its pairs and the last line that it printed."""
+    """Return a function that calls `embed pairs` on texts in the working directory.
+
+    It returns the pairs and the last line of the summary.
+    """
 
     def make(texts: list[str], *flags: str) -> tuple[list[tuple[str, str]], str]:
         Path("corpus.jsonl").write_text(

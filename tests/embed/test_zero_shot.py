@@ -1,4 +1,4 @@
-"""BM25 against its formula, the random ranking against counting, intervals against scipy."""
+"""BM25 against its formula, random rankings by counting, intervals against scipy."""
 
 import math
 from itertools import permutations
@@ -48,7 +48,7 @@ def test_unusable_folders(beir, changed, message):
 
 
 def lucene_bm25(query: str, documents: list[str]) -> list[float]:
-    """Lucene's formula on words."""
+    """Compute Lucene's formula on words."""
     words = [document.split() for document in documents]
     mean = sum(map(len, words)) / len(words)
     scores = [0.0] * len(words)

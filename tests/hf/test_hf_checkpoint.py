@@ -1,4 +1,7 @@
-"""A Hugging Face folder that wants to harm its reader is refused in one line, and no code or file that it names is touched."""
+"""Hostile Hugging Face directories are refused with one line.
+
+No code or file that they name is touched.
+"""
 
 import shutil
 import sys
@@ -18,14 +21,14 @@ from megaenc.hf.checkpoint import HFCheckpoint
 
 @pytest.fixture(scope="module")
 def model(small_corpus, tmp_path_factory):
-    """A small EuroBERT with its tokenizer. Not to be changed."""
+    """Write a small EuroBERT with its tokenizer. Not to be changed."""
     built = hf_models.build("eurobert", max_position_embeddings=64)
     return hf_models.write(built, tmp_path_factory.mktemp("model"), small_corpus.tokenizer)
 
 
 @pytest.fixture
 def hostile(model, tmp_path):
-    """Make a copy of the model, changed."""
+    """Return a function that makes a changed copy of the model."""
 
     def changed(change):
         folder = shutil.copytree(model, tmp_path / "hf")
@@ -151,7 +154,7 @@ print("loaded")
 
 
 def test_no_code_or_network_is_reached_by_what_a_folder_names(model, tmp_path, monkeypatch):
-    """With the packages that would download or run it installed, as far as transformers can tell."""
+    """The packages that would download or run it seem to be installed."""
     monkeypatch.chdir(tmp_path)
     for package, version, code in (
         ("kernels", KERNELS_MIN_VERSION, KERNELS),

@@ -1,4 +1,4 @@
-"""Saved models in versions of transformers other than the installed one: fields that those read, modes of files."""
+"""Saved models in other versions of transformers, and the modes of files."""
 
 import json
 import os
@@ -29,7 +29,8 @@ def build_config(model_type: str, **options):
     return AutoConfig.for_model(**shape, model_type=model_type, **options)
 
 
-# Fields and versions are those with which the logits of these models were equal in transformers 4.57.6 and 5.3.0.
+# With these fields and versions, the logits of these models were equal in transformers 4.57.6 and
+# 5.3.0.
 @pytest.mark.parametrize(
     ("model_type", "options", "fields", "version"),
     [

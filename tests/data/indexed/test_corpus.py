@@ -1,4 +1,4 @@
-"""A corpus is opened whole or refused in one line."""
+"""Corpora are opened whole or refused with one line."""
 
 import dataclasses
 import struct
@@ -42,7 +42,7 @@ def test_missing_prefix_suggests_the_one_meant(prefix):
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, prefix):
-    """By the fingerprint in its .json, the size of the vocabulary there, and without a .json by its ids."""
+    """Another fingerprint or size in the .json is refused; without .json the ids tell."""
     made = Corpus.open(write_whole_corpus(tmp_path / "made", [[5, 21, 0]], vocab_size=32))
     made.check_vocabulary(VOCABULARY)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A corpus that no preprocessing wrote ends in one line, whichever command opens it, and takes no memory by what it claims."""
+"""Damaged corpora are refused with one line and bounded memory by every command."""
 
 import json
 import os
@@ -35,7 +35,8 @@ def pack(kind: str, *values: int) -> bytes:
     return struct.pack(f"<{len(values)}{kind}", *values)
 
 
-# The file, from which byte on (None: all of it), other bytes, what training says, and `data verify` where it says more.
+# The file, the first changed byte (None: all of it), the new bytes, the error of training, and that
+# of `data verify` if it is longer.
 INDEX = {
     "many sequences": (
         ".idx",
@@ -194,7 +195,7 @@ def build_data_config(prefix: Path) -> DataConfig:
 
 
 def write_changed(prefix: Path, changes: bytes | dict) -> None:
-    """Put other bytes in the place of the .json, or change some of its fields."""
+    """Replace the bytes of the .json, or change some of its fields."""
     path = Path(f"{prefix}.json")
     if isinstance(changes, dict):
         values = json.loads(path.read_text()) | changes
@@ -212,7 +213,7 @@ def prefix(tmp_path):
 
 
 def one_line(reader, prefix) -> str:
-    """What a reader says, within a bound of memory."""
+    """Return the error of a reader that must stay within a bound of memory."""
     tracemalloc.start()
     try:
         with pytest.raises(InputError) as error:
@@ -294,7 +295,7 @@ def test_a_prefix_that_is_none_is_one_line(command, prefix, refusal):
 
 
 def test_whole_corpora_are_read(prefix):
-    """So that the damage, and nothing else, is refused above."""
+    """The refusals above are due to the damage, not to the reader."""
     assert len(Corpus.open(prefix)) == COUNT
     assert verify.verify_corpus(prefix).documents == COUNT
     assert "4 documents" in build_length_model(build_data_config(prefix), ()).source

@@ -12,7 +12,7 @@ DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8], [9, 10]], [[65_499]]]
 
 
 def write(prefix, *batches, dtype="uint16"):
-    """A corpus of documents, each a list of sequences; returns the hashes."""
+    """Write documents, each a list of sequences; return the hashes."""
     writer = IndexedWriter(
         prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx"), dtype
     )

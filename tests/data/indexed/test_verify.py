@@ -1,4 +1,4 @@
-"""A corpus is whole, or one line says which file is damaged, where, what was found and what was expected."""
+"""Verification passes whole corpora and names file, place and value of damage."""
 
 import re
 import struct
@@ -21,7 +21,7 @@ A_HUNDRED = Vocabulary(
 
 
 def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
-    """One document in the middle lacks one of them: the error names the document, what was found and what was expected."""
+    """A document without one of its special tokens is named with the missing id."""
     special = {"mode": "template", "before": [1, 2], "after": [3, 0]}
 
     def check(document, number=7):
@@ -55,14 +55,17 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Corpora of a few hundred tokens are many pieces."""
+    """Make many pieces of corpora of a few hundred tokens."""
     monkeypatch.setattr(verify, "_CHUNK", 16)
     monkeypatch.setattr(verify, "_ENTRIES", 3)
 
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Document k of ten holds k + 1 tokens 10 + k, then the end: document 4 is tokens 14..18 of the corpus, 19 its end."""
+    """Write ten documents; document k has k + 1 tokens 10 + k and an end.
+
+    Document 4 is tokens 14..18 of the corpus, and token 19 is its end.
+    """
     return write_whole_corpus(
         tmp_path / "demo", [[10 + number] * (number + 1) + [EOD] for number in range(10)]
     )
@@ -109,7 +112,7 @@ def test_a_corpus_of_megatron_cores_own_builder(tmp_path, dtype):
 
 
 def test_every_flipped_bit_of_the_bin_is_found(prefix):
-    """A bit that makes another legal token shows in the hash alone, wherever it is."""
+    """Only the hash shows a bit whose change makes another legal token."""
     intact = Path(f"{prefix}.bin").read_bytes()
     for token in (0, 7, 30, 64):
         damage(f"{prefix}.bin", 2 * token, bytes([intact[2 * token] ^ 1]))
@@ -122,7 +125,7 @@ def test_every_flipped_bit_of_the_bin_is_found(prefix):
 
 
 def test_every_flipped_byte_of_the_idx_is_found(prefix):
-    """Byte by byte; nearly all are found by what the index says of itself, the rest by the hash."""
+    """The index contradicts itself for most bytes; the hash finds the others."""
     intact = Path(f"{prefix}.idx").read_bytes()
     places = []
     for at in range(len(intact)):
@@ -144,7 +147,7 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 def test_an_id_that_no_tokenizer_has(tmp_path, dtype):
-    """In a whole file it is the preprocessing that was wrong, in a changed one the disk: the line tells which."""
+    """The hash tells an error of preprocessing from a file that changed later."""
     documents = [[10, 11, EOD], [12] * 20 + [EOD], [13, 100, EOD]]
     prefix = write_whole_corpus(tmp_path / "demo", documents, dtype)
     place = r"demo\.bin: document 2, token 1 \(token 25 of the corpus\): found id 100, expected 0 to 99 \(the tokenizer's ids\)"
@@ -171,7 +174,7 @@ def test_a_document_without_a_token_has_no_end(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
-    """Pieces of 16 KB and a corpus of 3 MB: what is held at once stays below a tenth of it."""
+    """The peak for a corpus of 3 MB, read in pieces of 16 KB, is below a tenth of it."""
     monkeypatch.setattr(verify, "_CHUNK", 1 << 14)
     monkeypatch.setattr(verify, "_ENTRIES", 1 << 10)
     documents = [[7, 8, 9, EOD]] * 100_000

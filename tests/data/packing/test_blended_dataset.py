@@ -1,4 +1,7 @@
-"""Blends: each corpus is read as it would be alone; test_corpus_order.py has the proportions."""
+"""Each corpus of a blend is read as it is without the others.
+
+The proportions are tested in test_corpus_order.py.
+"""
 
 from fractions import Fraction
 
@@ -63,7 +66,7 @@ def test_the_three_spellings_of_data_path():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Corpora by name only, in the working directory."""
+    """Create corpora in the working directory, to be found by name."""
     for name in ("b-deu", "b-ell", "b-fra", "code", "odd[1]"):
         (tmp_path / f"{name}.idx").touch()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Streams of shuffled blocks against a walk, document by document; their order counted; and packs of them."""
+"""Streams of shuffled blocks and their packs, against a walk over the documents."""
 
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from megaenc.errors import InputError
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    """Every corpus of more than 64 documents is shuffled by blocks of four or more, in groups of 16 documents."""
+    """Shuffle corpora of over 64 documents by blocks, in groups of 16 documents.
+
+    A block has four or more documents.
+    """
     monkeypatch.setattr(builder, "MOST_SHUFFLED", 64)
     monkeypatch.setattr(block_stream, "MOST_SHUFFLED", 64)
     monkeypatch.setattr(block_stream, "_GROUP_DOCUMENTS", 16)
@@ -27,7 +30,10 @@ def small_groups(monkeypatch):
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Of 203 documents, some empty; the last of 51 blocks of four has three. No two neighbouring tokens are equal."""
+    """Write 203 documents, some empty; the last of 51 blocks of four has three.
+
+    No two neighbouring tokens are equal.
+    """
     draw = np.random.default_rng(0)
     counts = draw.integers(0, 4, 203)
     counts[40:44] = 0  # an empty block
@@ -40,7 +46,7 @@ def prefix(tmp_path):
 
 
 class Identity:
-    """Documents whose tokens are their numbers, in memory and not on disk."""
+    """Documents in memory whose tokens are the document's index."""
 
     def __init__(self, lengths):
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -62,7 +68,10 @@ class Identity:
 
 
 def walk(corpus, blocks, seed, epoch, per_group):
-    """The documents with tokens of `epoch`, as the order is described: blocks, groups of blocks, documents of a group."""
+    """Yield the documents with tokens of `epoch` in the specified order.
+
+    Blocks are shuffled, then the documents of each group of blocks.
+    """
     lengths = corpus.document_lengths
     with_text = []
     for number in blocks.numbers:
@@ -108,7 +117,7 @@ def test_the_stream_is_the_walk_at_every_position(prefix, small_groups, numbers)
     "packing", [ConcatPackedDataset, RandomLengthPackedDataset, SentencePackedDataset]
 )
 def test_packs_of_blocks(prefix, small_groups, packing):
-    """Each token once an epoch (sentences: at most once), and a pack depends on its number only."""
+    """Each token comes once an epoch (in sentences at most once), in any read order."""
     corpus = Corpus.open(prefix)
     blocks = DocumentBlocks(4, np.arange(1, 51, 2))
     corpus.read_ranges = lambda documents, begins, counts: np.concatenate(  # offsets for tokens
@@ -182,7 +191,7 @@ def test_a_small_corpus_and_an_old_run_shuffle_documents(prefix, monkeypatch):
 
 
 def test_the_order_of_blocks_is_pinned(prefix, small_groups):
-    """Edges and tokens of the first samples: a change here would silently give every run other data."""
+    """Edges and tokens of the first samples do not change between versions."""
     packs = [open_data(prefix, order="blocks").train[sample] for sample in range(4)]
     assert [int((pack.tokens * np.arange(1, 33)).sum()) for pack in packs] == [
         7498,
@@ -204,7 +213,7 @@ def test_no_tokens_and_a_changed_index(small_groups):
 
 
 class Formula:
-    """Ten billion documents of about 500 tokens each: a formula stands in for their index."""
+    """Ten billion documents of about 500 tokens, with a formula as their index."""
 
     def __len__(self):
         return 10_000_000_000
@@ -232,10 +241,11 @@ def test_memory_does_not_grow_with_the_corpus():
 
 
 def test_batches_of_a_sorted_corpus_vary_little_more_than_random_ones():
-    """Share of the first half of the documents in batches of 64 packs of four documents, of 16 blocks a group.
+    """The share of one half of the documents varies little between batches.
 
-    Documents of one block are alike, so that the variance is 1 + 3 / 16 times that of independent documents: two documents of a
-    pack share their block once in 16 times.
+    A batch has 64 packs of four documents, a group 16 blocks. Documents of one block are alike, so
+    that the variance is 1 + 3 / 16 times that of independent documents: two documents of a pack
+    share their block once in 16 times.
     """
     documents = 1 << 18
     packs = ConcatPackedDataset(

@@ -1,4 +1,4 @@
-"""From `--data-path` to packs: blends, held-out text, what is reported, and an order that nothing but data and seed decides."""
+"""From `--data-path` to packs: blends, held-out text, reports and the order."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from megaenc.errors import InputError
 
 @pytest.fixture
 def corpora(tmp_path):
-    """Three: 100 short documents, 50 longer ones, 20 made of sentences."""
+    """Write 100 short documents, 50 longer ones and 20 of several sentences."""
     rng = np.random.default_rng(0)
 
     def documents(count, length, sentences=1):
@@ -90,7 +90,7 @@ def test_sentences_need_a_corpus_of_sentences(corpora):
 
 
 def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, tmp_path):
-    """In the held-out text too, which a small corpus leaves without ending it."""
+    """Held-out text has the same shares, and a small corpus does not end it."""
     pattern = str(tmp_path / "[ab]")
     data = open_data("0.6", pattern, "0.4", corpora[2], temperature=0.5)
     roots = np.sqrt([720, 1600])
@@ -134,7 +134,7 @@ def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_
 
 
 def test_no_corpus_is_read_more_often_than_allowed(corpora):
-    """Each of them all packs that begin in its first two epochs, whatever the weights."""
+    """Each corpus gives all packs of its first two epochs, whatever its weight."""
     data = open_data("0.2", corpora[0], "0.8", corpora[1], max_epochs=2)
     read = [
         (data.train.corpus_of_sample(sample), data.train[sample].epoch)
@@ -149,7 +149,7 @@ def test_no_corpus_is_read_more_often_than_allowed(corpora):
 
 
 def test_the_order_of_a_blend_is_pinned(corpora):
-    """Corpus, epoch, edges and tokens of the first samples: a change here would silently give every run other data."""
+    """Corpus, epoch, edges and tokens of the first samples do not change."""
     train = open_data("0.3", corpora[0], "0.7", corpora[1]).train
     assert [train.corpus_of_sample(sample) for sample in range(10)] == [
         1,

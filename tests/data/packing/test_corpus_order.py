@@ -1,4 +1,4 @@
-"""Orders of corpora: what was accepted before keeps its order, thousands of corpora have their shares, and corpora end."""
+"""Orders of corpora: stable order, shares of thousands of corpora, and limits."""
 
 from fractions import Fraction
 
@@ -22,7 +22,11 @@ BLENDS = {
 
 
 def plain_order(counts, samples):
-    """Tijdeman's rule in exact fractions: of the corpora far enough behind, that which is soonest a whole sample behind."""
+    """Return Tijdeman's order, computed in exact fractions.
+
+    Of the corpora that are far enough behind, the one comes next that is soonest a whole sample
+    behind.
+    """
     period, least = sum(counts), Fraction(1, 2 * len(counts) - 2)
     shares = [Fraction(count, period) for count in counts]
     behind, order = [Fraction(0)] * len(counts), []
@@ -52,7 +56,7 @@ def test_counts_of_a_period_are_exact_where_they_can_be():
 
 
 def test_thousands_of_corpora_have_their_shares():
-    """Of 1,000 to 30 billion tokens: within a few packs at every prefix, and after a billion samples."""
+    """Every prefix is within a few packs of the shares of 1,000 to 30 billion tokens."""
     tokens = np.exp(np.random.default_rng(0).uniform(np.log(1e3), np.log(3e10), 1833))
     weights = tokens / tokens.sum()
     order = DueOrder([Fraction(weight) for weight in weights])
@@ -74,7 +78,7 @@ def test_thousands_of_corpora_have_their_shares():
     "limits", [None, [3, 70_000, 500, 20_000, 1]], ids=["endless", "with ends"]
 )
 def test_packs_come_in_the_order_in_which_they_are_due(limits):
-    """Over several blocks, against all packs sorted at once; each place is found without those before it."""
+    """Each position is found directly and agrees with all packs sorted by due time."""
     weights = [0.5, 0.3, 0.15, 0.04, 0.01]
     ends = limits or [100_000, 60_000, 30_000, 8_000, 2_000]
     packs = []

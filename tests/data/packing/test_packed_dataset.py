@@ -18,7 +18,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_packs_are_the_stream_cut_into_pieces(lengths):
-    """Each epoch has the packs that start in it, in random order, in whatever order they are read."""
+    """Each epoch has its packs in random order, whatever order they are read in."""
     packs = ConcatPackedDataset(Numbered(lengths), np.arange(len(lengths)), 8, seed=7)
     epochs = 60 if sum(lengths) < 8 else 4
     expected = expected_packs([[1] * length for length in lengths], 8, 7, epochs)

@@ -1,4 +1,4 @@
-"""Packs that start at sentences, against a walk over the stream, sentence by sentence."""
+"""Packs that start at sentences, against a walk over the sentences."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ CORPORA = {
 
 @pytest.mark.parametrize("documents", CORPORA.values(), ids=CORPORA.keys())
 def test_every_pack_starts_at_a_sentence(documents):
-    """In whatever order the packs are read."""
+    """The packs do not depend on the order in which they are read."""
     packs = SentencePackedDataset(Sentences(documents), np.arange(len(documents)), 8, seed=5)
     expected = expected_packs(documents, 8, 5, epochs=12)
     assert packs.first_sample_of_epoch(12) == len(expected)

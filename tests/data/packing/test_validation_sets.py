@@ -1,4 +1,4 @@
-"""Named corpora to validate on: which documents they have, and the same text in packs of any length."""
+"""Named validation corpora: documents, and their text in packs of any length."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from megaenc.errors import InputError
 
 @pytest.fixture
 def prefix(tmp_path):
-    """A corpus of 40 documents of 5 to 30 tokens."""
+    """Write a corpus of 40 documents of 5 to 30 tokens."""
     rng = np.random.default_rng(0)
     documents = [
         [rng.integers(2, 32, size=length).tolist()] for length in rng.integers(5, 31, size=40)

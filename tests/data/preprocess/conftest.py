@@ -1,4 +1,4 @@
-"""What several ways to preprocess are compared with."""
+"""The reference with which ways to preprocess are compared."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from megaenc.data.preprocess.command import preprocess
 
 @pytest.fixture
 def expected_contents(tmp_path, settings) -> list[bytes]:
-    """What one run without partitions makes of the same input."""
+    """Return the output of one run without partitions on the same input."""
     (prefix,) = preprocess(
         dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1)
     )

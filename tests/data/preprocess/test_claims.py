@@ -1,4 +1,4 @@
-"""Claims: one live owner at a time, taken over from owners that have died or fallen silent."""
+"""Claims have one live owner and are taken over from dead or silent ones."""
 
 import multiprocessing
 import os

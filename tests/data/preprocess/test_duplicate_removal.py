@@ -33,7 +33,10 @@ def write(tmp_path, tokenizer_folder):
 
 
 def planted_corpus():
-    """Texts of 300 words: unrelated ones, copies with one word changed, copies of a quarter, exact copies, in mixed order."""
+    """Return texts of 300 words in mixed order, some of them copies.
+
+    Copies are exact, have one word changed, or share a quarter.
+    """
     generator = random.Random(3)
     originals = [[generator.choice(WORDS) for _ in range(300)] for _ in range(40)]
     texts = [*originals, *originals[:5]]
@@ -48,7 +51,7 @@ def planted_corpus():
 
 
 def similarities(texts):
-    """The true Jaccard similarity over 5-grams of words of each pair (earlier, later)."""
+    """Return the true Jaccard similarity over 5-grams of words of each pair."""
     words = [text.split() for text in texts]
     ngrams = [{tuple(each[start : start + 5]) for start in range(len(each) - 4)} for each in words]
     return {
@@ -58,7 +61,10 @@ def similarities(texts):
 
 
 def brute_force_duplicates(keys):
-    """Documents that a chain of equal band keys links to an earlier one; keys: [bands, words, documents]."""
+    """Return whether each document has a chain of equal band keys to an earlier one.
+
+    `keys` has the shape [bands, words, documents].
+    """
     roots = list(range(keys.shape[2]))
     for band in keys:
         for a, b in combinations(range(keys.shape[2]), 2):

@@ -1,4 +1,4 @@
-"""Tokenizers and corpora on a disk that is full at the start: one line, exit code 2 and nothing left."""
+"""Tokenizers and corpora on a full disk: one line, exit code 2, no files left."""
 
 import subprocess
 

@@ -123,8 +123,9 @@ LONG = 50_000_000
 
 
 def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder):
-    # A paragraph that ends in one line feed, before a letter, is encoded alike whatever surrounds it: what a paragraph gives the
-    # Hugging Face tokenizer, which would take a minute and gigabytes for the whole document, is then known for all of them.
+    # A paragraph that ends in one line feed, before a letter, has the same ids whatever surrounds it.
+    # The Hugging Face tokenizer would take a minute and gigabytes for the whole document: it encodes
+    # one paragraph.
     paragraphs = [
         f"Paragraph {number}, <|mask|> and <|eos|>. {text.strip()}\n"
         for number, text in enumerate(TEXTS)
@@ -142,7 +143,7 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
 
 @pytest.fixture(scope="module")
 def templated(tmp_path_factory):
-    """The small tokenizer with `<|mask|> ... <|eos|>` around a text."""
+    """Return the small tokenizer with `<|mask|> ... <|eos|>` around a text."""
     template = SpecialTokens("template", (1, 1), (0,))
     folder = tmp_path_factory.mktemp("templated") / "tokenizer"
     set_special_tokens(small_tokenizer(), template).save_pretrained(folder)
@@ -179,7 +180,7 @@ def test_sentences_are_the_sequences_and_the_first_and_last_have_the_special_tok
 
 
 def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, capsys):
-    """Also of several workers and partitions, and without the documents that deduplication removes."""
+    """Several workers and partitions add them too; deduplication removes documents."""
     corpus = write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "", *TEXTS, *TEXTS])
     (prefix,) = preprocess(template_flags(corpus, templated, partitions=3, workers=2))
     assert (

@@ -20,7 +20,7 @@ from megaenc.errors import InputError
 
 @pytest.fixture
 def settings(tmp_path, tokenizer_folder):
-    """Forty documents in four parts."""
+    """Return the settings for forty documents in four parts."""
     corpus = write_jsonl(
         tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS]
     )
@@ -28,7 +28,7 @@ def settings(tmp_path, tokenizer_folder):
 
 
 def record_ranges(monkeypatch):
-    """The document_ranges that are read from now on, one list a part."""
+    """Record the document ranges that are read, one list a part."""
     ranges = []
     real = resolve.read_blocks
 
@@ -44,7 +44,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# A preprocessing command that sends itself a signal at the third part's second block, or before it renames a file.
+# A preprocessing command that sends itself a signal at the third part's second block, or before it
+# renames a file.
 KILLED = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
@@ -70,7 +71,7 @@ preprocess.main(sys.argv[1:])
 
 
 def run_killed(settings, place, number):
-    """Run the command until it sends itself a signal; return how it ended."""
+    """Run the command until it sends itself a signal; return the process's result."""
     words = [
         "--input",
         *settings.input,
@@ -116,7 +117,7 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
 
 
 def interrupted(settings, monkeypatch, after):
-    """Run and stop as Ctrl-C does, when `after` parts are done."""
+    """Run, and stop after `after` parts as Ctrl-C does."""
     with monkeypatch.context() as patch:
         real = resolve.read_blocks
         count = []

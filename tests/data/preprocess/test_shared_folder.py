@@ -1,4 +1,4 @@
-"""Several processes with the same command and work folder, as on several nodes; one is killed, one paused."""
+"""Several processes with one command and work directory; one dies, one pauses."""
 
 import dataclasses
 import os
@@ -18,7 +18,8 @@ from megaenc.data.preprocess.work_folder import WorkFolder
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
-# Forks of a process that run the same preprocessing command with slow input; it prints their process ids, then the exit codes.
+# Forks of a process that run the same preprocessing command with slow input. The process prints
+# their ids, then the exit codes.
 # Each takes itself to be alone on its machine, so that only silence tells the others of its death.
 NODES = """
 import contextlib, os, sys, time
@@ -56,7 +57,7 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 @pytest.fixture
 def settings(tmp_path, tokenizer_folder):
-    """A hundred documents, some equal, in twelve partitions."""
+    """Return the settings for a hundred documents, some equal, in twelve partitions."""
     corpus = write_jsonl(
         tmp_path / "corpus.jsonl",
         [f"{number % 7} {text}" for number in range(20) for text in TEXTS],
@@ -66,7 +67,7 @@ def settings(tmp_path, tokenizer_folder):
 
 @pytest.fixture
 def nodes(tmp_path, settings):
-    """Start processes of the same command; return their process ids and a function that waits for their exit codes."""
+    """Start processes of one command; return their ids and a function to await exits."""
     flags = [
         "--input",
         *settings.input,
@@ -98,7 +99,7 @@ def read_log(folder, number):
 
 
 def is_writing(folder, number):
-    """Whether a process is in the middle of a partition, and how many it has written."""
+    """Return whether a process is writing a partition, and how many it has written."""
     log = read_log(folder, number)
     return log.count("writing") > log.count("wrote") and log.count("wrote") > 0
 

@@ -14,7 +14,7 @@ def write(path, content):
 
 
 def parse(path, keys=("text",), skip_bad=False):
-    """Texts and number of skipped rows."""
+    """Return the texts and the number of skipped rows."""
     source = DelimitedFile(str(path), keys, is_csv=".csv" in path.name)
     return parse_blocks(source.read_blocks(0, source.end, 0), keys, skip_bad=skip_bad)
 

@@ -232,7 +232,7 @@ def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):
-    """A part answers only for what it is read from."""
+    """Only changed files of the part's documents are errors."""
     folder = text_folder(tmp_path / "folder", {"a.txt": "a", "b.txt": "b", "c.txt": "c"})
     lines = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     inputs = resolve_paths(lines, folder)
@@ -258,7 +258,7 @@ def test_a_file_that_changes_is_noticed(tmp_path):
 
 
 def write_encoded(folder, texts, encoding):
-    """The same texts as lines, paragraphs and rows in `encoding`, with CRLF."""
+    """Write the texts as lines, paragraphs and rows in `encoding`, with CRLF."""
     contents = {
         "a.csv": ['"id";"text"', *(f'{number};"{text}"' for number, text in enumerate(texts))],
         "a.tsv": ["id;text", *(f"{number};{text}" for number, text in enumerate(texts))],

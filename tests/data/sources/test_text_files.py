@@ -18,7 +18,7 @@ def texts_of(path, *between, **options):
 
 
 def skippable_frame(kind):
-    """A frame of Zstandard that holds no content, such as the sizes that pzstd writes."""
+    """Return a Zstandard frame without content, like the sizes that pzstd writes."""
     return (0x184D2A50 + kind).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"any"
 
 

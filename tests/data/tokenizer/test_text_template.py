@@ -1,4 +1,4 @@
-"""Special tokens around a text, by the tokenizer's template, an end of text or none."""
+"""Special tokens around a text: the tokenizer's template, an EOS or none."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from megaenc.errors import InputError
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """[CLS] and [SEP] around a text, and no EOS."""
+    """Return a tokenizer with [CLS] and [SEP] around a text, and no EOS."""
     folder = tokenizer_shapes.save(
         tokenizer_shapes.SHAPES["bert"](), tmp_path_factory.mktemp("shapes") / "bert"
     )
@@ -107,7 +107,7 @@ def test_json_is_read_back_and_any_other_refused():
 
 
 def test_a_tokenizer_without_letters_has_a_template_too():
-    """Of amino acids, for example: `a` is no token of it, and there is no unknown one."""
+    """A vocabulary of amino acids has neither `a` nor an unknown token."""
     from tokenizers import Tokenizer, models, processors
     from transformers import PreTrainedTokenizerFast
 

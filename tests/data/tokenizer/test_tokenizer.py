@@ -29,7 +29,10 @@ from megaenc.data.tokenizer.tokenizer import (
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer of a family, with an EOS and a mask token that is outside of the model's own vocabulary."""
+    """Return a small tokenizer of a family, with EOS and an added mask token.
+
+    The mask token is outside of the model's own vocabulary.
+    """
     backend, config = tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]())
     roles = {
         role: token
@@ -113,7 +116,10 @@ def test_a_lone_surrogate_becomes_the_replacement_character():
 
 
 def fast_way(encode):
-    """Stands for a tokenizer of gigatoken that makes ids uint32[tokens] of UTF-8 by `encode`."""
+    """Return a stand-in for a gigatoken tokenizer that encodes with `encode`.
+
+    `encode` turns UTF-8 into uint32[tokens].
+    """
 
     def encode_batch(texts, parallel):
         rows = [encode(text.encode()) for text in texts]

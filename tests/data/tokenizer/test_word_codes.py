@@ -1,4 +1,4 @@
-"""Where words begin, by token ids, against the pre-tokens that the tokenizer itself makes of documentation and of code."""
+"""Word starts by token ids, against the tokenizer's own pre-tokens."""
 
 import argparse
 import decimal
@@ -25,7 +25,7 @@ MODULES = (argparse, decimal, json, logging, string, typing)
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    """Docstrings of the standard library, and source code."""
+    """Return docstrings of the standard library and source code."""
     members = [
         member
         for module in MODULES
@@ -37,7 +37,7 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizers(documents, tmp_path_factory):
-    """Small tokenizers by name."""
+    """Return small tokenizers by name."""
     folder = tmp_path_factory.mktemp("kinds")
     kinds = {
         name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "qwen2", "modernbert", "bert")
@@ -63,14 +63,15 @@ def tokenizers(documents, tmp_path_factory):
 
 
 def encode(tokenizer, text) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a text, and whether a new pre-token begins with each."""
+    """Return the ids of a text, and whether a new pre-token begins with each."""
     encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
     words = np.array(encoding.word_ids())
     return np.array(encoding["input_ids"]), np.diff(words, prepend=-1) != 0
 
 
-# Shares found: 0.9996, 1, 0.9978, 0.9814, 0.9886. Vocabularies of 300 ids write two spaces as two tokens, of
-# which the second belongs to the next word; qwen2 joins one sign with the word after it, but not the second of two.
+# Shares found: 0.9996, 1, 0.9978, 0.9814, 0.9886. Vocabularies of 300 ids write two spaces as two
+# tokens, of which the second belongs to the next word; qwen2 joins one sign with the word after it,
+# but not the second of two.
 @pytest.mark.parametrize(
     ("name", "least"),
     [
@@ -126,7 +127,10 @@ def test_special_tokens_are_words_and_begin_words():
 
 
 def test_codes_worked_out_by_hand():
-    """Id 0 ends in a letter, 1 in a space, 2 in the middle of whatever was before; all begin a word only after a space."""
+    """Words begin only after a space.
+
+    Token 0 ends in a letter, 1 in a space, and 2 as the text before it.
+    """
     after_space = 1 << TokenEnd.SPACE
     codes = [after_space | end << 8 for end in (TokenEnd.LETTER, TokenEnd.SPACE, TokenEnd.SAME)]
     vocabulary = Vocabulary(3, None, None, (), "", np.array(codes, dtype="<u2").tobytes)

@@ -1,6 +1,6 @@
-"""Python imports this when it starts: the faults that PLANTED names are put into the process that carries checks out.
+"""Faults named in PLANTED, put into the process that runs the checks.
 
-A fault is in all ranks, or "on rank 1" alone.
+Python imports this module at start. A fault is in all ranks, or "on rank 1" only.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def die(*_, **__) -> None:
-    """In the place of torch's own attention, which is what there is without an accelerator."""
+    """Replace torch's attention, the only one without an accelerator, with a crash."""
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
