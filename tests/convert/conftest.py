@@ -26,7 +26,7 @@ def came_in(small_corpus, shared_folder) -> Callable[..., tuple[Path, Path]]:
     def find(name: str, dtype: torch.dtype = torch.float32, **options) -> tuple[Path, Path]:
         def make(folder: Path) -> None:
             tokenizer = small_corpus.tokenizer
-            # With a qwen2 config.json transformers splits texts as Qwen2 does, whatever the tokenizer.
+            # With a qwen2 config.json transformers splits texts as Qwen2, whatever the tokenizer.
             if name == "qwen2":
                 tokenizer = hf_tokenizers.save(
                     hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>"

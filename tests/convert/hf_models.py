@@ -23,30 +23,40 @@ LLAMA3 = dict(
 )
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 YARN = dict(rope_type="yarn", rope_theta=2500.0, factor=4.0, original_max_position_embeddings=128)
+TWO_KINDS = ("full_attention", "sliding_attention")
 # What each family has that the others have not, tied and untied.
 MODELS = {
     "eurobert": dict(model_type="eurobert", mask_token_id=1),
     "eurobert with biases": dict(model_type="eurobert", attention_bias=True, mask_token_id=1),
-    "llama with stretched positions": dict(model_type="llama", rope_parameters=LLAMA3, head_dim=32, tie_word_embeddings=True),
+    "llama with stretched positions": dict(
+        model_type="llama", rope_parameters=LLAMA3, head_dim=32, tie_word_embeddings=True
+    ),
     "mistral": dict(model_type="mistral", sliding_window=None, head_dim=24),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=32),
     "qwen3 with biases and YaRN": dict(
-        model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True, rope_parameters=YARN
+        model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True,
+        rope_parameters=YARN,
     ),
     "modernbert": dict(model_type="modernbert", local_attention=32, tie_word_embeddings=True),
     "modernbert with norm biases": dict(
-        model_type="modernbert", local_attention=20, layer_types=["sliding_attention"] * 2, norm_bias=True, decoder_bias=False,
-        rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in ("full_attention", "sliding_attention")},
-        hidden_activation="silu", classifier_activation="silu", tie_word_embeddings=False,
+        model_type="modernbert", local_attention=20, layer_types=["sliding_attention"] * 2,
+        norm_bias=True, decoder_bias=False, tie_word_embeddings=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in TWO_KINDS},
+        hidden_activation="silu", classifier_activation="silu",
     ),
     "modernbert-decoder": dict(
-        model_type="modernbert-decoder", local_attention=34, cls_token_id=0, sep_token_id=0, tie_word_embeddings=True
+        model_type="modernbert-decoder", local_attention=34, cls_token_id=0, sep_token_id=0,
+        tie_word_embeddings=True,
     ),
     # 168 gives 112 inside the MLP.
-    "neobert": dict(model_type="neobert", intermediate_size=168, norm_eps=1e-5, decoder_init_range=0.03, max_length=512),
+    "neobert": dict(
+        model_type="neobert", intermediate_size=168, norm_eps=1e-5, decoder_init_range=0.03,
+        max_length=512,
+    ),
     "gemma3": dict(
-        model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=24, sliding_window=24, tie_word_embeddings=True,
+        model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=24, sliding_window=24,
+        tie_word_embeddings=True,
         hidden_size=96,  # whose root is rounded in bfloat16
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
@@ -55,9 +65,9 @@ MODELS = {
         },
     ),
     "gemma3 read bidirectionally": dict(
-        model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=40, use_bidirectional_attention=True,
-        tie_word_embeddings=False,
-        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in ("full_attention", "sliding_attention")},
+        model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=40,
+        use_bidirectional_attention=True, tie_word_embeddings=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in TWO_KINDS},
     ),
 }  # fmt: skip
 ONLY_CAUSAL = ("modernbert-decoder",)

@@ -109,7 +109,8 @@ CONFIG = {
 WEIGHTS = {
     "NaN in a layer": (
         spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
-        "model.safetensors: tensor `model.layers.1.mlp.up_proj.weight`: found nan, expected finite weights",
+        "model.safetensors: tensor `model.layers.1.mlp.up_proj.weight`: "
+        "found nan, expected finite weights",
     ),
     "only a pickle": (pickle, "pytorch_model.bin: a pickle, which could run any code when loaded"),
     "weights are a FIFO": (instead("model.safetensors", os.mkfifo), "safetensors"),

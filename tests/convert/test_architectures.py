@@ -238,8 +238,11 @@ def test_pooling_of_the_source_is_kept_if_the_family_has_it(name, pooling, expec
     config = exported(name, MODELS[name][0], source=source)
     assert config.classifier_pooling == expected
     lines = describe_changed_fields(config, source, Tokenizer)
-    change = f'config.json: classifier_pooling "mean" instead of the {json.dumps(pooling)} that came in, which this {name} model'
-    assert lines == ([] if pooling == expected else [f"{change} cannot have"])
+    change = (
+        f'config.json: classifier_pooling "mean" instead of the {json.dumps(pooling)} '
+        f"that came in, which this {name} model cannot have"
+    )
+    assert lines == ([] if pooling == expected else [change])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,10 @@ def test_special_ids_of_the_source_are_kept_unless_the_tokenizer_has_others(
 ):
     config = exported("modernbert", MODERNBERT, source={field: came})
     assert config.to_dict()[field] == expected
-    change = f"config.json: {field} {json.dumps(expected)} instead of the {json.dumps(came)} that came in, {reason}"
+    change = (
+        f"config.json: {field} {json.dumps(expected)} "
+        f"instead of the {json.dumps(came)} that came in, {reason}"
+    )
     assert describe_changed_fields(config, {field: came}, Tokenizer) == ([change] if reason else [])
 
 

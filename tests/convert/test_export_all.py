@@ -95,7 +95,8 @@ def test_a_folder_has_the_ids_of_its_tokenizer(exports, small_corpus):
 def test_step_0_is_what_a_run_begins_with(two_runs):
     """Step 0 is drawn from the seed and equals the weights of step 1, bit by bit."""
     run = open_run_checkpoint(two_runs / "still")
-    drawn, kept = (load_weights(run, step)[1] for step in (0, 1))
+    drawn = load_weights(run, 0)[1]
+    kept = load_weights(run, 1)[1]
     assert drawn.keys() == kept.keys() and "output_layer.weight" not in drawn
     assert all(torch.equal(drawn[name], kept[name]) for name in kept)
 

@@ -210,9 +210,8 @@ def test_read_causally_it_is_the_decoder_that_came_in(name, cores):
     assert "is_causal" not in config(written) and config(written)["model_type"] == family
     tokens = torch.arange(60)[None] * 7 % 400
     with torch.no_grad():
-        found, expected = (
-            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (written, hf)
-        )
+        found = AutoModelForCausalLM.from_pretrained(written)(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(hf)(tokens).logits
     assert torch.equal(found, expected)
 
 
@@ -284,9 +283,8 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus):
     hf_models.from_hf(hf, "core")
     run = begin(Path("core"), small_corpus, Path("run"))
     written = hf_models.to_hf(run, "out", "--as", "llama")
-    found, expected = (
-        AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (written, hf)
-    )
+    found = AutoModelForCausalLM.from_pretrained(written).generation_config
+    expected = AutoModelForCausalLM.from_pretrained(hf).generation_config
     for name in ("eos_token_id", "temperature", "top_p", "do_sample"):
         assert getattr(found, name) == getattr(expected, name), name
     assert (config(written)["eos_token_id"], config(written)["bos_token_id"]) == ([0, 7, 9], 5)
@@ -345,7 +343,8 @@ import sys, transformers
 assert not [name for name in sys.modules if name.startswith("mega")]
 folder, name = sys.argv[1:]
 model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
-assert not report["missing_keys"] and not report["mismatched_keys"] and not report["unexpected_keys"], report
+for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+    assert not report[kind], report
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 model(**tokenizer(["a stone", "a much longer text than that"], padding=True, return_tensors="pt"))
 """
@@ -384,8 +383,9 @@ def test_sentence_transformers_gives_the_mean_of_the_states(name, cores):
         torch.testing.assert_close(vector, states.mean(dim=0), rtol=0, atol=1e-5)
     card = (written / "README.md").read_text()
     assert (
-        "library_name: sentence-transformers\npipeline_tag: sentence-similarity\nlicense: apache-2.0\n"
-        in card
+        "library_name: sentence-transformers\n"
+        "pipeline_tag: sentence-similarity\n"
+        "license: apache-2.0\n" in card
     )
     assert config(written)["architectures"] == [
         "EuroBertForMaskedLM" if name == "eurobert" else "Qwen3ForCausalLM"

@@ -168,9 +168,8 @@ def test_code_of_released_weights_is_not_run(llama):
 def rename_mask(folder, output, new):
     """Copy `folder`, with another name and no role for its mask token."""
     shutil.copytree(folder, output)
-    tokenizer, config = (
-        read_json(output / name) for name in ("tokenizer.json", "tokenizer_config.json")
-    )
+    tokenizer = read_json(output / "tokenizer.json")
+    config = read_json(output / "tokenizer_config.json")
     tokenizer["added_tokens"][1] |= {"content": new, "lstrip": False}
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary[new] = vocabulary.pop("<|mask|>")
@@ -217,9 +216,8 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
     given = hf_models.weights(folder)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
-        found[name], given[name] = (
-            torch.cat([matrix[:400], matrix[401:]]) for matrix in (found[name], given[name])
-        )
+        for tensors in (found, given):
+            tensors[name] = torch.cat([tensors[name][:400], tensors[name][401:]])
     assert_same(found, given)
 
 
@@ -385,7 +383,8 @@ def test_what_does_not_fit_the_weights_is_one_line(llama, small_corpus, refusal)
         (
             biased,
             [],
-            "`model.layers.1.self_attn.o_proj.bias`: found a bias of attention's output, expected none or zeros",
+            "`model.layers.1.self_attn.o_proj.bias`: found a bias of attention's output, "
+            "expected none or zeros",
         ),
         (llama, ["--add-mask-token"], "the tokenizer has a mask token, <|mask|>"),
         (llama, ["--tie-word-embeddings"], "holds an output layer, `lm_head.weight`"),

@@ -179,19 +179,17 @@ def slow_slerp(a, b, t):
 def test_slerp_follows_the_arc_of_each_tensor_of_the_export(trained, exact):
     a, b = trained
     found = stored(merge("m", "--load", f"{a}@4", b, "--method", "slerp", "--weights", "0.25"), 0)
-    rows = np.arange(128).reshape(
-        2, 4, 16
-    )  # two groups of two queries, a key and a value of 16 rows each
+    # Two groups of two queries, a key and a value of 16 rows each.
+    rows = np.arange(128).reshape(2, 4, 16)
     parts = {"linear_fc1": [slice(0, 160), slice(160, 320)]}
     parts["linear_qkv"] = [rows[:, :2].ravel(), rows[:, 2].ravel(), rows[:, 3].ravel()]
     for name, tensor in found.items():
         pieces = next((pieces for part, pieces in parts.items() if f"{part}.weight" in name), [...])
         for layer in range(2) if ".layers." in name else [...]:
             for piece in pieces:
-                x, y, z = (
-                    weights[layer][piece]
-                    for weights in (exact["a4"][name], exact["b"][name], tensor.numpy())
-                )
+                x = exact["a4"][name][layer][piece]
+                y = exact["b"][name][layer][piece]
+                z = tensor.numpy()[layer][piece]
                 np.testing.assert_allclose(
                     z, slow_slerp(x, y, 0.25), rtol=1e-6, atol=1e-9, err_msg=name
                 )

@@ -100,8 +100,8 @@ def test_the_runs_it_comes_from_are_named_without_their_places():
         "hf", dataclasses.replace(provenance("mlm"), start=start), Attention.BIDIRECTIONAL
     )
     assert (
-        "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), then `b` to step 30 (`mlm`, 61,440 tokens)."
-        in text
+        "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), "
+        "then `b` to step 30 (`mlm`, 61,440 tokens)." in text
     )
     assert "It is a branch of the run `a` at step 40" in text and "/home" not in text
 
@@ -142,15 +142,16 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus):
             "NeoBERTLMHead",
             "BIDIRECTIONAL",
             "fill-mask",
-            "It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of chandar-lab/NeoBERT "
-            "on the Hub, written for transformers 4: under 5 it computes other outputs, without an error.",
+            "It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, "
+            "which runs the code of chandar-lab/NeoBERT on the Hub, written for transformers 4: "
+            "under 5 it computes other outputs, without an error.",
         ),
         (
             "Qwen3ForCausalLM",
             "BIDIRECTIONAL",
             "feature-extraction",
-            "It loads with `Qwen3ForCausalLM` of transformers, which reads both ways here, and not with `AutoModelForMaskedLM`; "
-            "`megaenc fill-mask` fills masks with it.",
+            "It loads with `Qwen3ForCausalLM` of transformers, which reads both ways here, "
+            "and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it.",
         ),
     ],
 )

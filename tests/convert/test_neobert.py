@@ -41,9 +41,8 @@ def test_transformers_computes_it_as_eurobert(kernel, small_corpus, tmp_path):
     mask = torch.ones(2, 60, dtype=torch.int64)
     mask[1, 40:] = 0
     with torch.no_grad():
-        found, expected = (
-            one(tokens, attention_mask=mask).logits[mask.bool()] for one in (model, eurobert)
-        )
+        found = model(tokens, attention_mask=mask).logits[mask.bool()]
+        expected = eurobert(tokens, attention_mask=mask).logits[mask.bool()]
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
@@ -53,8 +52,8 @@ def test_a_bias_that_eurobert_has_not_is_named(small_corpus, tmp_path, refusal):
     line = refusal(main, ["to-hf", "--load", core, "--output", "no", "--as", "eurobert"])
     size = f"{float(model.decoder.bias.abs().max()):.2g}"
     assert (
-        f"--as eurobert: has no bias of the output layer, and step 0 has one of up to {size}; expected --as neobert"
-        in line
+        "--as eurobert: has no bias of the output layer, and step 0 has one "
+        f"of up to {size}; expected --as neobert" in line
     )
     assert not Path("no").exists()
 

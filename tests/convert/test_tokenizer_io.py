@@ -114,9 +114,8 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores):
             and loaded.convert_tokens_to_ids(mask) == trained.mask_token_id
         )
     else:
-        before, masked = (
-            loaded(text, add_special_tokens=False)["input_ids"] for text in ("The", f"The {mask}")
-        )
+        before = loaded("The", add_special_tokens=False)["input_ids"]
+        masked = loaded(f"The {mask}", add_special_tokens=False)["input_ids"]
         assert loaded.mask_token == mask and masked == [*before, loaded.mask_token_id]
 
 
@@ -128,8 +127,8 @@ def test_a_class_that_reads_texts_otherwise_is_refused(refusal):
     core = hf_models.from_hf(hf, "core")
     line = refusal(main, ["to-hf", "--load", core, "--output", "no", "--as", "qwen2"])
     assert (
-        "the tokenizer that transformers loads with a qwen2 config.json, Qwen2Tokenizer, is not the run's"
-        in line
+        "the tokenizer that transformers loads with a qwen2 config.json, Qwen2Tokenizer, "
+        "is not the run's" in line
     )
     assert "expected --as llama" in line and not Path("no").exists()
 
@@ -187,7 +186,8 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
         ({"eos_token": 5}, "tokenizer.json cannot be loaded"),
         (
             {"pad_token": "[PAD]"},
-            "tokenizer_config.json: field `pad_token`: found '[PAD]', expected a token of tokenizer.json",
+            "tokenizer_config.json: field `pad_token`: found '[PAD]', "
+            "expected a token of tokenizer.json",
         ),
     ):
         write_file(folder / "tokenizer_config.json", config | changed)

@@ -21,7 +21,8 @@ def f(x):
         The values among which the largest one is looked for by this function.
 
     Args:
-        axis (`int`, *optional*, defaults to 0): The axis along which to look for the largest value of the array
+        axis (`int`, *optional*, defaults to 0): The axis along which to look for the largest \
+value of the array
 
     >>> f([1, 2])
     This line is the output of the example and so it is left out of the demo.
@@ -47,7 +48,8 @@ def test_prose_is_what_reads_as_english_and_nothing_else():
         for paragraph in demo.extract_paragraphs(text)
     ] == [
         "Return the largest value of the array along the axis that was asked for.",
-        "The array is copied first, so that the caller's data are never changed by it; see numpy.sort and copy for more.",
+        "The array is copied first, so that the caller's data are never changed by it; "
+        "see numpy.sort and copy for more.",
         "The values among which the largest one is looked for by this function.",
         "The axis along which to look for the largest value of the array.",
         "For example, this is how it is used by most of the people who use it:",
@@ -84,11 +86,9 @@ def few_packages(monkeypatch):
 
 
 def test_parts_are_recognised_by_their_prefixes():
-    python, packages, corpus = (
-        "demo/python_text_document",
-        "./demo/packages_text_document",
-        "demo/corpus_text_document",
-    )
+    python = "demo/python_text_document"
+    packages = "./demo/packages_text_document"
+    corpus = "demo/corpus_text_document"
     assert demo.find_demo_parts([]) == demo.find_demo_parts([corpus]) == ()
     assert demo.find_demo_parts([corpus, packages, python, packages]) == ("packages", "python")
     assert demo.find_demo_parts([python, "out/a_text_document"]) is None
@@ -111,12 +111,9 @@ def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
     ]
     assert len(paragraphs) == len(set(paragraphs))
     assert read_corpus_metadata(paths.data_prefix).documents == len(corpus)
-    python, packages = (
-        read_corpus_metadata(paths.part_prefix(part)).documents for part in demo.PARTS
-    )
-    assert python == sum(
-        name.startswith("python/") for name in ids
-    ) > 0 and python + packages == len(corpus)
+    counts = [read_corpus_metadata(paths.part_prefix(part)).documents for part in demo.PARTS]
+    assert counts[0] == sum(name.startswith("python/") for name in ids) > 0
+    assert sum(counts) == len(corpus)
     assert len(load_tokenizer(paths.tokenizer)) == 600
 
     before = {
@@ -221,7 +218,9 @@ def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monke
 
 
 def test_a_second_process_waits_for_the_first(two_documents, tmp_path, monkeypatch):
-    builds, first, start = [], threading.Event(), threading.Event()
+    builds = []
+    first = threading.Event()
+    start = threading.Event()
 
     def documents(sources):
         builds.append(1)

@@ -67,7 +67,11 @@ def test_an_error_of_the_work_arrives_in_its_place(threads):
             assert "in process " in error.value.__notes__[0]
 
 
-HALF_AN_ANSWER = "import os, struct, sys; os.write(int(sys.argv[2]), struct.pack('!i', 1000) + b'half'); os.kill(os.getpid(), 9)"
+HALF_AN_ANSWER = """
+import os, struct, sys
+os.write(int(sys.argv[2]), struct.pack('!i', 1000) + b'half')
+os.kill(os.getpid(), 9)
+"""
 
 
 @pytest.mark.parametrize(

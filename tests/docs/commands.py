@@ -89,12 +89,8 @@ def script(name: str, exceptions: Exceptions) -> str:
 def copy_repository(folder: Path) -> None:
     """Copy the files that git tracks, and new ones that it does not ignore."""
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in filter(
-        None,
-        subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
-            "\0"
-        ),
-    ):
+    listing = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listing.split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -190,9 +186,8 @@ def listed(names: list[str], said: dict[str, Exceptions]) -> str:
     lines = []
     for name in names:
         exceptions = said.get(name, Exceptions())
-        lines.append(
-            f"{name}: {len(commands(name))} blocks{', after ' * bool(exceptions.after)}{exceptions.after}"
-        )
+        after = f", after {exceptions.after}" if exceptions.after else ""
+        lines.append(f"{name}: {len(commands(name))} blocks{after}")
         lines += [f"  before: {line}" for line in exceptions.before.splitlines()]
         for block in commands(name):
             if missing := left_out(block, exceptions):

@@ -73,6 +73,7 @@ def without_blocks(lines: list[str]) -> list[str]:
     """Return the lines with those of fenced blocks empty, under the same numbers."""
     prose = list(lines)
     for block in blocks(lines):
-        first, last = block.line - 1, block.line + len(block.lines)
-        prose[first : last + 1] = [""] * (last + 1 - first)
+        first = block.line - 1
+        count = len(block.lines) + 2
+        prose[first : first + count] = [""] * count
     return prose

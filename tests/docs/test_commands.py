@@ -102,8 +102,14 @@ def test_blocks_are_one_shell_and_go_on_after_another_document(run):
         not_run=(("false", "", ""),),
         instead=((" three", "", ""),),
     )
-    first = "Say\n```bash\nword=one\n```\nand\n```text\nnot a command\n```\n```bash\necho $word > first\n```\n"
-    second = "```bash\ntest \"$(cat first second | xargs)\" = 'one two three'\n```\n```bash\nfalse\n```\n"
+    first = (
+        "Say\n```bash\nword=one\n```\nand\n```text\nnot a command\n```\n"
+        "```bash\necho $word > first\n```\n"
+    )
+    second = (
+        "```bash\ntest \"$(cat first second | xargs)\" = 'one two three'\n```\n"
+        "```bash\nfalse\n```\n"
+    )
     passed, printed = run("b", {"a": first, "b": second}, b=exceptions)
     assert passed
     assert "a.md: 2 of 2 blocks" in printed

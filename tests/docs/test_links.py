@@ -34,7 +34,8 @@ def anchors(name: str) -> set[str]:
         if heading := _HEADING.match(line):
             text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower()
             kept = "".join(c for c in text if c in " -_" or unicodedata.category(c)[0] in "LN")
-            anchor, again = kept.replace(" ", "-"), 0
+            anchor = kept.replace(" ", "-")
+            again = 0
             while (numbered := f"{anchor}-{again}" if again else anchor) in found:
                 again += 1
             found.add(numbered)

@@ -9,7 +9,8 @@ from megaenc.doctor import accelerators
 from megaenc.doctor.result import CheckContext
 
 ROWS = "{number}, NVIDIA H100 80GB HBM3, 81559, {used}, 570.86.15, {errors}"
-ROCM_DEVICES = """============================ ROCm System Management Interface ============================
+ROCM_DEVICES = """\
+============================ ROCm System Management Interface ============================
 ================================= Version of System Component ==================================
 Driver version: 6.10.5
 ====================================== Product Info ======================================

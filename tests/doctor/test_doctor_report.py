@@ -155,7 +155,10 @@ def test_what_is_no_finding_is_refused(content):
         parse_findings(content if isinstance(content, bytes) else json.dumps(content).encode(), 1)
 
 
-LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
+LONG = (
+    "so many words that they do not fit into one line of the page, however wide that page may be, "
+    "so that it goes on below"
+)
 FINDINGS = [
     replace(ok("space", "1 GiB"), subject="disk"),
     replace(problem("torch", LONG, LONG), subject="versions"),

@@ -9,7 +9,8 @@ import pytest
 from megaenc.doctor import machine
 from megaenc.doctor.result import CheckContext
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 FIRST_VERSION = {
     "cpu/cpu.cfs_quota_us": "150000",
     "cpu/cpu.cfs_period_us": "100000",

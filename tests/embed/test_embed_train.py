@@ -243,7 +243,8 @@ def test_no_batch_is_without_a_negative(models):
     for pairs in (both[:2], [TrainingPair("a", text) for text in "bcdef"]):
         with pytest.raises(
             InputError,
-            match="--data: found no negative, as every document answers every query or is the query",
+            match="--data: found no negative, "
+            "as every document answers every query or is the query",
         ):
             make_trainer(models["encoder"], pairs, batch_size=2)
 

@@ -87,8 +87,9 @@ def test_negatives_are_sentence_transformers(models, pair_file, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = mine_hard_negatives(
-            table, SentenceTransformer(str(models["encoder"]), device="cpu"), query_prompt="Ask: ", corpus_prompt="Read: ",
-            relative_margin=0.01, range_max=19, num_negatives=6, output_format="triplet", verbose=False,
+            table, SentenceTransformer(str(models["encoder"]), device="cpu"),
+            query_prompt="Ask: ", corpus_prompt="Read: ", relative_margin=0.01, range_max=19,
+            num_negatives=6, output_format="triplet", verbose=False,
         )  # fmt: skip
     expected: dict[str, list[str]] = {pair.query: [] for pair in pairs}
     for row in reference:
@@ -99,8 +100,10 @@ def test_negatives_are_sentence_transformers(models, pair_file, capsys):
     counts = [len(pair.negatives) for pair in mined]
     full = counts.count(6)
     assert 0 < full < 20
-    said = f"{sum(counts)} hard negatives of 20 pairs; {20 - full} pairs have fewer than 6, {counts.count(0)} none"
-    assert f"new/mined.jsonl: {said}" in printed
+    assert (
+        f"new/mined.jsonl: {sum(counts)} hard negatives of 20 pairs; "
+        f"{20 - full} pairs have fewer than 6, {counts.count(0)} none" in printed
+    )
 
 
 def plain_loop(pairs, documents, cosine, settings):

@@ -27,10 +27,8 @@ TSV = 'anchor\tpositive\nwho?\tThe man, with a dog.\nwhere?\tIn "Lyon".\nwhen?\t
 
 def write(name: str, text: str) -> str:
     """Write a file, compressed if its name says so; return the name."""
-    pack = (
-        gzip.compress if name.endswith(".gz") else zstd.compress if name.endswith(".zst") else bytes
-    )
-    Path(name).write_bytes(pack(text.encode()))
+    packers = {".gz": gzip.compress, ".zst": zstd.compress}
+    Path(name).write_bytes(packers.get(Path(name).suffix, bytes)(text.encode()))
     return name
 
 
@@ -54,7 +52,10 @@ def test_formats_and_names_of_columns_give_the_same_pairs(name, text):
 
 
 LISTED = '{"query": "a", "document": "b", "negatives": ["c", "d"]}\n'
-NUMBERED = '{"anchor": "e", "positive": "f", "negative_10": "i", "negative_2": "h", "negative": "g", "negative_3": null}\n'
+NUMBERED = (
+    '{"anchor": "e", "positive": "f", "negative_10": "i", "negative_2": "h", "negative": "g", '
+    '"negative_3": null}\n'
+)
 
 
 def test_hard_negatives_of_lists_and_of_numbered_columns():
@@ -77,7 +78,8 @@ def test_the_digest_is_of_all_fields_in_order():
 
 def test_exact_duplicates_are_kept_once_over_all_sources_and_counted(capsys):
     again = '{"query": "who?", "document": "Nobody."}\n'
-    negatives = '{"query": "when?", "document": "In summer.", "negatives": ["Never."]}\n'  # no exact duplicate
+    # No exact duplicate.
+    negatives = '{"query": "when?", "document": "In summer.", "negatives": ["Never."]}\n'
     other = '{"query": "which?", "document": "In summer."}\n'
     data = load_pairs(
         [write("a.jsonl", ROWS), write("b.jsonl", ROWS + again + negatives + other * 2)]
@@ -91,8 +93,9 @@ def test_exact_duplicates_are_kept_once_over_all_sources_and_counted(capsys):
         "which?",
     ]
     assert capsys.readouterr().out == (
-        "6 pairs of 4 queries and 4 documents; 1 queries with several documents; 1 documents with several queries; "
-        "1 pairs with hard negatives; 4 duplicate pairs left out\n"
+        "6 pairs of 4 queries and 4 documents; 1 queries with several documents; "
+        "1 documents with several queries; 1 pairs with hard negatives; "
+        "4 duplicate pairs left out\n"
     )
 
 
@@ -207,7 +210,8 @@ def test_bad_rows_are_one_line_with_their_place(text, message):
         ("letters", "letters/qrels/train.tsv:3: key `document`: found an empty text"),
         (
             "owner/pairs",
-            "owner/pairs: owner/pairs (train) of the Hugging Face Hub cannot be read: no route; expected",
+            "owner/pairs: owner/pairs (train) of the Hugging Face Hub cannot be read: "
+            "no route; expected",
         ),
     ],
 )

@@ -76,10 +76,8 @@ def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
     folders, rows = sets
     embedder = load_embedder(models["encoder"])
     pairs = rows["pairs"]["test"]
-    first, second = (
-        embedder.embed(embedder.tokenize([row[key] for row in pairs]))
-        for key in ("text", "text_pair")
-    )
+    first = embedder.embed(embedder.tokenize([row["text"] for row in pairs]))
+    second = embedder.embed(embedder.tokenize([row["text_pair"] for row in pairs]))
     cosines = (first * second).sum(dim=1).numpy()
     scores = np.array([row["label"] for row in pairs])
     row = probes.load_labelled_set("pairs", folders["pairs"]).evaluate("tiny", embedder)
@@ -193,11 +191,9 @@ def test_tables_and_files(models, sets, beir):
         first.splitlines()[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |"
     )
     assert second.splitlines()[0] == "| data set | model | measure | score | examples |"
-    mean, low, high = (rows["pairs", "tiny", "spearman"][name] for name in ("mean", "low", "high"))
-    assert (
-        second.splitlines()[3]
-        == f"| pairs | tiny | Spearman | {mean:.2f} [{low:.1f}, {high:.1f}] | 60 |"
-    )
+    row = rows["pairs", "tiny", "spearman"]
+    score = "{mean:.2f} [{low:.1f}, {high:.1f}]".format(**row)
+    assert second.splitlines()[3] == f"| pairs | tiny | Spearman | {score} | 60 |"
 
 
 def test_retrieval_needs_no_mteb(models, beir, sets, monkeypatch, refusal, capfd):
@@ -216,10 +212,13 @@ def test_tasks_by_name(models, sets, monkeypatch):
     local = {name: probes.load_labelled_set(name, path).task for name, path in folders.items()}
     for task in local.values():
         both = dict.fromkeys(("en", "de"), task.dataset["default"])
-        task.dataset, task.data_loaded, task.hf_subsets = None, False, list(both)
+        task.dataset = None
+        task.data_loaded = False
+        task.hf_subsets = list(both)
 
         def load_data(task=task, both=both, **options):
-            task.dataset, task.data_loaded = both, True
+            task.dataset = both
+            task.data_loaded = True
 
         task.load_data = load_data
     monkeypatch.setattr(mteb, "get_tasks", lambda tasks: [local[name] for name in tasks])

@@ -160,9 +160,8 @@ def test_no_code_or_network_is_reached_by_what_a_folder_names(model, tmp_path, m
         ("kernels", KERNELS_MIN_VERSION, KERNELS),
         ("peft", "99.0", TOUCH),
     ):
-        folder, about = (
-            Path("packages") / name for name in (package, f"{package}-{version}.dist-info")
-        )
+        folder = Path("packages") / package
+        about = folder.with_name(f"{package}-{version}.dist-info")
         folder.mkdir(parents=True)
         about.mkdir()
         (folder / "__init__.py").write_text(code)

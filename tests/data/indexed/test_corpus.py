@@ -47,7 +47,8 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, prefix):
     made.check_vocabulary(VOCABULARY)
     with pytest.raises(
         InputError,
-        match=r"made with another tokenizer: found `demo` \(ffffffffffff\), expected .*\(aaaaaaaaaaaa\)",
+        match=r"made with another tokenizer: found `demo` \(ffffffffffff\), "
+        r"expected .*\(aaaaaaaaaaaa\)",
     ):
         made.check_vocabulary(dataclasses.replace(VOCABULARY, fingerprint="a" * 64))
     small = dataclasses.replace(VOCABULARY, size=21)

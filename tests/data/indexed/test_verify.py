@@ -35,13 +35,14 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
     check(whole)
     # Seven documents of 4 to 10 tokens come before it.
     found = {
-        0: "document 7: found id 5 as its first token (49 of the corpus), expected 1 (`special_tokens` in the .json)",
-        1: "document 7: found id 5 as its token 1 (50 of the corpus), expected 2 (`special_tokens` in the .json)",
-        5: "document 7: found id 5 as its token -2 (54 of the corpus), expected 3 (`special_tokens` in the .json)",
-        6: "document 7: found id 5 as its last token (55 of the corpus), expected it to end with 0 (`eod` in the .json)",
+        0: "first token (49 of the corpus), expected 1 (`special_tokens` in the .json)",
+        1: "token 1 (50 of the corpus), expected 2 (`special_tokens` in the .json)",
+        5: "token -2 (54 of the corpus), expected 3 (`special_tokens` in the .json)",
+        6: "last token (55 of the corpus), expected it to end with 0 (`eod` in the .json)",
     }
     for place, error in found.items():
-        with pytest.raises(InputError, match=re.escape(error)):
+        message = re.escape(f"document 7: found id 5 as its {error}")
+        with pytest.raises(InputError, match=message):
             check([*whole[:place], 5, *whole[place + 1 :]])
     with pytest.raises(InputError, match="document 7: found no token, expected 2"):
         check([1])
@@ -106,7 +107,8 @@ def test_a_corpus_of_megatron_cores_own_builder(tmp_path, dtype):
     assert verify.verify_corpus(prefix, VOCABULARY).unchecked == ("sha256", "ends of documents")
     with pytest.raises(
         InputError,
-        match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): found id 21, expected 0 to 20",
+        match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): "
+        "found id 21, expected 0 to 20",
     ):
         verify.verify_corpus(prefix, Vocabulary(21, 0, 1, (0, 1), "f" * 64))
 
@@ -118,7 +120,8 @@ def test_every_flipped_bit_of_the_bin_is_found(prefix):
         damage(f"{prefix}.bin", 2 * token, bytes([intact[2 * token] ^ 1]))
         with pytest.raises(
             InputError,
-            match=r"demo\.bin: .*found sha256 \w{12}, expected \w{12} \(by the \.json\); the file has changed",
+            match=r"demo\.bin: .*found sha256 \w{12}, expected \w{12} \(by the \.json\); "
+            "the file has changed",
         ):
             verify.verify_corpus(prefix)
         damage(f"{prefix}.bin", 0, intact)
@@ -135,14 +138,14 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
         places.append(str(refusal.value))
         damage(f"{prefix}.idx", at, intact[at : at + 1])
     verify.verify_corpus(prefix)
-    lengths, documents = HEADER.size, HEADER.size + 12 * 10
+    lengths = HEADER.size
+    documents = lengths + 12 * 10
     assert (
-        "demo.idx: sequence 1: found pointer 4, expected 6 (from the lengths of the previous sequences"
-        in places[lengths]
+        "demo.idx: sequence 1: found pointer 4, "
+        "expected 6 (from the lengths of the previous sequences" in places[lengths]
     )
-    assert (
-        "demo.idx: found sha256" in places[documents + 5 * 8]
-    )  # document 5 now seems to start with sequence 4
+    # Document 5 now seems to start with sequence 4.
+    assert "demo.idx: found sha256" in places[documents + 5 * 8]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
@@ -150,7 +153,10 @@ def test_an_id_that_no_tokenizer_has(tmp_path, dtype):
     """The hash tells an error of preprocessing from a file that changed later."""
     documents = [[10, 11, EOD], [12] * 20 + [EOD], [13, 100, EOD]]
     prefix = write_whole_corpus(tmp_path / "demo", documents, dtype)
-    place = r"demo\.bin: document 2, token 1 \(token 25 of the corpus\): found id 100, expected 0 to 99 \(the tokenizer's ids\)"
+    place = (
+        r"demo\.bin: document 2, token 1 \(token 25 of the corpus\): "
+        r"found id 100, expected 0 to 99 \(the tokenizer's ids\)"
+    )
     with pytest.raises(InputError, match=place + "$"):
         verify.verify_corpus(prefix)
     if dtype == "int32":
@@ -190,7 +196,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
 
 def test_the_command_looks_at_all_and_names_what_is_damaged(tmp_path, prefix, capfd):
     theirs = write_corpus(tmp_path / "theirs", DOCUMENTS)
-    intact, other = (write_whole_corpus(tmp_path / name, [[5, EOD]]) for name in ("whole", "other"))
+    intact = write_whole_corpus(tmp_path / "whole", [[5, EOD]])
+    other = write_whole_corpus(tmp_path / "other", [[5, EOD]])
     damage(f"{prefix}.bin", 0, b"\x0b")
     damage(f"{other}.bin", 0, b"\x0b")
     with pytest.raises(SystemExit) as stop:
@@ -200,7 +207,8 @@ def test_the_command_looks_at_all_and_names_what_is_damaged(tmp_path, prefix, ca
     first, second = captured.out.splitlines()
     assert first.startswith(f"{intact}: whole: 1 documents, 2 tokens of uint16, 0.0 MB at ")
     assert second.startswith(
-        f"{theirs}: whole as far as can be checked without theirs.json: 4 documents, 11 tokens of uint16"
+        f"{theirs}: whole as far as can be checked without theirs.json: "
+        "4 documents, 11 tokens of uint16"
     )
     assert second.endswith("; not checked: sha256, ends of documents, token ids (give --tokenizer)")
     assert (

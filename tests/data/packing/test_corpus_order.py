@@ -27,9 +27,10 @@ def plain_order(counts, samples):
     Of the corpora that are far enough behind, the one comes next that is soonest a whole sample
     behind.
     """
-    period, least = sum(counts), Fraction(1, 2 * len(counts) - 2)
-    shares = [Fraction(count, period) for count in counts]
-    behind, order = [Fraction(0)] * len(counts), []
+    least = Fraction(1, 2 * len(counts) - 2)
+    shares = [Fraction(count, sum(counts)) for count in counts]
+    behind = [Fraction(0)] * len(counts)
+    order = []
     for _ in range(samples):
         behind = [debt + share for debt, share in zip(behind, shares, strict=True)]
         choices = [corpus for corpus, debt in enumerate(behind) if debt >= least]

@@ -38,10 +38,11 @@ def test_no_tokens():
 
 def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     source = Numbered(np.random.default_rng(1).integers(0, 50, size=300))
-    concat = ConcatPackedDataset(source, np.arange(300), 64, seed=2)
-    cut, again, other = (
-        RandomLengthPackedDataset(source, np.arange(300), 64, seed=seed) for seed in (2, 2, 3)
-    )
+    documents = np.arange(300)
+    concat = ConcatPackedDataset(source, documents, 64, seed=2)
+    cut = RandomLengthPackedDataset(source, documents, 64, seed=2)
+    again = RandomLengthPackedDataset(source, documents, 64, seed=2)
+    other = RandomLengthPackedDataset(source, documents, 64, seed=3)
     for sample in range(100):
         pack = cut[sample]
         assert (

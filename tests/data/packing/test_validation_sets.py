@@ -33,7 +33,8 @@ def text(held_out, seq_length, samples):
 
 
 def test_a_corpus_only_for_validation_is_whole(prefix):
-    corpus, held_out = Corpus.open(prefix), open_set(prefix)
+    held_out = open_set(prefix)
+    corpus = Corpus.open(prefix)
     tokens = np.concatenate(
         [
             corpus.tokens(number, 0, int(length))
@@ -54,15 +55,11 @@ def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all
     whole = open_set(prefix, opened=opened)
     assert open_set(prefix, opened=opened).corpus is whole.corpus and len(opened) == 1
     assert np.array_equal(whole.documents, split_corpus(whole.corpus, (0, 1, 0))[1])
-    assert whole.identity == [
-        whole.corpus.fingerprint,
-        "0,1,0",
-    ]  # as in validation.jsonl of earlier versions
+    # As in validation.jsonl of earlier versions.
+    assert whole.identity == [whole.corpus.fingerprint, "0,1,0"]
     monkeypatch.setattr("megaenc.data.packing.builder.MOST_SHUFFLED", 8)
-    blocks, expected = (
-        open_set(prefix, order="blocks").documents,
-        split_corpus(whole.corpus, (0, 1, 0), "blocks")[1],
-    )
+    blocks = open_set(prefix, order="blocks").documents
+    expected = split_corpus(whole.corpus, (0, 1, 0), "blocks")[1]
     assert blocks.size == expected.size and np.array_equal(blocks.numbers, expected.numbers)
 
 

@@ -15,7 +15,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, small_corpus, refu
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True
     ).returncode:
         pytest.skip("file systems cannot be mounted here")
-    text, output = ["--input", small_corpus.text], disk / "new" / "folder" / "name"
+    text = ["--input", small_corpus.text]
+    output = disk / "new" / "folder" / "name"
     preprocess = [
         "preprocess",
         *text,

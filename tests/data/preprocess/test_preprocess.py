@@ -123,9 +123,8 @@ LONG = 50_000_000
 
 
 def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder):
-    # A paragraph that ends in one line feed, before a letter, has the same ids whatever surrounds it.
-    # The Hugging Face tokenizer would take a minute and gigabytes for the whole document: it encodes
-    # one paragraph.
+    # A paragraph that ends in one line feed, before a letter, has the same ids everywhere. Only one
+    # is encoded by the Hugging Face tokenizer, which would take a minute and gigabytes for all.
     paragraphs = [
         f"Paragraph {number}, <|mask|> and <|eos|>. {text.strip()}\n"
         for number, text in enumerate(TEXTS)
@@ -322,8 +321,8 @@ def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys)
     preprocess(corpus_settings(corpus, tokenizer_folder))
     output = " ".join(capsys.readouterr().out.split())
     assert (
-        f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is writing"
-        in output
+        f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; "
+        "remove them unless another process is writing" in output
     )
     assert leftovers.name in output
     assert leftovers.exists(), "its number may be a process on another machine"
@@ -365,7 +364,8 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 
 SUICIDE = """
 import os, signal, sys, psutil
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+# A background job inherits that the signal is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.sources import resolve
 def read_blocks(found, spans, real=resolve.read_blocks):

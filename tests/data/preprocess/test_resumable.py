@@ -48,7 +48,8 @@ def names(folder):
 # renames a file.
 KILLED = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+# A background job inherits that the signal is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.sources import resolve, text_files
 text_files.BLOCK_BYTES = text_files.LINES_BYTES = 300

@@ -17,10 +17,13 @@ from megaenc.data.preprocess.sentence_splitter import (
 from megaenc.errors import InputError
 
 PROSE = [
-    'Mr. Fox met Dr. Dog at 3.14 p.m. in the yard. They spoke.  "Is it so?" asked Mr. Fox.\n\nIt was so! (It was.) Was it?',
-    "The report by Mr. Crane names Dr. Bell and Mr. Reed. Dr. Bell was not there... Mr. Reed was!  He said so. ",
+    'Mr. Fox met Dr. Dog at 3.14 p.m. in the yard. They spoke.  "Is it so?" asked Mr. Fox.\n\n'
+    "It was so! (It was.) Was it?",
+    "The report by Mr. Crane names Dr. Bell and Mr. Reed. Dr. Bell was not there... "
+    "Mr. Reed was!  He said so. ",
 ]
-NOTHING, ENGLISH = PunktModel("none", PunktParameters()), PunktModel("by hand", PunktParameters())
+NOTHING = PunktModel("none", PunktParameters())
+ENGLISH = PunktModel("by hand", PunktParameters())
 ENGLISH.parameters.abbrev_types = {"mr", "dr", "p.m"}
 ENGLISH.parameters.sent_starters = {"they", "it"}
 ENGLISH.parameters.ortho_context.update(they=6, it=6)
@@ -50,7 +53,8 @@ HOSTILE = [
     "a. " * 300,
     "x" * 5000,
     " " * 3000 + "." + " " * 3000,
-    "One.\x00Two.\u2028 Three.\ufeff \U0001f469\u200d\U0001f469. \ufffd. Four.\r\n\r\nFive.\x85Six.",
+    "One.\x00Two.\u2028 Three.\ufeff \U0001f469\u200d\U0001f469. "
+    "\ufffd. Four.\r\n\r\nFive.\x85Six.",
     '"A." (B.) [C.] \u201cD.\u201d E.)  F',
     "日本語の文。次の文。",
     "- - - . . . -- ... ;-) :.",
@@ -89,7 +93,10 @@ def test_punkt_is_learnt_from_the_beginning_alone(monkeypatch):
 
 def test_the_same_text_teaches_the_same_in_every_process():
     # Sets of words come in another order in every process; what is learnt must not.
-    code = f"from megaenc.data.preprocess.sentence_splitter import train_punkt; print(train_punkt({PROSE * 20}).describe())"
+    code = (
+        "from megaenc.data.preprocess.sentence_splitter import train_punkt; "
+        f"print(train_punkt({PROSE * 20}).describe())"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     said = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, check=True

@@ -77,7 +77,8 @@ def nodes(tmp_path, settings):
         settings.tokenizer,
     ]
     flags += ["--append-eod", "--workers", "1", "--partitions", "12", "--deduplicate", "exact"]
-    started, pids = [], []
+    started = []
+    pids = []
 
     def start(count):
         for number in range(count):
@@ -154,7 +155,8 @@ def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
     with folder.acquire(0):
         with pytest.raises(
             InputError,
-            match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; give the first",
+            match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; "
+            "give the first",
         ):
             preprocess(dataclasses.replace(settings, append_eod=False))
         folder.leave()
@@ -167,7 +169,8 @@ def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
 def test_a_merge_that_was_overtaken_during_a_pause_ends_well(
     tmp_path, settings, expected_contents, monkeypatch, capsys, step
 ):
-    real, overtaking = getattr(WorkFolder, step), []
+    real = getattr(WorkFolder, step)
+    overtaking = []
 
     def pause(folder, *more):
         if not overtaking:
@@ -189,16 +192,16 @@ def test_a_merge_that_was_overtaken_during_a_pause_ends_well(
 def test_two_processes_with_the_same_partition_write_the_same(
     settings, expected_contents, monkeypatch
 ):
-    real, stolen = resolve.read_blocks, []
+    real = resolve.read_blocks
+    stolen = []
 
     def stop(*_):
         raise KeyboardInterrupt
 
     def read_blocks(inputs, ranges):
         yield from real(inputs, ranges)
-        if (
-            not stolen
-        ):  # another process takes all work over and stops when it has written some partitions
+        # Another process takes all work over and stops when it has written some partitions.
+        if not stolen:
             stolen.append(True)
             with monkeypatch.context() as patch:
                 patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
@@ -214,7 +217,8 @@ def test_two_processes_with_the_same_partition_write_the_same(
 def test_a_folder_that_another_process_removes_is_made_again(
     settings, expected_contents, monkeypatch
 ):
-    real, removed = WorkFolder.new_partition, []
+    real = WorkFolder.new_partition
+    removed = []
 
     def new_partition(folder, number):
         if number == 3 and not removed:
@@ -228,7 +232,8 @@ def test_a_folder_that_another_process_removes_is_made_again(
 
 
 def test_a_folder_that_another_command_takes_over_is_its_own(tmp_path, settings, monkeypatch):
-    real, theirs = WorkFolder.new_partition, []
+    real = WorkFolder.new_partition
+    theirs = []
 
     def new_partition(folder, number):
         if number == 3:

@@ -106,7 +106,8 @@ def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
         ),
         (
             "id,text\n1,x\ry\n",
-            "a.csv:2: not CSV: new-line character seen in unquoted field; expected cells with commas",
+            "a.csv:2: not CSV: new-line character seen in unquoted field; "
+            "expected cells with commas",
         ),
         (
             'id,text\n1,"x\n2"y,z\n',

@@ -141,7 +141,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
     twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     messages = {
-        "missing.jsonl": "no such file or folder; expected JSONL, CSV, TSV, Parquet or text files, a folder",
+        "missing.jsonl": "no such file or folder; "
+        "expected JSONL, CSV, TSV, Parquet or text files, a folder",
         "empty.txt": "is empty; expected",
         "nothing": "holds nothing to read; expected",
         "pictures": "holds nothing to read but a.png; expected",
@@ -205,8 +206,8 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
     with pytest.raises(InputError) as error:
         resolve_paths("HuggingFaceFW/fineweb-edu", dataset_config="sample-10BT")
     assert str(error.value).startswith(
-        "HuggingFaceFW/fineweb-edu: neither an existing file or folder nor a data set on the Hugging Face Hub "
-        "(config sample-10BT, split train): "
+        "HuggingFaceFW/fineweb-edu: neither an existing file or folder "
+        "nor a data set on the Hugging Face Hub (config sample-10BT, split train): "
     )
     assert "\n" not in str(error.value)
 
@@ -315,10 +316,8 @@ def test_commands_read_an_encoding_and_a_delimiter(tmp_path):
         ]
     )
     tokenizer_main(["--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/jsonl"])
-    csv_tokenizer, jsonl_tokenizer = (
-        (tmp_path / name / "tokenizer.json").read_bytes() for name in ("csv", "jsonl")
-    )
-    assert csv_tokenizer == jsonl_tokenizer
+    tokenizers = {(tmp_path / name / "tokenizer.json").read_bytes() for name in ("csv", "jsonl")}
+    assert len(tokenizers) == 1
 
 
 def test_encodings_and_delimiters_that_do_not_fit(tmp_path):

@@ -24,7 +24,8 @@ def skippable_frame(kind):
 
 def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
-    first, second = data[:500], data[500:]
+    first = data[:500]
+    second = data[500:]
     files = {
         "plain": data,
         "two-members.gz": gzip.compress(first) + gzip.compress(second),
@@ -165,7 +166,10 @@ def test_what_is_no_utf8_is_called_by_its_name(tmp_path):
     path = tmp_path / "a.jsonl"
     for pack, kind in ((lzma.compress, "xz"), (bz2.compress, "bzip2")):
         path.write_bytes(pack(b"text"))
-        words = f"looks like {kind}-compressed data; expected UTF-8, as it is or compressed with gzip or Zst"
+        words = (
+            f"looks like {kind}-compressed data; "
+            "expected UTF-8, as it is or compressed with gzip or Zst"
+        )
         with pytest.raises(InputError, match=words):
             texts_of(path)
         with pytest.raises(InputError, match=words):
@@ -194,7 +198,8 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, before, after, 
 
 
 WELL_FORMED = [
-    b'{"id":"a/b","n":-1.5e3,"k":[1,2,{"x":null}],"text":"hello \\u00e9 \\ud83d\\ude00 \\n w\xc3\xb6rld","t":true}',
+    b'{"id":"a/b","n":-1.5e3,"k":[1,2,{"x":null}],'
+    b'"text":"hello \\u00e9 \\ud83d\\ude00 \\n w\xc3\xb6rld","t":true}',
     b'{"text":"x","text":"y","f":NaN,"g":-Infinity,"h":0.0,"i":12345678901234567890123}',
     b' {"a" : {"text":1} , "text" : "q" }\r',
 ]
@@ -212,7 +217,8 @@ MISHAPS += [
 
 
 def test_the_quick_parser_takes_nothing_that_the_other_does_not():
-    draw, both = random.Random(0), 0
+    draw = random.Random(0)
+    both = 0
     for _ in range(10_000):
         line = bytearray(draw.choice(WELL_FORMED))
         for _ in range(draw.randint(0, 2)):

@@ -26,7 +26,8 @@ def bert(tmp_path_factory):
 
 
 def test_modes_of_a_tokenizer_with_a_template(bert):
-    cls, sep = bert.cls_token_id, bert.sep_token_id
+    cls = bert.cls_token_id
+    sep = bert.sep_token_id
     template = SpecialTokens("template", (cls,), (sep,))
     assert (
         resolve_special_tokens(bert, "template")
@@ -64,12 +65,12 @@ def test_a_tokenizer_without_any_token_to_add():
 
 
 def test_a_changed_template_holds_for_texts_and_pairs(bert):
-    cls, sep = bert.cls_token_id, bert.sep_token_id
+    cls = bert.cls_token_id
+    sep = bert.sep_token_id
     assert set_special_tokens(bert, read_template(bert)) is bert
     ended = set_special_tokens(bert, SpecialTokens("eod", after=(sep,)))
-    first, second = (
-        bert(text, add_special_tokens=False)["input_ids"] for text in ("brown fox", "lazy dogs")
-    )
+    first = bert("brown fox", add_special_tokens=False)["input_ids"]
+    second = bert("lazy dogs", add_special_tokens=False)["input_ids"]
     assert ended("brown fox")["input_ids"] == [*first, sep]
     assert ended("brown fox", "lazy dogs")["input_ids"] == [*first, sep, *second, sep]
     assert ended("")["input_ids"] == [sep]
@@ -83,10 +84,8 @@ def test_a_changed_template_holds_for_texts_and_pairs(bert):
 def test_offsets_of_byte_level_tokens_survive_a_change():
     tokenizer = small_tokenizer()
     changed = set_special_tokens(tokenizer, SpecialTokens("eod", after=(tokenizer.eos_token_id,)))
-    before, after = (
-        one("the quick fox", return_offsets_mapping=True)["offset_mapping"]
-        for one in (tokenizer, changed)
-    )
+    before = tokenizer("the quick fox", return_offsets_mapping=True)["offset_mapping"]
+    after = changed("the quick fox", return_offsets_mapping=True)["offset_mapping"]
     assert after == [*before, (0, 0)]
 
 

@@ -123,12 +123,9 @@ def fast_way(encode):
 
     def encode_batch(texts, parallel):
         rows = [encode(text.encode()) for text in texts]
-        content, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
-        return SimpleNamespace(
-            layout=SimpleNamespace(
-                content=SimpleNamespace(data=content), offsets=SimpleNamespace(data=offsets)
-            )
-        )
+        content = SimpleNamespace(data=np.concatenate(rows))
+        offsets = SimpleNamespace(data=np.cumsum([0, *map(len, rows)]))
+        return SimpleNamespace(layout=SimpleNamespace(content=content, offsets=offsets))
 
     return SimpleNamespace(encode=encode, encode_batch=encode_batch)
 
@@ -234,7 +231,8 @@ def test_joined_is_the_documents_end_to_end(fast):
 def test_the_text_fingerprint_depends_on_all_but_the_template():
     plain = small_tokenizer()
     template = set_special_tokens(plain, SpecialTokens("eod", after=(plain.eos_token_id,)))
-    without, with_eos = read_vocabulary(plain), read_vocabulary(template)
+    without = read_vocabulary(plain)
+    with_eos = read_vocabulary(template)
     assert (
         without.fingerprint
         == without.text_fingerprint

@@ -84,7 +84,9 @@ def encode(tokenizer, text) -> tuple[np.ndarray, np.ndarray]:
 )
 def test_words_are_the_pre_tokens(tokenizers, documents, name, least):
     tokenizer = tokenizers[name]
-    vocabulary, equal, total = read_vocabulary(tokenizer), 0, 0
+    vocabulary = read_vocabulary(tokenizer)
+    equal = 0
+    total = 0
     for text in documents:
         ids, expected = encode(tokenizer, text)
         equal += int((vocabulary.starts_words(ids) == expected)[1:].sum())
@@ -98,7 +100,7 @@ def test_words_of_other_scripts():
     vocabulary = read_vocabulary(small_tokenizer())
     ids, expected = encode(small_tokenizer(), TEXTS[2])
     assert (vocabulary.starts_words(ids) == expected).mean() > 0.9
-    [ids] = [np.array(small_tokenizer().encode(text)) for text in ["日"]]
+    ids = np.array(small_tokenizer().encode("日"))
     assert len(ids) == 3 and vocabulary.starts_words(ids).tolist() == [True, False, False]
 
 
