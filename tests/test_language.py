@@ -55,6 +55,32 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     assert not wrong, "\n".join(wrong)
 
 
+def test_first_lines_of_docstrings_are_short():
+    """Of modules, classes and functions: at most 80 characters."""
+    described = ast.Module | ast.ClassDef | ast.FunctionDef
+    long = []
+    for file, node in NODES:
+        text = ast.get_docstring(node) if isinstance(node, described) else None
+        if text and len(text.splitlines()[0]) > 80:
+            long.append(f"{file}: {text.splitlines()[0]}")
+    assert not long, "\n".join(long)
+
+
+def test_a_statement_assigns_one_value():
+    """Except swaps, and calls and other values that are taken apart."""
+    packed = []
+    several = ast.Tuple | ast.List
+    for file, node in NODES:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], several):
+            names = {ast.unparse(target) for target in node.targets[0].elts}
+            is_packed = isinstance(node.value, ast.GeneratorExp | ast.ListComp)
+            if isinstance(node.value, several):
+                is_packed = names != {ast.unparse(value) for value in node.value.elts}
+            if is_packed:
+                packed.append(f"{file}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not packed, "\n".join(packed)
+
+
 def test_names_are_no_participles_or_pronouns():
     """Of variables, parameters, functions, classes and fields where they are defined."""
     wrong = []
