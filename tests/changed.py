@@ -1,8 +1,9 @@
-"""Print the tests that reach what changed since a revision: `python tests/changed.py [REVISION]`.
+"""Print the tests that reach changes since a revision: `changed.py [REVISION]`.
 
-What a definition of a module names, it reaches: definitions of its own module and of those that it imports, modules and scripts
-that it names as text, and what a module does when it is imported. So a changed function is reached by the tests that name
-something that names it. Whoever is called by a name that is put together only when it runs is not seen.
+A definition reaches what it names: definitions of its own module and of those that it imports,
+modules and scripts that it names as text, and the statements of a module that run at import. So a
+changed function is reached by the tests that name something that names it. A call by a name that is
+assembled at run time is not seen.
 """
 
 import argparse
@@ -22,7 +23,6 @@ Definition = tuple[str, str]
 
 
 def run_git(*arguments: str) -> str:
-    """Return what git prints."""
     return subprocess.run(
         ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -156,7 +156,7 @@ class Reach:
         return found
 
     def find_tests(self, changed: set[Definition]) -> list[str]:
-        """Return the tests, as pytest names them, that reach one of the definitions `changed`: the nearest first."""
+        """Return the pytest ids of tests that reach definitions `changed`, nearest first."""
         found = dict.fromkeys(changed)
         for definition in (queue := list(found)):
             new = [other for other in self.naming[definition] if other not in found]
@@ -179,7 +179,7 @@ class Reach:
 
 
 def _name_statement(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a module defines, or IMPORT if it defines none."""
+    """Return the names that a statement defines, IMPORT if none."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -197,7 +197,10 @@ def _list_definitions(tree: ast.Module) -> set[str]:
 
 
 def list_changed(revision: str, reach: Reach) -> set[Definition]:
-    """Return the definitions with lines that differ from `revision`, and all of files that are new or no Python."""
+    """Return the definitions with lines that differ from `revision`.
+
+    All definitions of new files count as changed. A file that is not Python has only IMPORT.
+    """
     changed = set()
     for path in run_git("ls-files", "--others", "--exclude-standard").split():
         changed |= {(path, name) for name in reach.names.get(path, ())} | {(path, IMPORT)}
@@ -216,7 +219,6 @@ def list_changed(revision: str, reach: Reach) -> set[Definition]:
 
 
 def main() -> None:
-    """Print one test a line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

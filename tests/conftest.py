@@ -1,4 +1,4 @@
-"""What several groups of tests need: one small corpus with its tokenizer, and a world of one process."""
+"""Fixtures that several groups of tests share: a small corpus and a world of one."""
 
 import fcntl
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import runs
 
-# Tests of these take longest: begun last, one would be waited for while the other workers have nothing left.
+# The longest tests: started last, one would run while the other workers have nothing left.
 _LONG = ("faults", "docker", "training", "convert")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What tests start can be told to stop, also where nohup or a shell's `&` has the suite itself ignore that."""
+    """Restore the handlers of SIGINT and SIGHUP, which nohup and a shell's `&` ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, where workers share the tests."""
+    """Start long files first if workers share the tests."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(
             key=lambda item: (
@@ -39,9 +39,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory):
-    """Return a function that makes a folder once for all workers: `shared_folder(name, make)`, where `make(folder)` fills it.
+    """Return `shared_folder(name, make)`, which fills a folder once for all workers.
 
-    The folder must not be changed afterwards.
+    `make(folder)` fills it. The folder must not be changed afterwards.
     """
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "shared"
@@ -70,7 +70,7 @@ class SmallCorpus:
 
     @property
     def flags(self) -> list[str]:
-        """For the pretraining command. A tenth of the documents is held out."""
+        """Return flags of the pretraining command that hold out a tenth of the documents."""
         return [
             "--data-path",
             str(self.prefix),
@@ -89,7 +89,7 @@ def small_corpus(shared_folder) -> SmallCorpus:
 
 @pytest.fixture
 def refusal(capfd):
-    """Call a command's `main`: it must end with exit code 2 and one line on stderr, which is returned."""
+    """Return a caller of `main` that expects exit code 2 and returns the stderr line."""
 
     def refused(main, flags) -> str:
         with pytest.raises(SystemExit) as stop:
@@ -104,7 +104,7 @@ def refusal(capfd):
 
 @pytest.fixture
 def one_process():
-    """megatron-core in this very process, as a world of one."""
+    """Initialize megatron-core in this process, as a world of one."""
     from megaenc import backend
 
     yield backend.init_distributed(backend.ParallelConfig(), seed=0)

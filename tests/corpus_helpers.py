@@ -1,4 +1,4 @@
-"""Small corpora that tests write with megatron-core, or with our own writer and a .json."""
+"""Small corpora that tests write with megatron-core or with our own writer."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def write_corpus(prefix: Path, documents: list[list[list[int]]], dtype: type = n
 def write_whole_corpus(
     prefix: Path, documents: list[list[int]], dtype: str = "uint16", **changes
 ) -> str:
-    """Write documents that end in id 0, with a .json in which `changes` are made, and return the prefix."""
+    """Write documents that end in id 0 and a .json with `changes`; return the prefix."""
     writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
     writer.add_documents(
@@ -71,7 +71,6 @@ def write_whole_corpus(
 
 
 def damage(path: str | Path, offset: int, content: bytes) -> None:
-    """Overwrite bytes of a file."""
     with open(path, "r+b") as stream:
         stream.seek(offset)
         stream.write(content)
@@ -80,14 +79,17 @@ def damage(path: str | Path, offset: int, content: bytes) -> None:
 def open_data(
     *data_path: str, split: str = "80,20,0", packing: str = "concat", seed: int = 1, **options
 ) -> RunData:
-    """The data of a run with packs of 32 tokens."""
+    """Return the data of a run with packs of 32 tokens."""
     return RunData.open(
         data_path, VOCABULARY, split=split, packing=packing, seq_length=32, seed=seed, **options
     )
 
 
 class Numbered:
-    """Documents in memory whose tokens say where they come from: 1,000,000 * name + 1000 * document + place."""
+    """Documents in memory whose tokens encode their origin.
+
+    A token is 1,000,000 * name + 1000 * document + position.
+    """
 
     def __init__(self, lengths, name: int = 0):
         self.name = name
@@ -115,9 +117,10 @@ class Sentences(Numbered):
 
 
 def expected_packs(documents, seq_length, seed, epochs):
-    """(epoch, tokens, edges) of the packs that start in the first `epochs` epochs, in the order of the stream.
+    """Return (epoch, tokens, edges) of each pack that starts in the first epochs.
 
-    Each starts at the first sentence that begins after the pack before it. `documents`: lists of sentence lengths.
+    `documents` are lists of sentence lengths. The order is that of the stream. A pack starts at the
+    first sentence that begins after the previous pack.
     """
     nonempty = [number for number, document in enumerate(documents) if sum(document)]
     stream = []  # epoch, token, whether a sentence starts here, whether a document does
@@ -143,7 +146,7 @@ def expected_packs(documents, seq_length, seed, epochs):
 
 
 def read_in_any_order(packs, count):
-    """(epoch, tokens, edges) of the first packs, which are read in random order."""
+    """Read the first packs in random order; return (epoch, tokens, edges) in order."""
     found = {}
     for sample in np.random.default_rng(0).permutation(count).tolist():
         pack = packs[sample]

@@ -1,4 +1,4 @@
-"""How much work a call is, without a clock."""
+"""The work of a call, counted without a clock."""
 
 import cProfile
 import pstats
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def counted(function: Callable, *arguments: Any) -> tuple[Any, int]:
-    """What the call returns, and how many calls of functions it took."""
+    """Return the result of the call and the number of function calls that it took."""
     profile = cProfile.Profile()
     result = profile.runcall(function, *arguments)
     return result, pstats.Stats(profile).total_calls

@@ -1,13 +1,15 @@
-"""Runs Python scripts in forks of a process that has imported torch, megatron-core and megaenc: `fork_server.py SOCKET`.
+"""Server that runs Python scripts in forks: `fork_server.py SOCKET`.
 
-A fresh interpreter spends seconds of processor time on these imports, torchrun as many for each rank: most of a short run.
-This process does nothing but import and fork. It has one thread and has begun nothing that a fork does not survive, so that a
-script finds what it would find in an interpreter of its own, with these modules imported. What differs: the order of sets of
-strings is the same in all forks, and variables that are read when a module is imported are read too late.
+It imports torch, megatron-core and megaenc once. A fresh interpreter spends seconds of processor
+time on these imports, and torchrun as many for each rank, which is most of a short run. The server
+only imports and forks. It has one thread and nothing open that a fork cannot inherit, so a script
+runs as in its own interpreter with these modules imported. There are two differences: sets of
+strings have the same order in all forks, and variables that are read at import are read too early.
 
-A request comes over the socket whose file descriptor is given: JSON of `command`, `processes`, `environment` and `packages` (a
-folder to import from besides, or null), with the file descriptors of standard output and error. The answers: a process id, and
-when that process has ended its exit code.
+A request comes over the socket with the given file descriptor: JSON of `command`, `processes`,
+`environment` and `packages` (a folder to import from as well, or null), with the file descriptors
+of standard output and error. The answers are a process id and, when that process has ended, its
+exit code.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ TO_STOP = 30  # seconds that torchrun gives the other ranks, when one has failed
 
 
 def import_all() -> None:
-    """All that takes time, once and for all forks."""
+    """Import the slow modules once for all forks."""
     prepare_megatron()
     for name in IMPORTED:
         importlib.import_module(name)
@@ -52,7 +54,7 @@ def import_all() -> None:
 
 
 def serve(requests: socket.socket) -> str | None:
-    """Fork for one request after the other; returns, in each fork, the script that it is to run, and None at the end of all."""
+    """Fork for each request in turn; return the script in a fork, None at the end."""
     while True:
         message, streams, *_ = socket.recv_fds(requests, 1 << 20, 2)
         if not message:
@@ -72,7 +74,7 @@ def serve(requests: socket.socket) -> str | None:
 
 
 def prepare(request: dict, streams: list[int], server: int) -> str:
-    """Make this fork what a shell makes of a new process: its session, output, environment and arguments. Returns its script."""
+    """Set up session, output, environment and arguments of a fork; return its script."""
     die_with_parent(server)
     os.setsid()
     for number, stream in enumerate(streams, start=1):
@@ -90,7 +92,10 @@ def prepare(request: dict, streams: list[int], server: int) -> str:
 
 
 def launch(count: int) -> None:
-    """As torchrun does: fork `count` ranks, and return in them. This process waits for them and has torchrun's exit code."""
+    """Fork `count` ranks as torchrun does, and return in each rank.
+
+    This process waits for them and exits with torchrun's code.
+    """
     launcher, logs = os.getpid(), Path(tempfile.mkdtemp(prefix="torchelastic_"))
     listening = socket.create_server(("localhost", 0))
     port, ranks = listening.getsockname()[1], {}
@@ -140,7 +145,10 @@ def launch(count: int) -> None:
 
 
 def watch(ranks: dict[int, int]) -> bool:
-    """Wait for all `ranks` (by process id); when one has failed, end the others. Returns whether one has."""
+    """Wait for all ranks, end the others if one fails, and return whether one failed.
+
+    `ranks` maps process ids to ranks.
+    """
 
     def end(number: int) -> None:
         for process in ranks:
@@ -165,7 +173,7 @@ def watch(ranks: dict[int, int]) -> bool:
 
 
 def become(script: str) -> None:
-    """Run `script` as the interpreter does: it is `__main__`, and its end is that of the process."""
+    """Run `script` as `__main__`, as the interpreter does."""
     main = ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main

@@ -1,4 +1,4 @@
-"""Training written out: a transformers model, torch's AdamW and one pack at a time, for runs to be compared with."""
+"""Reference training with transformers, torch's AdamW and one pack at a time."""
 
 import itertools
 from collections.abc import Callable
@@ -11,7 +11,10 @@ from megaenc.training.plan import Plan
 
 
 def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> torch.Tensor:
-    """The additive mask [1, 1, T, T] of one pack: 0 where a position may look, in its document alone, -inf elsewhere."""
+    """Return the additive mask [1, 1, T, T] of one pack.
+
+    It is 0 where a position may look, only in its document, and -inf elsewhere.
+    """
     document = torch.repeat_interleave(torch.arange(len(edges) - 1), torch.tensor(edges).diff())
     same = document[:, None] == document[None]
     seen = same if attention == "bidirectional" else same.tril()
@@ -24,7 +27,7 @@ def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> to
 
 
 def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarray | None):
-    """The mask as a transformers model wants it: one for each kind of layer, if some have a window."""
+    """Return the mask, or one for each kind of layer if some have a window."""
     mask = allowed(edges, attention, prefixes)
     if config.model_type not in ("modernbert", "modernbert-decoder", "gemma3_text"):
         return mask
@@ -36,7 +39,7 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
 
 
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of the batch of update number `step`, summed over its predictions by their weights, and its divisor."""
+    """Return the weighted cross-entropy of a step, summed, and its divisor."""
     loss_sum, count, batch_size = torch.zeros(()), 0, plan.settings.global_batch_size
     passes = itertools.product(
         plan.schedule.objectives(step), range((step - 1) * batch_size, step * batch_size)
@@ -74,7 +77,7 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
 def train(
     model, plan: Plan, steps: int, learning_rate: Callable[[int], float], clip: float
 ) -> tuple[list[float], list[float]]:
-    """Losses and norms of the gradients of updates 1..steps, which change `model`."""
+    """Train `model` for `steps` steps; return losses and gradient norms."""
     model.train()
     model.get_input_embeddings().padding_idx = (
         None  # pad is eos here, and eos is a token that is trained

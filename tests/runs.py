@@ -1,4 +1,4 @@
-"""Small real corpora and short real runs for the tests: alone or under torchrun on the loopback, always with a time limit."""
+"""Small corpora and short runs: alone or under torchrun, always with a time limit."""
 
 import atexit
 import contextlib
@@ -25,7 +25,7 @@ WORKERS = Path(__file__).parent / "workers"
 # Set by conftest.py: True while a test marked `multiprocess` runs, and where there is no pytest.
 ranks_allowed = True
 
-# A model that 2 layers x 2 ranks can share, both phases, warm-up, decay, weight decay, and a clip that bites.
+# A model for 2 stages x 2 ranks, two phases, warm-up, decay, weight decay and effective clipping.
 SHORT_RUN = [
     "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
     "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
@@ -41,7 +41,7 @@ STANDSTILL = [
 
 
 def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
-    """JSONL of made-up English-like documents with a skewed word frequency, 5 to 150 words each."""
+    """Write JSONL of made-up documents of 5 to 150 words with skewed frequencies."""
     words = [
         a + b + c
         for a in ("st", "pl", "gr", "m", "th", "l")
@@ -58,7 +58,7 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
 
 
 def make_corpus(folder: Path) -> None:
-    """Write text.jsonl of 300 documents, the tokenizer of 400 ids that it trains, and the corpus `small` of both."""
+    """Write 300 documents, a tokenizer of 400 ids and the corpus `small` of both."""
     from megaenc.data.preprocess import command as preprocess
     from megaenc.data.tokenizer import train_command
 
@@ -79,7 +79,10 @@ def make_corpus(folder: Path) -> None:
 
 
 def surroundings(packages: Path | None = None) -> dict[str, str]:
-    """The environment of a command: one thread a process, this repository's code, no accelerator; `packages` as in `run`."""
+    """Return the environment of a command: one thread, this code, no accelerator.
+
+    `packages` is as in `run`.
+    """
     path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
@@ -93,9 +96,10 @@ def run(
     packages: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
+    """Run `command` with one thread a process, and check its exit code.
 
-    `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
+    Everything that it started is killed when time is up. `packages` is a folder of installed
+    packages to import from as well; `environment` has further variables.
     """
     process = subprocess.Popen(
         command,
@@ -118,7 +122,7 @@ def run(
 
 
 def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subprocess.CompletedProcess:
-    """`ended`, if it ended as expected."""
+    """Return `ended` if its exit code is expected, else raise AssertionError."""
     if expect is not None and ended.returncode != expect:
         said = f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
         raise AssertionError(
@@ -129,7 +133,7 @@ def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subproces
 
 @functools.cache
 def fork_server() -> socket.socket:
-    """The way to the fork server of this process, which ends with it."""
+    """Return the socket of the fork server of this process, which ends with it."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(there.fileno())]
     nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
@@ -150,7 +154,10 @@ def forked(
     packages: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """As `run` does, the script and the arguments of `command` in `processes` forks of a process that has imported everything."""
+    """Run a script as `run` does, in `processes` forks of the fork server.
+
+    `command` has the script and its arguments.
+    """
     server = fork_server()
 
     def answer(seconds: float | None) -> int:
@@ -192,11 +199,11 @@ def _text(file: IO[bytes]) -> str:
 def script(
     path: Path, arguments: list[str], *, processes: int = 1, fresh: bool = False, **how
 ) -> subprocess.CompletedProcess:
-    """Run a Python script, under torchrun (which picks a free port) where there are several processes.
+    """Run a Python script, under torchrun if there are several processes.
 
-    Unless it is `fresh`, a process that has imported everything stands for the interpreter and for torchrun, and forks
-    (fork_server.py): that spares most of the time of a short run. `fresh` is for what depends on torchrun's own words, on an
-    import, or on a variable that is read by one.
+    Unless `fresh`, the fork server (fork_server.py) replaces interpreter and torchrun, which spares
+    most of the time of a short run. Use `fresh` for tests of torchrun's output, of an import, or of
+    a variable that is read at import.
     """
     assert processes == 1 or ranks_allowed, (
         "a test that starts several ranks is marked: @pytest.mark.multiprocess"
@@ -213,10 +220,10 @@ def script(
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the pretraining command, for `in_turn`.
+    """Run of the pretraining command, for `in_turn`.
 
-    `copy_of`: a folder that is first copied to the one it saves to; `weights`: a file of torch's with whole matrices by their
-    global names, to begin with instead of new ones (not for tensor parallelism).
+    `copy_of` is a folder that is first copied to `save`. `weights` is a file of torch's with whole
+    matrices by their global names that replace new ones (not for tensor parallelism).
     """
 
     save: Path
@@ -227,7 +234,10 @@ class Job:
 
 
 def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.CompletedProcess:
-    """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
+    """Run the jobs one after the other under one torchrun, which spares most starts.
+
+    Their list is written to `folder`.
+    """
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
     return script(
@@ -239,7 +249,7 @@ def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.C
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The logged steps of a run."""
+    """Return the logged steps of a run."""
     return _rows(folder / "metrics.jsonl")
 
 
@@ -248,17 +258,17 @@ _MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
 
 
 def lasting(row: dict) -> dict:
-    """A row without what the clock and the machine say: equal for runs that are bitwise equal."""
+    """Return a row without times and machine figures; equal for bitwise equal runs."""
     return {name: value for name, value in row.items() if not name.endswith(_MEASURED)}
 
 
 def curve(folder: Path, after: int = 0) -> list[dict]:
-    """What lasts of the logged steps beyond `after`."""
+    """Return the `lasting` part of the logged steps beyond `after`."""
     return [lasting(row) for row in metrics(folder) if row["step"] > after]
 
 
 def weights(folder: Path, step: int) -> dict:
-    """The tensors of all weights of a checkpoint by name."""
+    """Return all weights of a checkpoint by name."""
     from whole_models import load_weights
 
     from megaenc.convert.run_checkpoint import open_run_checkpoint
@@ -267,7 +277,7 @@ def weights(folder: Path, step: int) -> dict:
 
 
 def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
-    """The checkpoints of `step` of two runs hold the same weights, bit by bit."""
+    """Assert that the checkpoints of `step` of two runs are bitwise equal."""
     here, there = weights(run_folder, step), weights(reference, step)
     assert here.keys() == there.keys()
     assert [
@@ -278,7 +288,7 @@ def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
 
 
 def validations(folder: Path) -> list[dict]:
-    """The validations of a run, that of step 0 first."""
+    """Return the validations of a run, beginning with that of step 0."""
     return _rows(folder / "validation.jsonl")
 
 
@@ -287,7 +297,10 @@ def _rows(file: Path) -> list[dict]:
 
 
 def largest_difference(name: str, run_folder: Path, reference: Path, after: int = 0) -> float:
-    """Of `name` in the steps beyond `after`, which both runs must have: the largest difference relative to `reference`."""
+    """Return the largest difference of `name` beyond `after`, relative to `reference`.
+
+    Both runs must have the same steps.
+    """
     here, there = (
         {row["step"]: row[name] for row in metrics(run) if row["step"] > after}
         for run in (run_folder, reference)
@@ -297,7 +310,7 @@ def largest_difference(name: str, run_folder: Path, reference: Path, after: int 
 
 
 def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
-    """Every step of two runs: equal predictions, loss and gradient norm within `tolerance`, relatively."""
+    """Assert equal steps, with loss and gradient norm within a relative tolerance."""
     here, there = metrics(run_folder), metrics(reference)
     for name in ("step", "objective", "learning_rate", "tokens", "predicted_tokens"):
         assert [row[name] for row in here] == [row[name] for row in there], name

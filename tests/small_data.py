@@ -1,4 +1,4 @@
-"""Small labelled data sets that tests write: files of every format, BEIR folders, and a set of each task family."""
+"""Small labelled data sets: files of every format, BEIR folders, task families."""
 
 import csv
 import gzip
@@ -15,12 +15,12 @@ WORDS = ["stan", "plark", "mill", "dove", "brack"]
 
 
 def to_jsonl(rows: Iterable[Any]) -> str:
-    """One object a line."""
+    """Return JSON with an object a line."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def to_table(rows: list[dict[str, Any]], delimiter: str) -> str:
-    """The header is that of the first row."""
+    """Return a table with the header of the first row."""
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), delimiter=delimiter, lineterminator="\n")
     writer.writeheader()
@@ -29,7 +29,10 @@ def to_table(rows: list[dict[str, Any]], delimiter: str) -> str:
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write bytes, text, a list of rows in the format of the name, or another object as JSON; `.gz` is compressed."""
+    """Write bytes, text, rows in the format of the suffix, or an object as JSON.
+
+    Files that end in `.gz` are compressed.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -53,12 +56,11 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says."""
     return json.loads(path.read_text())
 
 
 def write_files(folder: Path, files: dict[str, Any]) -> str:
-    """Write the contents, by name, of those files that are not None; return the folder."""
+    """Write the contents that are not None by name; return the folder."""
     for name, content in files.items():
         if content is not None:
             write_file(folder / name, content)
@@ -66,7 +68,7 @@ def write_files(folder: Path, files: dict[str, Any]) -> str:
 
 
 def write_splits(folder: Path, form: str, rows: list[dict[str, Any]], **others: Any) -> str:
-    """Write train, valid and test in a format, with the same rows but for those in `others`; return the folder."""
+    """Write train, valid and test, with `rows` except for `others`; return the folder."""
     splits = {"train": rows, "valid": rows, "test": rows} | others
     return write_files(folder, {f"{split}.{form}": content for split, content in splits.items()})
 
@@ -76,7 +78,11 @@ def beir_files(
     queries: Iterable[tuple[str, str]],
     **qrels: Iterable[tuple[str, str, int]],
 ) -> dict[str, str]:
-    """The files of a BEIR folder: (id, title, text), (id, text), and (query, document, grade) for each split."""
+    """Return the files of a BEIR folder by name.
+
+    Documents are (id, title, text), queries (id, text), and qrels of each split (query, document,
+    grade).
+    """
     files = {
         "corpus.jsonl": to_jsonl(
             {"_id": key, "title": title, "text": text} for key, title, text in documents
@@ -90,7 +96,7 @@ def beir_files(
 
 
 def squad(questions: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """SQuAD's JSON of questions that have a `context`, each in its own paragraph."""
+    """Return SQuAD's JSON of questions with a `context`, each in its own paragraph."""
     paragraphs = []
     for question in questions:
         asked = {key: value for key, value in question.items() if key != "context"}
@@ -99,7 +105,10 @@ def squad(questions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_families(root: Path) -> None:
-    """A data set of each family, named after it: which of two words is there. Two are of retrieval: `ir`, `other`."""
+    """Write a data set for each family: the label is which of two words occurs.
+
+    Two are of retrieval: `ir` and `other`.
+    """
     random = np.random.default_rng(0)
     texts = {}
     for split, count in (("train", 40), ("valid", 12), ("test", 12)):

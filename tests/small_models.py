@@ -22,9 +22,9 @@ def save_model(
     auto: Any = transformers.AutoModel,
     **values: Any,
 ) -> Any:
-    """Write a model of the `model_type` `kind`, with its tokenizer if it has one, and return it.
+    """Save a model of type `kind`, with its tokenizer if there is one, and return it.
 
-    `auto`: the class of transformers that makes it of its configuration; `values`: of that, in the place of SIZES.
+    `auto` is the class of transformers that builds it. `values` replace those of SIZES.
     """
     ids = {}
     if tokenizer is not None:

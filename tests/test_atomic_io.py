@@ -134,7 +134,7 @@ print(interrupted, torn, incomplete)
 
 
 def test_a_signal_at_any_moment_leaves_whole_files_and_whole_sets(tmp_path):
-    """300 signals into a loop of writes that replace a file and add three new ones."""
+    """Send 300 signals to a loop that replaces a file and adds a set of three."""
     done = subprocess.run(
         [sys.executable, "-c", SIGNALS, str(tmp_path), "300"],
         capture_output=True,
@@ -158,7 +158,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, write, number):
 
 
 def test_a_disk_that_becomes_read_only_is_one_line_too(tmp_path, monkeypatch):
-    """Where what was begun cannot be removed, nor a folder made."""
+    """Neither can unfinished files be removed nor folders be made."""
 
     def read_only(*given, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

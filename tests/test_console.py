@@ -54,7 +54,7 @@ def test_time_left_counts_from_where_a_resumed_run_starts(capsys, monkeypatch):
 
 
 def test_the_closing_line(capsys):
-    """Of an unknown total it has no share; after an exception, or if it is left out, there is none."""
+    """It shows a percentage only if the total is known, and none after an exception."""
     with ProgressLine("reading", total=None, interval=0) as progress:
         progress.update(3, loss=3.21, phase="mlm")
     assert capsys.readouterr().out == "reading  loss 3.21  phase mlm\n"
@@ -78,7 +78,7 @@ def test_other_ranks_are_silent(capsys, monkeypatch):
 
 
 def plug_terminal(monkeypatch):
-    """Put a terminal where standard output is; returns what it gets."""
+    """Replace standard output by a terminal; return what it gets."""
     stream = io.StringIO()
     stream.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", stream)
@@ -120,7 +120,8 @@ from transformers import AutoTokenizer
     assert ended.stderr == "y.py:1: UserWarning: from ourselves\n"
 
 
-# Clears the screen, goes back to the start of the line, is another control sequence in one character, turns the writing round.
+# Clears the screen, returns to the start of the line, is a control sequence in one character,
+# reverses the direction of writing.
 HOSTILE = "a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
 SHOWN = r"a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
 

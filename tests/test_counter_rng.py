@@ -10,7 +10,7 @@ RECORDED_NORMALS = [-0.6716915965080261, 0.7982447147369385, 2.0430784225463867]
 
 
 def test_numbers_are_the_same_for_ever():
-    """Recorded values: masks and initial weights of old runs must stay what they were."""
+    """Compare with recorded values: old runs must keep their masks and weights."""
     assert counter_rng.random_words(1, "mask", 3).tolist() == RECORDED_WORDS
     assert counter_rng.uniforms(1, "mask", 2, counters=(5, 0)).tolist() == RECORDED_UNIFORMS
     assert counter_rng.permutation(1, "order", 8).tolist() == RECORDED_PERMUTATION
@@ -106,7 +106,7 @@ def test_a_sample_has_numbers_of_its_own():
 @pytest.mark.parametrize("kinds", [None, 1, 2, 300])
 @pytest.mark.parametrize("chunk", [1000, 1 << 24])
 def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kinds, chunk):
-    """As written at first, `np.argsort(words, kind="stable")`; also where words are alike, in their high bits or in all."""
+    """It equals `np.argsort(words, kind="stable")`, also if words share high bits."""
     monkeypatch.setattr(counter_rng, "_CHUNK", chunk)
     words = counter_rng.random_words(3, "order", count, counters=(4,))
     if kinds:
@@ -135,7 +135,7 @@ def test_a_keyed_permutation_holds_every_number_once(count):
 
 
 def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
-    """Any 20,000 of 2**40 + 7 numbers: none twice, and each is where one place says."""
+    """20,000 of 2**40 + 7 numbers are distinct, and each is at its own position."""
     count = (1 << 40) + 7
     permutation = counter_rng.KeyedPermutation(1, "packs", count)
     places = np.unique(np.random.default_rng(0).integers(0, count, 20_000))
@@ -146,7 +146,7 @@ def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
 
 
 def test_places_of_a_keyed_permutation_are_uniform_and_independent():
-    """Chi-square over (place, number) of all keys, and over the distance between the numbers of neighbouring places."""
+    """Test (position, number) and the distances of neighbours with chi-square."""
     count, keys, bins = (
         5003,
         400,

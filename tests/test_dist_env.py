@@ -1,4 +1,4 @@
-"""What a process leaves for those that torchrun starts in its place."""
+"""The environment that a process leaves for those that torchrun starts after it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How commands end: Ctrl-C at any moment, a full disk behind standard output."""
+"""The end of commands: Ctrl-C at any moment, a full disk behind standard output."""
 
 import os
 import signal
@@ -92,7 +92,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
 
 
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
-    """In a file that a command replaces as a whole, and in one that a library copies to a temporary folder."""
+    """A command replaces one file whole; a library copies one to a temporary folder."""
     (tmp_path / "large").write_bytes(bytes(100_000))
     code = """
 import resource, shutil, sys

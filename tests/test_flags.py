@@ -14,7 +14,7 @@ from megaenc.finetune.fill_mask import FillMaskConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """Nested: its fields are flags of their own."""
+    """Nested group whose fields are flags."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share a layer."""
@@ -105,7 +105,7 @@ def test_the_json_key_has_one_flag_in_every_command(flag):
     ],
 )
 def test_the_line_begins_with_the_flag(arguments, sentence, monkeypatch):
-    """Also if standard output is not UTF-8, of which tyro makes other characters."""
+    """Standard output is not UTF-8 in one case, so tyro prints other characters."""
 
     @dataclass(frozen=True)
     class Choices(Settings):
@@ -135,7 +135,7 @@ def test_the_line_begins_with_the_flag(arguments, sentence, monkeypatch):
     ],
 )
 def test_yaml_fills_in_fields(tmp_path, text, found):
-    """Nested ones under either spelling, a value that has a name, one word for a list of one, and numbers among words."""
+    """Nested fields have two spellings; a word may stand for a list of one."""
     path = tmp_path / "run.yaml"
     path.write_text(text)
     settings = flags.read_config_file(DEFAULT if isinstance(found, Settings) else Choices(), path)
@@ -159,7 +159,7 @@ def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
 
 
 def doubled(levels: int) -> str:
-    """YAML of some lines whose last value is a list of 2 ** `levels` numbers."""
+    """Return YAML whose last value is a list of 2 ** `levels` numbers."""
     lines = [
         "a0: &a0 [1, 1]",
         *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, levels)),

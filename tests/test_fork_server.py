@@ -1,4 +1,4 @@
-"""Scripts that are run by forks of one process: what they find and how they end is as in processes of their own."""
+"""Scripts in forks of one process run and end as in processes of their own."""
 
 import os
 
@@ -41,8 +41,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script."""
-
     def write(text: str):
         (tmp_path / "script.py").write_text(text)
         return tmp_path / "script.py"

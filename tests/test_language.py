@@ -1,4 +1,4 @@
-"""The rules for names and docstrings in CONTRIBUTING.md, as far as a program can check them; ruff checks the mood."""
+"""Rules for names and docstrings in CONTRIBUTING.md that a program can check."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ IDENTIFIERS = {
 
 
 def walk() -> list[tuple[str, ast.AST]]:
-    """(file, node) of everything in the package."""
+    """Return (file, node) of every node in the package."""
     return [
         (f"{path.relative_to(runs.ROOT)}", node)
         for path in FILES
@@ -42,7 +42,7 @@ NODES = walk()
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    """Of modules, classes, functions, fields and constants."""
+    """Modules, classes, functions, fields and constants are checked."""
     wrong = []
     for file, node in NODES:
         text = (
@@ -82,7 +82,7 @@ def test_a_statement_assigns_one_value():
 
 
 def test_names_are_no_participles_or_pronouns():
-    """Of variables, parameters, functions, classes and fields where they are defined."""
+    """Definitions of variables, parameters, functions, classes and fields are checked."""
     wrong = []
     for file, node in NODES:
         name = getattr(node, "arg", None) or getattr(node, "name", None)
@@ -116,7 +116,7 @@ def test_folders_of_the_package_have_few_files():
 
 
 def test_no_two_files_of_tests_are_one_module():
-    """pytest runs the first of them and refuses the others, which running a folder alone does not show."""
+    """pytest would refuse the second one, but not if folders run separately."""
     files = (runs.ROOT / "tests").rglob("test_*.py")
     names = Counter(file.name for file in files if not (file.parent / "__init__.py").exists())
     assert [name for name, count in names.items() if count > 1] == []
@@ -124,7 +124,7 @@ def test_no_two_files_of_tests_are_one_module():
 
 @pytest.mark.slow
 def test_what_reaches_a_change_is_run():
-    """By an import, by a script that is named as text, and by a fixture."""
+    """An import, a script that is named as text and a fixture reach it."""
     reach = Reach(run_git("ls-files").split())
     pairs = reach.find_tests({("megaenc/embed/pairs.py", "load_pairs")})
     assert any(test.startswith("tests/embed/test_pairs.py::") for test in pairs)

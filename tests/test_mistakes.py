@@ -1,6 +1,7 @@
-"""Plausible mistakes on the command line: each is one line that names the flag, file or field, exit code 2, and nothing on disk.
+"""Plausible mistakes on the command line: one line, exit code 2 and no files.
 
-The tables are in tests/mistakes. All run in forks of one process (workers/commands_in_turn.py).
+The line names the flag, file or field. The tables are in tests/mistakes. All commands run in forks
+of one process (workers/commands_in_turn.py).
 """
 
 import json
@@ -23,8 +24,6 @@ SECONDS = 30  # for one command; what is wrong is seen at once
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one command."""
-
     code: int | None
     """None: it was still running after SECONDS."""
     stderr: str
@@ -42,7 +41,7 @@ def complete(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def ends(shared_folder, request) -> dict[str, Ended]:
-    """Return the end of each command that was asked for, by its line; all run once, in one working folder."""
+    """Run all requested commands once in one folder; return the end of each by line."""
     asked = [
         item.callspec.params["line"]
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""Files in the current folder that are named like modules: no process that the package starts may import one."""
+"""Files in the current folder that are named like modules are never imported."""
 
 import os
 import sys
@@ -39,7 +39,10 @@ EARLY = (
 
 @pytest.fixture
 def planted(tmp_path) -> Path:
-    """A folder with a module for each name of the standard library and some more: each notes its name in a file, and raises."""
+    """Return a folder with a module for each name of the standard library and more.
+
+    Each notes its name in a file and raises ImportError.
+    """
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in {*sys.stdlib_module_names, *THIRD_PARTY} - {*sys.builtin_module_names}:
@@ -53,7 +56,7 @@ def planted(tmp_path) -> Path:
 
 
 def run_in(planted: Path, words: list[object], **how) -> str:
-    """Run this Python on `words` in the planted folder; return its output. Nothing in the folder may have been imported."""
+    """Run Python in the planted folder; return its output if nothing was imported."""
     marker = planted.parent / "imported"
     ended = runs.run([sys.executable, *map(str, words)], cwd=planted, expect=None, **how)
     imported = marker.read_text() if marker.exists() else ""

@@ -1,4 +1,4 @@
-"""Output files: an input is never replaced, and neither are results that cost work, unless --overwrite is given."""
+"""Output files never replace inputs, nor costly results without --overwrite."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ ESTIMATE = (estimate_main, "--gpu h100 --config run.json --data-path corpus")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with inputs of every command, links to some, and a result."""
+    """Make a working folder with inputs of every command, links to some, and a result."""
     monkeypatch.chdir(tmp_path)
     rows = [
         {"text": f"one {n}\n\ntwo {n}", "query": f"q {n}", "document": f"d {n}"} for n in range(4)
@@ -159,7 +159,7 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
 
 
 def test_what_stands_in_the_place_of_an_output_folder(tmp_path, monkeypatch):
-    """An empty folder may, also behind a link; a name that goes up is that of the folder that it leads to."""
+    """An output folder may be empty, also behind a link, and its path may go up."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for path in ("empty", "link", "new", "empty/new/.."):

@@ -1,4 +1,4 @@
-"""The newcomer's road: the Makefile runs public commands, the README shows each, and every configuration can be read."""
+"""The Makefile, the README and the configurations agree with the commands."""
 
 import re
 import shutil
@@ -16,12 +16,12 @@ COMMAND = re.compile(
 
 
 def joined(text: str) -> str:
-    """Lines that a backslash continues, as one."""
+    """Return the text with lines joined that a backslash continues."""
     return re.sub(r" *\\\n\s*", " ", text)
 
 
 def commands_of_quickstart() -> list[str]:
-    """What `make quickstart` would run where nothing is built."""
+    """Return what `make quickstart` would run where nothing is built."""
     command = ["make", "--dry-run", "--no-print-directory", "quickstart", "DEMO=nothing-here"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [line.replace("nothing-here", "demo") for line in COMMAND.findall(joined(ran.stdout))]
@@ -57,7 +57,7 @@ def test_the_readme_names_no_command_that_there_is_not(path):
 
 
 def commands_named(path: str) -> list[tuple[str, str]]:
-    """The words behind `megaenc` wherever a document shows a command."""
+    """Return the words behind `megaenc` in each command of a document."""
     shown = re.findall(r"```.*?```|`[^`]+`", (ROOT / path).read_text(), re.DOTALL)
     return re.findall(r"megaenc ([a-z-]+)(?: ([a-z-]+))?", " ".join(shown))
 

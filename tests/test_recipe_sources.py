@@ -1,6 +1,7 @@
-"""The recipes of published encoders against the files that they cite, key by key: recipe_sources.yaml has these.
+"""Recipes of published encoders against the cited files in recipe_sources.yaml.
 
-A difference fails unless the head of the recipe names the key, and so does a named key without a difference.
+A difference fails unless the head of the recipe names the key; so does a named key without a
+difference.
 """
 
 import re
@@ -31,7 +32,7 @@ PHASES = {
 
 
 class _Anything:
-    """A value that has no effect in this phase."""
+    """Value that has no effect in this phase."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -45,13 +46,13 @@ Rule = Callable[[PretrainConfig, PretrainConfig, int], Any]
 
 
 def option(settings: PretrainConfig, name: str, otherwise: float = 0.0) -> float:
-    """An option of the phase's objective."""
+    """Return an option of the phase's objective."""
     match = re.search(rf"\b{name}=([\d.]+)", settings.objective_schedule)
     return float(match[1]) if match else otherwise
 
 
 def share(name: str) -> Rule:
-    """The rule for an option of the phase's objective."""
+    """Return the rule for an option of the phase's objective."""
     return lambda settings, *_: option(settings, name)
 
 
@@ -68,7 +69,7 @@ def is_decaying(settings: PretrainConfig) -> bool:
 
 
 def composer_schedules(settings: PretrainConfig, *_: object) -> set[str]:
-    """The names of schedulers that do what the phase does."""
+    """Return the names of schedulers that do what the phase does."""
     rates = settings.learning_rate
     if not is_decaying(settings):
         return {"warmup_stable_decay", "constant_with_warmup"}
@@ -85,7 +86,7 @@ def betas(settings: PretrainConfig, *_: object) -> list[float]:
 
 
 def shown_as_mask(settings: PretrainConfig, *_: object) -> float:
-    """The share of hidden tokens that the mask token stands for."""
+    """Return the fraction of hidden tokens that the mask token replaces."""
     return 1 - option(settings, "random") - option(settings, "keep")
 
 
@@ -181,13 +182,13 @@ KINDS = dict.fromkeys(("modernbert", "ettin", "mmbert"), "flex_bert") | {
 
 
 def evaluated_mask(settings: PretrainConfig, recipe: PretrainConfig) -> float:
-    """The mask ratio of the validation: its own objective, or the phase's."""
+    """Return the mask ratio of the validation: its own objective, or the phase's."""
     [objective] = recipe.output.valid_objective or [settings.objective_schedule]
     return float(re.search(r"mask=([\d.]+)", objective)[1])
 
 
 def find_rule(name: str, key: str) -> Rule | None:
-    """The rule for a key; None if it has no effect. KeyError if it is not known."""
+    """Return the rule for a key, None if it has no effect; KeyError if it is unknown."""
     if rule := RULES[KINDS[name]].get(key):
         return rule
     if field := READING["fields"][KINDS[name]].get(key):
@@ -201,7 +202,7 @@ def find_rule(name: str, key: str) -> Rule | None:
 
 
 def is_equal(value: Any, cited: Any) -> bool:
-    """Whether a value of the recipe is the cited one; numbers of steps are rounded."""
+    """Return whether a value of the recipe is the cited one, up to rounding of steps."""
     if isinstance(value, set):
         return cited in value
     if (
@@ -221,7 +222,7 @@ def is_equal(value: Any, cited: Any) -> bool:
 
 
 def cited_phases(name: str) -> list[dict[str, Any]]:
-    """The keys and values of each phase of a source."""
+    """Return the keys and values of each phase of a source."""
     values, phases = {}, []
     for phase in SOURCES[name]["phases"]:
         values = {
@@ -232,7 +233,10 @@ def cited_phases(name: str) -> list[dict[str, Any]]:
 
 
 def listed_differences(name: str) -> set[str]:
-    """The keys that the head of a recipe names as different from its source, each in a line `#   KEY, KEY: what is different`."""
+    """Return the keys that the head of a recipe names as different from its source.
+
+    Each line is `#   KEY, KEY: what is different`.
+    """
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     head = lines[lines.index("# As published but for:") + 1 :]
     keys = set()

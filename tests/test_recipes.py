@@ -1,4 +1,4 @@
-"""The recipes of configs/recipes say what they claim, and their tiny cuts go from nothing to a verified export."""
+"""Recipes of configs/recipes match their papers; tiny ones train and export."""
 
 import json
 import shutil
@@ -15,7 +15,8 @@ from megaenc.training.phases import build_learning_rate
 
 RECIPES = runs.ROOT / "configs" / "recipes"
 TINY = sorted(file.stem for file in (RECIPES / "tiny").iterdir())
-# By recipe: the GPUs of its paper, tokens in billions and context of each phase, learning rates of first, middle and last steps.
+# By recipe: the GPUs of its paper, tokens in billions and context of each phase, learning rates of
+# first, middle and last steps.
 FROM_SCRATCH = {
     "eurobert": (192, [4800, 200], [2048, 8192], [(5e-8, 1e-4, 1e-4), (1e-4, 5e-5, 0)]),
     "modernbert": (
@@ -53,13 +54,13 @@ GPUS_OF_STARTED = {"dapt": 4, "bidirlm": 96}
 
 
 def config(name: str):
-    """The configuration of a recipe of this repository."""
+    """Return the configuration of a recipe of this repository."""
     return parse_config(["--config", str(RECIPES / f"{name}.yaml")], "test")
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_has_the_lengths_and_rates_of_its_paper(name):
-    """On one process and on the paper's GPUs; the rate of a decay's last step is that before its end, close to it."""
+    """Check steps and learning rates on one process and on the GPUs of the paper."""
     gpus, tokens, contexts, rates = FROM_SCRATCH[name]
     recipe = config(name)
     for processes in (1, gpus):
@@ -116,7 +117,7 @@ def test_every_recipe_has_a_tiny_cut_and_is_tested():
 
 @pytest.fixture(scope="module")
 def folder(shared_folder):
-    """What the tiny recipes find at the root of a clone: a small demo corpus, imported models, corpora with their tokenizers."""
+    """Build a corpus, imported models and tokenized corpora for the tiny recipes."""
     from megaenc.convert.command import main as convert
     from megaenc.data import demo
     from megaenc.data.preprocess.command import main as preprocess
@@ -186,7 +187,7 @@ def test_a_recipe_that_starts_from_a_model_plans(name, folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_path):
-    """The demo's parts that mmBERT's blends name are built on the way."""
+    """Parts of the demo that mmBERT's blends name are built on the way."""
     save, export = tmp_path / "run", tmp_path / "hf"
 
     def run(*words):

@@ -1,4 +1,4 @@
-"""Tables as text: the escapes and alignments of Markdown, and the empty cells and quotes of CSV."""
+"""Tables as text: escapes and alignments of Markdown, quotes of CSV."""
 
 from megaenc import tables
 

@@ -1,4 +1,4 @@
-"""Every command that takes a tokenizer, with tokenizers of ten released families: what training saw is what clients give."""
+"""Every command that takes a tokenizer, with tokenizers of ten released families."""
 
 import json
 from pathlib import Path
@@ -67,13 +67,12 @@ FEW = pytest.mark.parametrize("made", ["bert", "llama2", "qwen", "t5"], indirect
 
 
 def command(main, *words) -> None:
-    """Call the `main` of a command."""
     main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module", params=tokenizer_shapes.SHAPES)
 def made(request, shared_folder) -> SimpleNamespace:
-    """A corpus with the tokenizer's template, a run of ten steps on it, and its export."""
+    """Make a corpus with the tokenizer's template, a run of ten steps and its export."""
     from megaenc.convert.command import main as convert
     from megaenc.data.preprocess.command import main as preprocess
 
@@ -109,7 +108,7 @@ def load(folder: Path):
 
 
 def surround(tokenizer, template: str, *texts: str) -> list[int]:
-    """The ids of texts in a template."""
+    """Return the ids of texts in a template."""
     ids = dict(
         zip(
             "AB",

@@ -39,12 +39,12 @@ HOSTILE = [
 
 @functools.cache
 def small_tokenizer():
-    """A byte-level BPE of 400 ids at most; train once, do not change."""
+    """Return a byte-level BPE of at most 400 ids, trained once; do not change it."""
     return train_tokenizer(TEXTS, 400)
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
-    """One {"id", "text"} a line."""
+    """Write an object with id and text a line."""
     path.write_text(
         "".join(
             json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)
@@ -54,14 +54,14 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def write_csv(path: Path, texts: list[str]) -> Path:
-    """A header and a row of id and text each, with the quotes that Python's writer sets."""
+    """Write a header and rows of id and text, with the quotes of Python's writer."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([("id", "text"), *enumerate(texts)])
     return path
 
 
 def text_folder(folder: Path, texts: dict[str, str]) -> Path:
-    """A file for each (path, text)."""
+    """Write a file for each (path, text)."""
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -69,7 +69,7 @@ def text_folder(folder: Path, texts: dict[str, str]) -> Path:
 
 
 def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path:
-    """Columns of id and text."""
+    """Write columns of id and text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,7 +82,7 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
 def parse_blocks(
     blocks, keys=("text",), *, skip_bad: bool = False
 ) -> tuple[list[tuple[str, ...]], int]:
-    """The texts of all documents of blocks, and how many were skipped."""
+    """Return the texts of all documents of blocks, and the number of skipped ones."""
     parsed = [block.parse(keys, skip_bad) for block in blocks]
     return [texts for documents in parsed for texts in documents.texts], sum(
         documents.skipped for documents in parsed
@@ -90,7 +90,10 @@ def parse_blocks(
 
 
 def every_source(folder: Path) -> tuple[list[Path], list[str]]:
-    """One input of each kind, known by its suffix or by its first bytes; and the texts of all."""
+    """Write an input of each kind; return the paths and the texts of all.
+
+    Kinds are known by suffix or by first bytes.
+    """
     import datasets
     from backports import zstd
 
@@ -116,18 +119,18 @@ def every_source(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def corpus_settings(corpus: Path, tokenizer: str, name: str = "out", **changes) -> PreprocessConfig:
-    """The settings that make a corpus `name`, beside the text, in one process and with an EOS after each document."""
+    """Return settings for a corpus `name` next to the text: one process, EOS at ends."""
     settings = {"append_eod": True, "workers": 1, **changes}
     return PreprocessConfig((str(corpus),), str(corpus.parent / name), tokenizer, **settings)
 
 
 def reference_ids(tokenizer, text: str) -> list[int]:
-    """What transformers itself makes of plain text."""
+    """Return the ids that transformers itself makes of plain text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def documents_of(prefix: Path) -> list[list[list[int]]]:
-    """What megatron-core reads: for each document its sequences, for each sequence its token ids."""
+    """Return the sequences of token ids of each document, as megatron-core reads them."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
@@ -136,20 +139,23 @@ def documents_of(prefix: Path) -> list[list[list[int]]]:
 
 
 def contents(prefix: Path) -> list[bytes]:
-    """The bytes of the .bin and of the .idx."""
+    """Return the bytes of the .bin and of the .idx."""
     return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
 
 
 def text_encoder(
     tokenizer, max_length: int, *, add_bos: bool = False, add_eos: bool = True
 ) -> TextEncoder:
-    """A TextEncoder with --add-bos and --add-eos as given."""
+    """Return a TextEncoder with the given --add-bos and --add-eos."""
     protocol = FinetuneConfig(add_bos=add_bos, add_eos=add_eos)
     return TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol))
 
 
 def serve_hub(folder: Path, monkeypatch, tables: list[dict]) -> None:
-    """Let the Hub have one data set, whatever its name, of a Parquet file for each table; the rest is the real load_dataset."""
+    """Replace the Hub by one data set with a Parquet file for each table.
+
+    Any name loads it with the real load_dataset.
+    """
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do."""
+"""Helpers that wait for other processes."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +11,10 @@ import psutil
 def wait_until(
     found: Callable[[], Any], seconds: float = 60, *, log: Path | None = None, pause: float = 0.02
 ) -> Any:
-    """Return what `found` finds as soon as it finds something; AssertionError after `seconds`, with the end of `log`."""
+    """Return the result of `found` once it is true; AssertionError after `seconds`.
+
+    The error has the end of `log`.
+    """
     deadline = time.monotonic() + seconds
     while not (result := found()):
         assert time.monotonic() < deadline, (
@@ -22,7 +25,7 @@ def wait_until(
 
 
 def is_running(number: int) -> bool:
-    """Whether a process lives; one that has ended and that nobody reaps does not."""
+    """Return whether a process runs; an ended one that nobody reaps does not."""
     try:
         return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -30,7 +33,7 @@ def is_running(number: int) -> bool:
 
 
 def wait_until_ended(numbers: Iterable[int]) -> None:
-    """Wait until no process of these ids runs; kill those that do after 30 seconds, and fail."""
+    """Wait until none of these processes runs; after 30 seconds kill them and fail."""
     try:
         wait_until(lambda: not any(map(is_running, numbers)), 30)
     finally:

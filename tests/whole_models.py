@@ -1,4 +1,4 @@
-"""All weights of a model at once, which conversions never hold, for the tests that compare them."""
+"""All weights of a model at once, which conversions never hold in memory."""
 
 from torch import Tensor
 
@@ -8,7 +8,10 @@ from megaenc.model import ModelConfig
 
 
 def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, Tensor]]:
-    """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
+    """Return the step (None: newest) and all weights of its checkpoint.
+
+    The names are those of megatron-core; one process holds all of them.
+    """
     with run.load_encoder(step) as (found, encoder):
         return found, {
             name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()
@@ -18,12 +21,15 @@ def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, T
 def core_to_hf(
     state: dict[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
 ) -> dict[str, Tensor]:
-    """Hugging Face's state dict, with `family`'s names, of a megatron-core one, without rows that pad the vocabulary."""
+    """Return Hugging Face's state dict of a megatron-core one, with `family`'s names.
+
+    Rows that pad the vocabulary are left out.
+    """
     return dict(iter_hf_tensors(state, model, vocab_size, family))
 
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The way back, without vocabulary padding."""
+    """Return megatron-core's state dict of a Hugging Face one, without padding."""
     return {
         core: rule.to_core(tuple(state[name] for name in names), model)
         for rule, core, names in iter_mappings(model)

@@ -1,4 +1,4 @@
-"""The command: its words, its JSON, what it refuses, and that it needs no torch."""
+"""The estimate command: its text, its JSON, its errors, and no import of torch."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_bad_input_is_one_line(refusal, flags, expected):
 
 
 def test_a_size_of_the_study_has_its_recipe(capsys):
-    """Flags take precedence over it, as over a file."""
+    """Flags take precedence over the recipe, as over a file."""
     printed = []
     for start in (["--model", "610m"], RECIPE):
         main(

@@ -1,4 +1,4 @@
-"""Operations and hours by hand; what is suggested fits, can be run, and is read back as it was written."""
+"""Operations and hours by hand; suggested layouts fit, run and are read back."""
 
 import dataclasses
 
@@ -19,7 +19,10 @@ EIGHT_LAYERS = ModelConfig(8, 256, 768, 8, 4)
 
 
 def test_operations_by_hand():
-    """A pack of 64 tokens: 6 x 2 x 10,752 a token, 6 x 2 x 2 s^2 x 32 of attention, 6 x 32 x 1,024 a guess."""
+    """Expect the sum for a pack of 64 tokens.
+
+    6 x 2 x 10,752 a token, 6 x 2 x 2 s^2 x 32 for attention, 6 x 32 x 1,024 a prediction.
+    """
     body = 64 * 6 * 2 * 10_752
     attention = 6 * 2 * 2 * 64**2 * 32
     head = 25.6 * 6 * 32 * 1024

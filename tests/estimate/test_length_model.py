@@ -1,4 +1,4 @@
-"""What lies in a pack on average, against packs that are really cut."""
+"""The expected documents of a pack against packs that are really cut."""
 
 import numpy as np
 import pytest

@@ -26,7 +26,7 @@ TINY_PARAMETERS = 2 * 10_816 + 32 + 2 * 32_768
 
 
 def test_a_tiny_model_by_hand():
-    """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
+    """Count 2 x (10,752 + 64) of layers, 32 of a norm, 2 x 1,024 x 32 of vocabulary."""
     parameters = TINY_PARAMETERS
     assert SHAPE.parameter_count(1024) == parameters
     results = compute_stage_memory(case(), WORK, case().build_stage(0)).terms
@@ -51,7 +51,7 @@ def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
 
 
 def test_a_save_by_hand():
-    """Of 14 bytes a parameter in bf16, 12 in float32, shared by data-parallel ranks with or without the distributed optimizer."""
+    """A parameter has 14 bytes in bf16, 12 in float32, split over data-parallel ranks."""
     from megaenc.training.checkpoint.state_tensors import MAX_CHUNK_BYTES
 
     assert CHUNK_BYTES == MAX_CHUNK_BYTES
@@ -104,7 +104,7 @@ def test_the_chunked_loss_is_the_models_own():
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_those_of_the_model(tied):
-    """With everything that a shape may have besides where the vocabulary matrices are tied."""
+    """The shapes have every option except tied vocabulary matrices."""
     from megaenc.model.encoder import build_encoder
 
     others = dict(
@@ -161,9 +161,9 @@ GEMMA3 = dataclasses.replace(
     ],
 )
 def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
-    """The second layer's own storages, on the host, and those of the third, the last, which computes 9 positions.
+    """Count the storages of the second layer and of the last, which has 9 positions.
 
-    What they share with others or with the weights is not counted.
+    Those shared with other layers or with the weights are not counted.
     """
     from megaenc.model.encoder import build_encoder
     from megaenc.model.linear_cross_entropy import Predictions
@@ -207,7 +207,7 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
 
 
 def test_recomputation_keeps_less():
-    """Of all layers, what enters each of 4, 64 tokens of 2 x 64 bytes; or of one alone."""
+    """A recomputed layer keeps only its input, 64 tokens of 2 x 64 bytes."""
     plain, full, block = (
         stage_activation_bytes(one, one.build_stage(0), host=True)
         for one in (

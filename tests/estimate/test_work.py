@@ -47,7 +47,7 @@ def demanded(*flags):
     ],
 )
 def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, more):
-    """The sum that model_flops_utilization is made of, phase by phase: its packs are drawn, so some percent differ."""
+    """The sum behind model_flops_utilization, phase by phase, within a few percent."""
     flags = [*RUN, *small_corpus.flags, *more]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
     rows = runs.metrics(tmp_path / "run")
@@ -124,7 +124,7 @@ OBJECTIVES = [
 )
 @pytest.mark.parametrize("text", OBJECTIVES)
 def test_predictions_are_those_of_short_documents_with_special_tokens(text, special, monkeypatch):
-    """Documents of 3 to 30 tokens in packs of 64, so that each special token is 6 % of the tokens."""
+    """Documents have 3 to 30 tokens, so each special token is 6 % of all tokens."""
     vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1, 3), fingerprint="")
     monkeypatch.setattr("megaenc.estimate.length_model._ONE_EOS", special)
     lengths = np.random.default_rng(0).integers(3, 31, size=4_000)
@@ -151,7 +151,7 @@ def test_predictions_are_those_of_short_documents_with_special_tokens(text, spec
 
 
 def test_prefixes_share_the_window_of_local_layers():
-    """Prefixes of 20 to 60 % of documents much longer than the window, which is 8 tokens to each side."""
+    """Prefixes and their documents are much longer than the window of 8 tokens a side."""
     vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
     objective = Schedule.build("prefix_lm(low=0.2,high=0.6)", 1, vocabulary).objective(1)
     config, _ = demanded("--seq-length", "2000")

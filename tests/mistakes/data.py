@@ -1,4 +1,4 @@
-"""Mistakes before there is a model: the command itself, demo, tokenizer, preprocess, objective, data."""
+"""Mistakes before there is a model: demo, tokenizer, preprocess, objective, data."""
 
 # Command line: part of the one line that it must end in.
 ROWS = {

@@ -1,4 +1,4 @@
-"""The working folder of mistaken commands: good files to go wrong with, and bad ones."""
+"""The working folder of mistaken commands, with good files and bad ones."""
 
 import json
 import os
@@ -53,7 +53,8 @@ WORDS = {
 }
 
 
-# Fields of config.json that are refused before weights are read: those of the folders are another model's.
+# Fields of config.json that are refused before weights are read: the weights in the folders are
+# those of another model.
 _NEOBERT = {"model_type": "neobert", "hidden_act": "swiglu"}
 _GEMMA3 = {
     "model_type": "gemma3_text",
@@ -83,7 +84,7 @@ _DAMAGED = {
 
 
 def write_texts(folder: Path) -> None:
-    """Write what needs no command: texts, settings, labelled data, manifests and results, good and bad."""
+    """Write files that need no command: texts, settings, data, manifests and results."""
     runs.write_text(folder / "text.jsonl")
     for name, content in _TEXTS.items():
         path = folder / name
@@ -105,7 +106,7 @@ def write_texts(folder: Path) -> None:
 
 
 def damage(folder: Path) -> None:
-    """Write damaged copies of what the commands of SETUP have made."""
+    """Write damaged copies of files that the commands of SETUP make."""
     for name in ("cut", "bare", "sidecar", "changed"):
         for extension in (".bin", ".idx", ".json"):
             shutil.copy(

@@ -1,4 +1,4 @@
-"""Mistakes with models: conversion, fine-tuning, embedding, fill-mask, plot, summary, doctor."""
+"""Mistakes with models: conversion, fine-tuning, embedding, plots, doctor."""
 
 # Command line: part of the one line that it must end in.
 ROWS = {

@@ -1,4 +1,4 @@
-"""What all tests of models begin with."""
+"""The setup of all tests of models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Shapes by arithmetic: the study's table, and layouts that cannot divide a model."""
+"""Arithmetic on shapes: the study's table, and layouts that cannot divide a model."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from megaenc.model.config import get_preset
     ],
 )
 def test_parameters_are_the_published_ones(name, vocabulary, parameters):
-    """Those of the study to its digits, and of the others as transformers' models have them."""
+    """The study's counts are exact; the others are those of transformers' models."""
     assert get_preset(name).parameter_count(vocabulary) == pytest.approx(
         parameters, rel=5e-4 if vocabulary == 128_256 else 0
     )
@@ -38,7 +38,7 @@ def test_parameters_without_a_head_are_those_of_the_study():
 @pytest.mark.parametrize("prefix", [0, 1, 30, 1000])
 @pytest.mark.parametrize("window", [1, 64, 5000])
 def test_attention_is_counted_by_the_pairs_within_its_windows(window, prefix):
-    """Two products of 2 x width operations a pair, forward once and backward twice."""
+    """A pair takes two products of 2 x width, forward once and backward twice."""
     model = dataclasses.replace(
         get_preset("210m"), window_size=window, global_attn_every_n_layers=5
     )  # 0, 5 and 10 of 12

@@ -1,4 +1,4 @@
-"""The packed encoder against the same thing done slowly: attention, loss and initial weights in one process."""
+"""The packed encoder against a slow reference: attention, loss, initial weights."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ def forward(encoder, tokens, attention, predict_at=None, labels=None):
 
 
 def sees(attention, at, other):
-    """Whether position `at` may look at position `other`."""
+    """Return whether position `at` may look at position `other`."""
     document = sum(edge <= at for edge in EDGES) - 1
     start, stop = EDGES[document], EDGES[document + 1]
     if not start <= other < stop:
@@ -86,7 +86,7 @@ REACHES = {
 def test_outputs_depend_on_what_mask_and_window_allow_and_on_nothing_else(
     attention, layers, options, reach
 ):
-    """If one token changes, those of its document move that see it, within the window if all layers have one."""
+    """Change one token: only outputs of its document that see it may move."""
     encoder = build(shape=replace(TINY, num_layers=layers, **options)).eval()
     tokens = torch.arange(32) + 2
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_the_last_layer_leaves_out_what_predicts_nothing(attention, post_norms):
 
 @pytest.mark.parametrize("prefixes", [None, [2, 2, 13, 4], [2, 0, -1, 4], [2, 0, 13]])
 def test_prefixes_that_no_attention_can_use(prefixes):
-    """None, one longer than its document, one below 0, one too few; and those of another attention."""
+    """Reject missing, too few, too long and negative prefixes, or any under causal."""
     prefixes = None if prefixes is None else np.array(prefixes)
     with pytest.raises(ValueError, match="prefixes"):
         packing(Attention.PREFIX, prefixes)
@@ -246,7 +246,7 @@ def test_initial_weights_follow_from_the_seed(options):
     [("normal", 2.0, 1), ("scaled", 2.0, 1), ("full_megatron", 3.0, 0.9866)],
 )
 def test_initial_weights_are_scaled_by_depth_and_cut(method, cutoff, cut):
-    """By every kind of weight of 22 layers; `cut`: standard deviation of a standard normal cut there, by its formula."""
+    """Check each kind of weight; `cut` is the standard deviation after truncation."""
     shape = replace(
         TINY,
         num_layers=22,

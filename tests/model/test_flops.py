@@ -1,4 +1,4 @@
-"""The FLOPs that metrics tell against torch's count of the matrix products that a model executes."""
+"""FLOPs of the metrics against torch's count of executed matrix products."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ IN_PLACE = {
 
 
 def executed(attention, predict_at, shape=SHAPE, classes=0):
-    """torch's count, forward and backward, and the row's documents."""
+    """Return torch's count, forward and backward, and the documents of the row."""
     from megaenc.model.encoder import build_encoder
     from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
@@ -52,7 +52,7 @@ def executed(attention, predict_at, shape=SHAPE, classes=0):
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("predict_at", [[3, 7, 30], list(range(32))])
 def test_flops_are_those_of_the_executed_products(attention, predict_at):
-    """But for the half that a causal mask hides, which plain matrix products compute and kernels do not."""
+    """Plain products also compute the half that a causal mask hides and kernels skip."""
     counted, spans = executed(attention, predict_at)
     hidden_half = sum((stop - prefix) ** 2 for _, prefix, stop in spans)
     assert (hidden_half == 0) == (attention == Attention.BIDIRECTIONAL)
@@ -64,7 +64,7 @@ def test_flops_are_those_of_the_executed_products(attention, predict_at):
 
 @pytest.mark.usefixtures("one_process")
 def test_flops_of_a_model_with_a_head_and_windows_that_hide_nothing():
-    """A window counts by the pairs of tokens within it (tests/model/test_config.py); kernels skip the others in part."""
+    """A window counts only the pairs inside; kernels skip only some of the others."""
     local = dict(
         window_size=13,
         embedding_norm=True,

@@ -1,4 +1,4 @@
-"""SwiGLU, GeGLU and RMSNorm against the same formulas under autograd, and dropout against its hash."""
+"""SwiGLU, GeGLU and RMSNorm against autograd, and dropout against its hash."""
 
 from typing import get_args
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def slice_of_more(*shape):
-    """As the parts of a joint projection are: no memory of their own."""
+    """Return a view without memory of its own, as the parts of a joint projection are."""
     return torch.randn(*shape[:-1], shape[-1] + 3, dtype=torch.float64)[..., 1:-2]
 
 
 def test_rotations_are_computed_in_the_numbers_that_come():
-    """That they are right, and their gradients, is shown by tests/convert/test_continued_training.py."""
+    """Values and gradients are checked by tests/convert/test_continued_training.py."""
     from megaenc.model.functional import Rotation
 
     turn = Rotation.from_angles(torch.rand(TOKENS, 1, 1, DIM) * 6)
@@ -42,7 +42,7 @@ def normed(x, weight, residual=None):
 
 
 def outcome(function, inputs, upstream):
-    """What comes out, and the gradients of all inputs."""
+    """Return the output and the gradients of all inputs."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
@@ -61,7 +61,7 @@ def formula(x, weight, residual=None):
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_norm_of_numbers_and_of_sums_is_that_of_torch_with_its_gradients(dtype):
-    """A sum is passed on, so that gradients reach it both directly and through the norm."""
+    """The sum is an output too, so gradients reach it directly and through the norm."""
     x, weight = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(DIM, dtype=dtype)
     residual, upstream = torch.randn_like(x), torch.randn(2, *x.shape, dtype=dtype)
     torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_dropout_drops_its_share_of_numbers_and_gradients(probability):
 
 
 def test_dropout_is_decided_by_this_hash():
-    """Written out in whole numbers: a run goes on under a later version as it began."""
+    """The hash is written out as integers: later versions must resume runs unchanged."""
     from megaenc.model import functional
 
     keys = torch.tensor([0, -1, 0x123456789ABCDEF0, -(2**63)])

@@ -1,4 +1,4 @@
-"""The output layer with its loss, in parts and over ranks, against torch's cross-entropy on all logits at once."""
+"""The output layer with its loss, in parts and over ranks, against torch."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ ROWS, HIDDEN, VOCABULARY, PADDED = 50, 16, 60, 64
 
 @pytest.fixture
 def work(one_process):
-    """hidden_NH, weight_VH and labels_N; some labels are what the weights guess."""
+    """Return hidden_NH, weight_VH and labels_N; the weights predict some labels."""
     hidden, weight = torch.randn(ROWS, HIDDEN), torch.randn(PADDED, HIDDEN)
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = (hidden @ weight[:VOCABULARY].T)[:10].argmax(1)
@@ -23,7 +23,7 @@ def work(one_process):
 
 
 def loss_of(hidden, weight, labels, **others):
-    """The loss; what `Predictions` has of `others` is given by it."""
+    """Return the loss; `others` are fields of `Predictions` or further options."""
     from megatron.core import parallel_state
 
     from megaenc.model.linear_cross_entropy import Predictions, linear_cross_entropy
@@ -44,7 +44,7 @@ def loss_of(hidden, weight, labels, **others):
 
 
 def soft_labels_of(labels, columns=5):
-    """Ids and probabilities: the label first, then others of the whole vocabulary; of the first row one id stands twice."""
+    """Return ids and probabilities, the label first; the first row repeats an id."""
     generator = torch.Generator().manual_seed(1)
     others = torch.rand(len(labels), VOCABULARY, generator=generator).argsort(dim=1)[
         :, : columns - 1
@@ -55,7 +55,7 @@ def soft_labels_of(labels, columns=5):
 
 
 def dense(ids, probabilities):
-    """The same distributions over the whole vocabulary, for torch's cross-entropy."""
+    """Return the same distributions over the whole vocabulary, for torch."""
     return torch.zeros(len(ids), VOCABULARY).scatter_add_(1, ids, probabilities)
 
 
@@ -68,7 +68,7 @@ def dense(ids, probabilities):
     ids=["a row", "seven rows", "everything"],
 )
 def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, monkeypatch):
-    """With its gradients and the number of right guesses; a kernel that reads one label is not used with soft labels."""
+    """Gradients and accuracy agree too; soft labels skip the kernel of hard labels."""
     from megaenc.model import linear_cross_entropy as loss_module
     from megaenc.model.kernels import FusedKernels
 
@@ -104,7 +104,7 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, mo
 @pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize("rows", [7, ROWS])
 def test_classes_have_the_first_rows(work, rows, buffered):
-    """All others, also those of tokens, take no part: neither in the loss nor by a gradient."""
+    """Other rows, also those of tokens, affect neither the loss nor gradients."""
     from megaenc.model.kernels import FusedKernels
 
     hidden, weight, _ = work
@@ -138,7 +138,6 @@ def test_losses_of_single_tokens_have_no_gradients(work):
 
 @pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
 def test_the_weights_gradient_is_added_to_its_buffer_in_forward(work, at_once):
-    """It cannot be scaled afterwards."""
     *weights, labels = work
     here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
     buffer = torch.ones(PADDED, HIDDEN)
@@ -161,7 +160,7 @@ def test_the_weights_gradient_is_added_to_its_buffer_in_forward(work, at_once):
 @pytest.mark.parametrize("is_soft", [False, True])
 @pytest.mark.parametrize("at_once", [1, ROWS])
 def test_gradients_of_parts_are_added_up_in_float32(work, at_once, is_soft):
-    """In bfloat16 each part is rounded once and the sum once: with row after row no worse than a few roundings."""
+    """In bfloat16 each part and the sum are rounded once, so errors stay small."""
     hidden, weight, labels = work
     options = {"soft_labels": soft_labels_of(labels)} if is_soft else {}
     here = [tensor.bfloat16().requires_grad_() for tensor in (hidden, weight)]
@@ -182,7 +181,7 @@ def test_of_equals_the_lowest_id_is_the_guess(work):
 
 
 class Operations(TorchDispatchMode):
-    """Matrix products inside, and elements of the largest tensor that is made."""
+    """Counters of matrix products and of the elements of the largest new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +215,7 @@ def test_where_nobody_asks_for_gradients_none_are_made(work):
 
 
 def test_all_logits_never_exist(one_process):
-    """A vocabulary of 128,256 and 1,024 predictions: half a GiB as float32."""
+    """A vocabulary of 128,256 and 1,024 predictions would be half a GiB in float32."""
     hidden, weight = (
         torch.randn(1024, 4, requires_grad=True),
         torch.randn(128_256, 4, requires_grad=True),
@@ -231,11 +230,11 @@ def test_all_logits_never_exist(one_process):
     [(10_000, 2 * 128_256, 3_456), (523, 2 * 128_256, 640), (0, 1, 1), (10, 2**31, 1)],
 )
 def test_parts_are_few_and_even(rows, width, found):
-    """Of 10,000 rows, of which 4,096 fit into a GiB: three parts; whole tiles of 128, and one row if not even that fits."""
+    """10,000 rows, of which a GiB holds 4,096, form three parts of whole tiles of 128."""
     assert rows_per_chunk(rows, width, 2**30) == found
 
 
 @pytest.mark.multiprocess
 def test_over_ranks_it_is_the_same():
-    """Of four shares of a padded vocabulary the last is padding alone."""
+    """The last of four shards of a padded vocabulary is only padding."""
     runs.script(runs.WORKERS / "loss_over_ranks.py", [], processes=4)

@@ -1,6 +1,7 @@
-"""Transformer Engine's place in a layer. It cannot be installed without CUDA: stand-ins have what of its classes matters here.
+"""Layers of Transformer Engine, with stand-ins for its classes.
 
-They compute what megatron-core's own layers do, but keep a state of their own beside the weights, as Transformer Engine's do.
+It cannot be installed without CUDA. The stand-ins compute what megatron-core's layers compute, but
+keep a state next to the weights, as those of Transformer Engine do.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class KeepsState:
-    """What a checkpoint would hold besides weights, and what is to be given back to it."""
+    """Mixin with an extra state that a checkpoint must save and restore."""
 
     def get_extra_state(self):
         return torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -37,7 +38,7 @@ class KeepsState:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """megatron-core's provider, with classes that can be made here."""
+    """Return megatron-core's provider with classes that can be built here."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megaenc.model import transformer_engine
@@ -98,7 +99,7 @@ def test_linear_layers_and_norms_are_its_own_and_attention_and_first_values_are_
 
 
 def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
-    """On the disk nothing differs, and what one has saved the other loads."""
+    """The files do not differ, and each loads those of the other."""
     from megaenc.training.checkpoint.chunk_files import (
         ChunkReader,
         parse_index,
@@ -145,7 +146,7 @@ def test_its_layers_add_to_gradient_buffers_without_apex_and_the_output_layer_wa
 
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])
 def test_float8_is_left_to_it(stand_ins, fp8_format):
-    """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""
+    """megatron-core's configuration has the format only for Transformer Engine."""
     from megaenc.model.layer_spec import build_transformer_config
 
     asked = KernelConfig(transformer_impl="transformer_engine", fp8_format=fp8_format)

@@ -18,7 +18,8 @@ CODES = np.array(
     [(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2"
 ).tobytes()
 WORDS = dataclasses.replace(VOCABULARY, code_words=lambda: CODES)
-# Of the ids 10 to 19: prefixes and overlaps of each other. Two, with special tokens, are such as no search would find.
+# Ids 10 to 19 that are prefixes and overlaps of each other. Two have special tokens, which no
+# search would find.
 PHRASES = [
     (10, 11),
     (10, 11, 12),
@@ -32,7 +33,7 @@ PHRASES += [(10, 11, 12, 13, 10), (7, 10), (12, 0, 7, 11)]
 
 
 def random_pack(sample: int, length: int = 64) -> Pack:
-    """Tokens of the whole vocabulary, three in fifty of them special, in documents of 1 to some tens of tokens."""
+    """Return a pack of short documents with random tokens, three in fifty special."""
     rng = np.random.default_rng(sample)
     inner = np.flatnonzero(rng.random(length - 1) < rng.choice([0.0, 0.05, 0.4])) + 1
     return Pack(
@@ -44,7 +45,7 @@ def random_pack(sample: int, length: int = 64) -> Pack:
 
 
 def places_in_document(pack: Pack) -> list[int]:
-    """Of each token, counted from 0 by walking along the pack."""
+    """Return the position of each token in its document by walking along the pack."""
     places, place = [], 0
     for at in range(len(pack.tokens)):
         place = 0 if at in pack.edges else place + 1
@@ -53,7 +54,10 @@ def places_in_document(pack: Pack) -> list[int]:
 
 
 def within(successes, trials, probability) -> bool:
-    """Whether a count lies within 4.5 standard deviations of its mean (a chance of 7e-6 to fail, and the seed is fixed)."""
+    """Return whether a count lies within 4.5 standard deviations of its mean.
+
+    The chance of a failure is 7e-6, and the seed is fixed.
+    """
     return abs(successes - trials * probability) < 4.5 * math.sqrt(
         trials * probability * (1 - probability)
     )
@@ -68,7 +72,7 @@ def write_phrases(path, phrases=PHRASES, fingerprint=VOCABULARY.fingerprint) -> 
 
 
 def write_teacher(folder: Path, name: str = "eurobert", **options) -> Path:
-    """A model of tests/convert/hf_models.py with random weights, without a tokenizer, in `folder`."""
+    """Save a model of tests/convert/hf_models.py with random weights, no tokenizer."""
     from convert import hf_models
 
     hf_models.build(name, **({"vocab_size": VOCABULARY.size} | options)).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The command that checks an objective: ours and the example pass; leaks, hidden state and broken contracts are refused."""
+"""The objective check: ours and the example pass, broken contracts are refused."""
 
 import contextlib
 import json
@@ -114,7 +114,7 @@ CASES = {f"labels_{name}": (*code, words) for name, (*code, words) in LEAKS.item
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current directory, for checks of a quarter of a million tokens."""
+    """Change to a temporary directory, for checks of a quarter of a million tokens."""
     monkeypatch.setattr(measure, "_PACKS", 128)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -132,7 +132,7 @@ def test_own_objectives_pass(name, folder):
 
 
 def test_statistics_are_those_of_the_options():
-    """Of BERT's masks in runs of mean 3, for which the last token of each document, EOS, is no candidate."""
+    """BERT's masks in runs of mean 3 never take EOS, the last token of a document."""
     _, results = run_checks(CheckConfig("mlm(mask=0.15,random=0.1,keep=0.1,span=3)"))
     rows = {
         result.name: [float(number) for number in re.findall(r"\d+\.\d+", result.text)]
@@ -210,7 +210,10 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
 
 
 class _FakeWorker:
-    """A process that trains at once: `train(name of the run, output)` returns what differs in the second row, or raises."""
+    """Stand-in process that trains at once.
+
+    `train(name of the run, output)` returns changes of the second row, or raises.
+    """
 
     def __init__(self, train, output):
         self.train = train
@@ -238,7 +241,7 @@ class _FakeWorker:
 
 
 def _in_four(**change):
-    """Only the runs of four processes have what is in `change`."""
+    """Return a `train` that returns `change` only for runs of four processes."""
     return lambda name, output: change if "four" in name else {}
 
 

@@ -1,4 +1,4 @@
-"""Distillation: the masks of MLM, and label distributions that a plain forward pass of each document gives."""
+"""Distillation: the masks of MLM, and label distributions of a plain forward pass."""
 
 import json
 import shutil
@@ -20,12 +20,12 @@ from megaenc.objectives.check import measure
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A folder with a tiny EuroBERT. Not to be changed."""
+    """Return the folder of a tiny EuroBERT, which must not be changed."""
     return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
 def load(folder):
-    """The model as transformers loads it, float32."""
+    """Return the model as transformers loads it in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
@@ -39,7 +39,7 @@ def load(folder):
 
 
 def densify(soft_labels, size=VOCABULARY.size):
-    """Probabilities of all tokens, float64[N, size]."""
+    """Return probabilities of all tokens, float64[N, size]."""
     dense = np.zeros((len(soft_labels.ids), size))
     np.add.at(dense, (np.arange(len(dense))[:, None], soft_labels.ids), soft_labels.probabilities)
     return dense
@@ -47,7 +47,7 @@ def densify(soft_labels, size=VOCABULARY.size):
 
 @torch.no_grad()
 def plain_distributions(model, objective, pack, targets):
-    """One document after the other, one prediction after the other."""
+    """Return distributions, computed one document and one prediction at a time."""
     rows = []
     for start, stop in zip(pack.edges[:-1], pack.edges[1:], strict=True):
         logits = (
@@ -99,7 +99,7 @@ def test_label_distributions_are_those_of_a_plain_forward(options, teacher):
     "name", ["modernbert", "neobert", "gemma3 read bidirectionally", "roberta"]
 )
 def test_teachers_of_other_families(name, tmp_path):
-    """RoBERTa's positions depend on padding, and its vocabulary is larger here than the tokenizer's."""
+    """RoBERTa's positions depend on padding; its vocabulary exceeds the tokenizer's."""
     if name == "roberta":
         sizes = {
             "vocab_size": 64,
@@ -174,7 +174,7 @@ def test_a_teacher_is_needed_at_a_path_that_a_schedule_can_hold():
 
 
 def change_config(folder, **values):
-    """Change fields of config.json; None: drop one."""
+    """Change fields of config.json, or remove those that are None."""
     file = folder / "config.json"
     content = json.loads(file.read_text()) | values
     file.write_text(
@@ -229,7 +229,7 @@ def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, 
 
 @pytest.mark.slow
 def test_objective_check_passes(small_corpus, tmp_path, monkeypatch):
-    """With a teacher that has a tokenizer, and a context shorter than the made-up packs but not than their documents."""
+    """The context is shorter than the check's packs but not than their documents."""
     monkeypatch.setattr(measure, "_PACKS", 16)
     shape = {
         "hidden_size": 16,

@@ -1,4 +1,4 @@
-"""Pseudo-perplexity: passes that together hide every token once, and few of a document at a time."""
+"""Pseudo-perplexity: passes hide every token once, few of a document at a time."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ MASKLESS = dataclasses.replace(VOCABULARY, mask_id=None)
 
 
 def passes_of_tokens(pack, passes, ahead=0):
-    """Of each token, the passes that hide it."""
+    """Return the passes that hide each token."""
     hidden_in = [[] for _ in pack.tokens]
     for number, part in enumerate(PseudoPerplexity(VOCABULARY, passes, ahead=ahead).parts):
         check_targets(part, pack, 0)
@@ -57,7 +57,7 @@ def test_every_token_that_is_not_special_is_hidden_once(passes, ahead):
 
 
 def test_tokens_are_spread_at_random():
-    """Each place of a document is as often in each pass, and neighbours are no more often together than others."""
+    """Passes are uniform over positions, and neighbours share one no more often."""
     edges, rows = np.array([0, 12], dtype=np.int32), []
     for sample in range(400):
         hidden_in = passes_of_tokens(Pack(sample, 0, np.arange(20, 32), edges), 4)

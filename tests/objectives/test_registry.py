@@ -1,4 +1,4 @@
-"""Objectives of other packages, found by entry point in packages installed on the path."""
+"""Objectives of other packages, which are found by their entry points."""
 
 import sys
 import textwrap
@@ -37,7 +37,7 @@ COPYING = """
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a package of one module that offers entry points, as pip would leave it on the path."""
+    """Install a package of one module with entry points, as pip would."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(package, module, source, **offers):

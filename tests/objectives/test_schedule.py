@@ -1,4 +1,4 @@
-"""Which update trains which objective, and where a schedule that cannot be read goes wrong."""
+"""The objective of each step, and the errors of schedules that cannot be read."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def spans(text, train_iters):
         ("clm:0.25,mlm:0.75", 42, [("clm", 1, 11), ("mlm", 12, 42)]),
         # 0.15 * 10 = 1.5 in decimals; the float 0.15 is a little less and would give 1.
         ("clm:0.15,mlm:0.85", 10, [("clm", 1, 2), ("mlm", 3, 10)]),
-        # 0.1 + 0.2 + 0.7 is 1 in decimals and 0.9999999999999999 in floats; ends at 3.5 and 10.5 of 35.
+        # 0.1 + 0.2 + 0.7 is 0.9999999999999999 in floats; ends at 3.5 and 10.5 of 35.
         ("clm:0.1,mlm:0.2,clm:.7", 35, [("clm", 1, 4), ("mlm", 5, 11), ("clm", 12, 35)]),
         # Boundaries are rounded, not lengths: 3.33 and 6.66 of 10 end at 3 and 7.
         ("clm:0.333,mlm:0.333,clm:0.334", 10, [("clm", 1, 3), ("mlm", 4, 7), ("clm", 8, 10)]),

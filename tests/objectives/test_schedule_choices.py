@@ -1,4 +1,4 @@
-"""Phases that train more than one thing: options that change, mixtures, alternations of thousands of phases."""
+"""Phases of several objectives: changed options, mixtures and alternations."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def test_a_phase_of_one_step_has_the_first_value():
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A plug-in with an option of every kind."""
+    """Register a plug-in with an option of every kind."""
     monkeypatch.setattr(registry.OBJECTIVES, "_own", dict(registry.OBJECTIVES._own))
 
     @registry.register

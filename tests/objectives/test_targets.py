@@ -1,4 +1,4 @@
-"""Targets of every objective against a slow reference that walks along the tokens, and in numbers."""
+"""Targets of every objective against a slow reference and expected statistics."""
 
 import dataclasses
 import hashlib
@@ -39,16 +39,16 @@ def build(text):
 
 
 def bounds(pack):
-    """First token and end of each document."""
+    """Return the first token and the end of each document."""
     return list(itertools.pairwise(pack.edges.tolist()))
 
 
-# ---- Slow references: each returns the inputs, the places of the labels and what else there is. `draw(purpose)` gives the
-# uniform numbers of all tokens, of which the first ones are those of the documents.
+# ---- Slow references: each returns the inputs, the positions of the labels and other fields.
+# `draw(purpose)` gives the uniform numbers of all tokens; the first ones are also those of documents.
 
 
 def slow_clm(objective, pack, draw):
-    """Of special tokens, only the end is predicted."""
+    """Return targets of `clm`: of special tokens, only the end is predicted."""
     predicted = []
     for at, (token, place) in enumerate(
         zip(pack.tokens.tolist(), places_in_document(pack), strict=True)
@@ -91,7 +91,7 @@ def slow_diffusion(objective, pack, draw):
 
 
 def is_eligible(objective, pack):
-    """Whether each token may be hidden."""
+    """Return whether each token may be hidden."""
     places = places_in_document(pack)
     return [
         token not in SPECIAL and place >= objective.shift
@@ -100,7 +100,7 @@ def is_eligible(objective, pack):
 
 
 def walk_spans(objective, pack, draws):
-    """What happened to the token before decides on the next one's chance."""
+    """Return hidden tokens; the chance of each depends on the one before it."""
     hidden = []
     was_hidden = False
     is_fresh = True
@@ -126,7 +126,7 @@ def walk_spans(objective, pack, draws):
 
 
 def walk_units(objective, pack, draws):
-    """Words or the longest phrases, from left to right; the draw of its first token decides on a unit."""
+    """Return hidden words or longest phrases; the draw of the first token decides."""
     tokens = pack.tokens.tolist()
     places = places_in_document(pack)
     eligible = is_eligible(objective, pack)
@@ -155,13 +155,13 @@ def walk_units(objective, pack, draws):
 
 
 def cut(total, parts, draws):
-    """Lengths of `parts` parts of `total` items, cut before the items 1.. with the smallest draws."""
+    """Return the lengths of `parts` parts of `total` items, cut at the lowest draws."""
     cuts = sorted(sorted(range(1, total), key=lambda item: draws[item])[: parts - 1])
     return [after - before for before, after in itertools.pairwise([0, *cuts, total])]
 
 
 def walk_corruption(objective, pack, draw):
-    """T5's algorithm, document by document."""
+    """Return T5's corruption, document by document."""
     visible_draws = draw("visible parts")
     hidden_draws = draw("hidden parts")
     chosen = []
@@ -205,7 +205,7 @@ def slow_masking(objective, pack, draw):
 
 
 def slow_gpt_bert(objective, pack, draw):
-    """Causal documents are as under `clm` without ends, all others as under `mntp`."""
+    """Return targets: causal documents as `clm` without ends, others as `mntp`."""
     masked, hidden, _ = slow_masking(objective, pack, draw)
     eligible = is_eligible(objective, pack)
     inputs = []
@@ -242,7 +242,7 @@ OBJECTIVES = [
 
 
 def dense_pack(sample, length=64):
-    """A pack of phrases, parts of phrases and single tokens."""
+    """Return a pack of phrases, parts of phrases and single tokens."""
     pack = random_pack(sample, length)
     rng = np.random.default_rng(sample)
     phrases = [
@@ -302,7 +302,7 @@ LENGTH = 64
 
 @pytest.fixture(scope="module")
 def packs():
-    """A million tokens, documents of 64 tokens, one token in twenty special."""
+    """Return a million tokens in documents of 64, one token in twenty special."""
     made = []
     for sample in range(MILLION // 4096):
         rng = np.random.default_rng(sample)
@@ -311,7 +311,7 @@ def packs():
     return made
 
 
-# The share of the tokens that are predicted, and of these the share that the model reads as the mask token.
+# The fraction of tokens that are predicted, and of these the fraction that is masked.
 SHARES = {
     "mlm": (0.4, 1),
     "mlm(mask=0.15,random=0.1,keep=0.1)": (0.15, 0.8),
@@ -325,7 +325,7 @@ SHARES = {
 
 @pytest.mark.parametrize("text", SHARES)
 def test_statistics_over_a_million_tokens(text, packs):
-    """Tokens at any place of a document are predicted equally often, and weights have the mean 1."""
+    """Every position of a document is predicted equally often; the mean weight is 1."""
     share, masked = SHARES[text]
     objective = build(text)
     tokens = np.concatenate([pack.tokens for pack in packs])
@@ -372,7 +372,7 @@ def test_statistics_over_a_million_tokens(text, packs):
 
 @pytest.mark.parametrize(("mask", "span"), [(0.4, 3), (0.3, 10)])
 def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
-    """In one document of a million tokens without special ones, every run but a last one ends by itself."""
+    """The one document has no special tokens, so only the last run can be cut."""
     pack = Pack(0, 0, np.full(MILLION, 20), np.array([0, MILLION], dtype=np.int32))
     actual = MaskedLanguageModeling(VOCABULARY, mask=mask, span=span).targets(
         pack, SampleRandomness(1, 0, 0)
@@ -394,7 +394,7 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
     [({}, "2e09c4eb87db8036"), ({"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c")],
 )
 def test_masks_without_spans_never_change(options, digest):
-    """A run that goes on with another version of this package must see the masks it would have seen."""
+    """A run that is resumed by a later version must see the same masks."""
     mask_hash = hashlib.sha256()
     for sample in range(8):
         pack = Pack(

@@ -1,4 +1,4 @@
-"""What an objective from elsewhere gets wrong is said before a run begins, with its name and the position."""
+"""Wrong answers of other objectives are reported before a run, with the position."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,10 @@ PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
 
 
 def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL, classes=0):
-    """An objective that answers with `targets(pack)`, or with these parts of targets that else predict nothing."""
+    """Return an objective with targets `targets(pack)`, or with these fields.
+
+    Fields of `Targets` that are not given predict nothing.
+    """
 
     @dataclass(frozen=True)
     class Made(Objective):
@@ -49,12 +52,12 @@ def floats(*rows):
 
 
 def third(**parts):
-    """The token at 3 is predicted."""
+    """Return fields that predict the token at position 3."""
     return {"predict_at": at(3), "labels": PACK.tokens[[3]]} | parts
 
 
 def softly(ids, probabilities=None):
-    """So with soft labels."""
+    """Return fields that predict the token at position 3 with soft labels."""
     return third(
         soft_labels=SoftLabels(ids, floats([1.0]) if probabilities is None else probabilities)
     )

@@ -1,4 +1,4 @@
-"""A run that was never made, for pictures and summaries."""
+"""A made-up run for pictures and summaries."""
 
 import pytest
 from run_folders import write_run
@@ -6,5 +6,5 @@ from run_folders import write_run
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of 40 steps."""
+    """Return a run of 40 steps."""
     return write_run(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Runs laid over each other: each line is a run's held-out losses, each panel an objective that all runs have."""
+"""Comparison of runs: a line for a run's held-out losses, a panel an objective."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from megaenc.viz.style import assign_styles
 
 @pytest.fixture
 def runs(tmp_path):
-    """Run `long` of 40 steps and run `short` of 20."""
+    """Write run `long` of 40 steps and run `short` of 20."""
     return [write_run(tmp_path / "long"), write_run(tmp_path / "short", train_iters=20)]
 
 
@@ -88,7 +88,7 @@ def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path,
 
 
 def test_the_command_writes_names_with_dollar_signs_as_they_are(tmp_path, capsys):
-    """And not as a formula, which `$_$` is not one of."""
+    """They are not formulas; `$_$` would not even be a valid one."""
     runs = [write_run(tmp_path / name) for name in ("$a_1$", "$_$")]
     plot.main([*map(str, runs), "--output", str(tmp_path / "runs.svg"), "--against", "flops"])
     assert (
@@ -102,7 +102,7 @@ def test_the_command_writes_names_with_dollar_signs_as_they_are(tmp_path, capsys
 
 
 def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
-    """Two texts in each run; the line appears if one of them is another run's."""
+    """Each run has two texts; the line appears if one differs from the other run's."""
 
     def said(rows):
         write_rows(runs[1] / "validation.jsonl", rows)

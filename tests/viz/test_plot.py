@@ -1,4 +1,4 @@
-"""The picture of a run shows what the run's rows say."""
+"""The picture of a run shows its rows."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megaenc.viz.run_metrics import read_steps, read_validations
 
 
 def draw(run, **options):
-    """The panels of a run's picture."""
+    """Return the panels of a run's picture."""
     return plot.draw_run(read_steps(run), read_validations(run), "a run", **options).axes
 
 
@@ -86,7 +86,7 @@ def test_losses_by_position_have_a_panel_of_their_own(run):
 
 
 def test_a_blend_has_a_panel_of_the_changes_by_corpus(run):
-    """Under the objective that is validated last, since the first validation of each corpus."""
+    """It is below the objective that is validated last."""
 
     def add(row):
         losses = {"data/own_text_document": 6 - row["step"] / 40, "data/b": 5.0}
@@ -110,7 +110,7 @@ def test_a_run_without_the_field_is_one_line(run, tmp_path, refusal):
 
 
 def rows_of(objectives, steps_a_phase):
-    """A row a step; the phase changes every so many steps."""
+    """Return a row a step, with a new phase every so many steps."""
     return [
         {
             "step": step,

@@ -1,4 +1,4 @@
-"""Files of a run directory that no run wrote end in one line, whichever command reads them."""
+"""Files of a run directory that no run wrote end every command in one line."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from megaenc.viz.run_metrics import read_steps
 METRICS, VALIDATION, FACTS = "metrics.jsonl", "validation.jsonl", "run.json"
 
 DAMAGED = [
-    # file, what stands there, and by what it is replaced; all of the first row or object if nothing is named
+    # file, text and its replacement; an empty text is the whole first row or object
     (METRICS, "", "[]"),
     (METRICS, "", "[" * 100_000),
     (METRICS, "", '{"step": ' + "1" * 5000 + "}"),
@@ -47,7 +47,7 @@ DAMAGED = [
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that is a branch."""
+    """Return a run that is a branch."""
     folder = write_run(tmp_path / "runs" / "run")
     facts = json.loads((folder / FACTS).read_text())
     start = {
@@ -63,7 +63,7 @@ def run(tmp_path):
 
 
 def show(run, capsys) -> str:
-    """What the picture's and the summary's command print of a run."""
+    """Return what the picture's and the summary's command print of a run."""
     plot.main([str(run), "--output", str(run.parent.parent / "loss.png")])
     run_summary.main([str(run)])
     return capsys.readouterr().out

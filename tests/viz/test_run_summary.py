@@ -13,7 +13,7 @@ from megaenc.viz import plot, run_summary
 
 
 def printed(run, capsys, change=lambda row: None) -> str:
-    """What the command prints of a run with its validations changed."""
+    """Return what the command prints of a run with changed validations."""
     rewrite(run, change)
     run_summary.main([str(run)])
     return capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_phases_with_other_packs_are_told(run, capsys):
 
 
 def test_losses_of_a_blends_corpora_are_printed(run, capsys):
-    """Those that both validations have; a NaN is none."""
+    """Only losses that both validations have are printed; NaN does not count."""
 
     def add(row):
         losses = {
@@ -124,7 +124,7 @@ def test_long_names_leave_the_numbers_whole(run, capsys):
 
 
 def test_a_run_can_be_drawn_and_summed_up(small_corpus, tmp_path):
-    """What a real run writes is what the picture and the summary read."""
+    """The picture and the summary read what a real run writes."""
     run = tmp_path / "run"
     flags = [
         *small_corpus.flags,

@@ -1,4 +1,4 @@
-"""Validations of a run that are changed."""
+"""Changed validations of a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,6 @@ from megaenc.viz.run_metrics import read_validations
 
 
 def rewrite(run: Path, change: Callable[[dict], object]) -> None:
-    """Change each validation of a run."""
     rows = read_validations(run)
     for row in rows:
         change(row)

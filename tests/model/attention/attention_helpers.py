@@ -1,4 +1,4 @@
-"""Stand-ins for the attention kernels of accelerators: their signatures, and slowly what they document."""
+"""Slow stand-ins for attention kernels, with the signatures of the kernels."""
 
 import importlib.metadata
 import importlib.util
@@ -9,7 +9,11 @@ import torch
 
 
 def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window=(-1, -1)):
-    """Segment by segment; the last query stands beside the last key; `window`: keys before and after, -1 for all."""
+    """Compute attention segment by segment.
+
+    The last query is aligned with the last key. `window` has the numbers of keys before and after,
+    -1 for all.
+    """
     each, parts = q.size(1) // k.size(1), []
     assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
     for (q0, q1), (k0, k1) in zip(
@@ -31,7 +35,7 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
 def varlen_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
 ):
-    """torch 2.11's, which finds out about grouped heads by itself."""
+    """Stand in for the kernel of torch 2.11, which detects grouped heads."""
     return slow_kernel(
         query,
         key,
@@ -47,7 +51,7 @@ def varlen_2_11(
 
 
 def varlen_2_13(query, key, *others, enable_gqa=False, **named):
-    """torch 2.13's, which wants to be told."""
+    """Stand in for the kernel of torch 2.13, which needs enable_gqa for grouped heads."""
     if not enable_gqa and query.size(1) != key.size(1):
         raise ValueError("Expect query and key/value to have the same number of heads")
     return varlen_2_11(query, key, *others, **named)
@@ -66,18 +70,21 @@ def flash_attn_2(
     causal=False,
     window_size=(-1, -1),
 ):
-    """flash_attn.flash_attn_varlen_func, of whose arguments no others are needed; their order differs between versions."""
+    """Stand in for flash_attn.flash_attn_varlen_func, by keywords only.
+
+    The order of its arguments differs between versions.
+    """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return slow_kernel(q, k, v, *lengths, scale=softmax_scale, causal=causal, window=window_size)
 
 
 def flash_attn_3(**named):
-    """flash_attn_interface.flash_attn_varlen_func of an early version, which gives the sums of the scores as well."""
+    """Stand in for an early flash_attn_interface, which also returns score sums."""
     return flash_attn_2(**named), torch.zeros(1)
 
 
 def flash_attn_4(*, cu_seqlens_q, cu_seqlens_k, window_size=(None, None), **named):
-    """flash_attn.cute.flash_attn_varlen_func of flash-attn-4 4.0.0b36, which gives the sums of the scores as well."""
+    """Stand in for flash_attn.cute of flash-attn-4 4.0.0b36, which adds score sums."""
     assert all(
         edges.dtype == torch.int32 and edges.is_contiguous()
         for edges in (cu_seqlens_q, cu_seqlens_k)
@@ -92,7 +99,7 @@ def flash_attn_4(*, cu_seqlens_q, cu_seqlens_k, window_size=(None, None), **name
 
 
 def install_4(monkeypatch, function):
-    """The package flash-attn-4, with its module."""
+    """Install a stand-in for the package flash-attn-4 with its module."""
     version, module = importlib.metadata.version, "flash_attn.cute"
     install(monkeypatch, module, function)
     monkeypatch.setattr(
@@ -103,7 +110,7 @@ def install_4(monkeypatch, function):
 
 
 def install(monkeypatch, name, function):
-    """A module called `name` whose flash_attn_varlen_func is `function`."""
+    """Install a module `name` whose flash_attn_varlen_func is `function`."""
     module = importlib.util.module_from_spec(
         importlib.util.spec_from_loader(name, loader=None, origin="installed")
     )

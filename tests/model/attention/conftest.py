@@ -1,11 +1,11 @@
-"""megatron-core for the tests of attention."""
+"""The setup of megatron-core for tests of attention."""
 
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron():
-    """No process group: attention asks for none."""
+    """Initialize megatron-core without process groups, which attention does not need."""
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()

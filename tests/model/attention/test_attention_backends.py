@@ -1,4 +1,4 @@
-"""Every way to compute attention inside documents: the formula, what kernels are told, padding, memory, what is installed."""
+"""Attention inside documents: results, kernel arguments, padding and memory."""
 
 import contextlib
 import inspect
@@ -32,7 +32,7 @@ def packing(attention, lengths=LENGTHS, prefixes=None):
 
 
 def numbers(heads, groups, width, lengths=LENGTHS):
-    """q, k, v and the gradient from above."""
+    """Return q, k, v and the gradient of the output."""
     tokens = sum(lengths)
     torch.manual_seed(0)
     return [torch.randn(tokens, count, width) for count in (heads, groups, groups, heads)]
@@ -40,7 +40,7 @@ def numbers(heads, groups, width, lengths=LENGTHS):
 
 @pytest.fixture
 def plug(monkeypatch):
-    """Put a stand-in where the kernel of one of WAYS would be called; returns the name of the backend."""
+    """Put a stand-in in place of a kernel of one of WAYS; return the backend name."""
     from megaenc.model.attention import backends, padded
 
     backends.load_flash_kernel.cache_clear()
@@ -72,7 +72,7 @@ def plug(monkeypatch):
 
 @pytest.fixture
 def check(monkeypatch):
-    """The self-test, which compares with the formula, of a backend that this machine may lack."""
+    """Run the self-test of a backend that this machine may lack."""
     from megaenc.model.attention import selftest
 
     monkeypatch.setattr(selftest, "missing_requirement", lambda *_: "")
@@ -91,7 +91,7 @@ def check(monkeypatch):
 
 
 def computed(name, q, k, v, upstream, packed, window=None):
-    """Values and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     from megaenc.model.attention.backends import compute_attention
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -107,7 +107,7 @@ def test_each_way_is_the_formula_under_each_mask_and_window(way, shape, plug, ch
 
 
 def test_a_window_as_long_as_the_longest_document_is_none():
-    """Bit by bit: the same operations. A shorter one is none of them."""
+    """The results are bitwise equal; a shorter window differs."""
     inputs, packed = numbers(4, 2, 16), packing(Attention.CAUSAL)
     everything, of_149, of_148 = (
         computed("sdpa", *inputs, packed, window)[0] for window in (None, 149, 148)
@@ -168,7 +168,7 @@ NONE, HOPPER, BLACKWELL = (
 def test_each_device_has_its_versions_of_flash_attn(
     installed, capability, hip, usable, measured, lacking, monkeypatch
 ):
-    """Those that have been measured are chosen without a name, the others on request; version numbers of AMD's mean others."""
+    """Measured versions are chosen by default, others on request."""
     from megaenc.model.attention import backends
 
     monkeypatch.setattr(backends, "_installed_flash_versions", lambda: installed)
@@ -182,7 +182,7 @@ def test_each_device_has_its_versions_of_flash_attn(
 
 
 def test_versions_of_flash_attn_are_found_by_their_files(tmp_path, monkeypatch):
-    """Version 4 installs flash_attn/cute and no flash_attn/__init__.py; without its metadata it may be a part of version 2."""
+    """Version 4 installs flash_attn/cute without flash_attn/__init__.py."""
     from megaenc.model.attention import backends
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -208,7 +208,7 @@ def test_versions_of_flash_attn_are_found_by_their_files(tmp_path, monkeypatch):
 
 
 def test_padding_is_of_few_shapes_and_worked_out_once_for_all_layers(monkeypatch):
-    """Five documents of up to 128 tokens are a batch of eight, three of up to 512 one of four."""
+    """Five documents of up to 128 tokens form a batch of eight, three of 512 a four."""
     from megaenc.model.attention import padded
 
     times, from_packed = [], padded.PaddedBatches.from_packed
@@ -271,7 +271,7 @@ LONG_PREFIXES = (100, 33, 0, 20, 550, 100)
 
 @pytest.fixture
 def long_documents(monkeypatch):
-    """Of several blocks of queries, in the self-test."""
+    """Documents that the self-test computes in several blocks of queries."""
     from megaenc.model.attention import selftest
 
     monkeypatch.setattr(selftest, "_CPU_PACK", selftest.TrialPack(LONG, LONG_PREFIXES))
@@ -288,7 +288,7 @@ def long_documents(monkeypatch):
     ids=["default", "some probabilities again", "all again"],
 )
 def test_onednn_in_blocks_is_the_formula(shape, sizes, check, monkeypatch):
-    """With probabilities saved for backward, computed again, and both."""
+    """Probabilities are saved for backward, recomputed, or both."""
     from megaenc.model.attention import onednn
 
     for name, value in sizes.items():
@@ -300,7 +300,7 @@ def test_onednn_in_blocks_is_the_formula(shape, sizes, check, monkeypatch):
 @pytest.mark.usefixtures("long_documents")
 @pytest.mark.parametrize("kept", [1024, 0])
 def test_onednn_is_as_near_as_torch_in_bfloat16(kept, check, monkeypatch):
-    """With scores of 16: rounded to bfloat16 they would be five times as far."""
+    """Scores are about 16; rounded to bfloat16 they would be five times as far off."""
     from megaenc.model.attention import onednn, selftest
 
     monkeypatch.setattr(onednn, "KEPT_KEYS", kept)
@@ -311,7 +311,7 @@ def test_onednn_is_as_near_as_torch_in_bfloat16(kept, check, monkeypatch):
 
 
 def test_onednn_keeps_documents_apart_and_repeats_itself():
-    """Bit by bit, also if a neighbour is NaN: padding holds no number of another document."""
+    """The results stay bitwise equal if a neighbouring document is NaN."""
     inputs, packed = (
         [x.bfloat16() for x in numbers(4, 2, 16, LONG)],
         packing(Attention.CAUSAL, LONG),
@@ -325,7 +325,7 @@ def test_onednn_keeps_documents_apart_and_repeats_itself():
 
 
 def test_onednn_saves_a_bounded_number_of_bytes():
-    """Probabilities for at most KEPT_KEYS keys a token, and nothing without a gradient."""
+    """Save probabilities of at most KEPT_KEYS keys a token, none without gradients."""
     from megaenc.model.attention import onednn
     from megaenc.model.attention.backends import compute_attention
 
@@ -345,7 +345,7 @@ def test_onednn_saves_a_bounded_number_of_bytes():
 
 
 def test_float32_products_are_as_before():
-    """After an exception, with threads that end in another order, and under another precision, which stays."""
+    """The precision of the caller survives exceptions and threads in any order."""
     from megaenc.model.attention.onednn import float32_by_onednn
 
     matmul = torch.backends.mkldnn.matmul
@@ -378,7 +378,7 @@ def test_float32_products_are_as_before():
 
 
 def test_real_kernels_take_what_the_stand_ins_take():
-    """The names of the arguments that are given: torch's own, as installed here."""
+    """Compare the argument names with the installed version of torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     from megaenc.model.attention import backends
@@ -389,7 +389,7 @@ def test_real_kernels_take_what_the_stand_ins_take():
 
 
 def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
-    """By torch's dot product on an accelerator, for which tensors without numbers stand in."""
+    """The dot product of torch gets meta tensors in place of an accelerator's."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from megaenc.model.attention import backends, blocks

@@ -1,4 +1,4 @@
-"""The check of attention backends: right ones pass, each way to be wrong is caught and named, and it costs little."""
+"""The self-test of attention: correct backends pass, each kind of error is named."""
 
 import math
 
@@ -21,7 +21,7 @@ def check(name="sdpa", masks=tuple(Attention), **other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 96), (4, 1, 80), (2, 2, 8)])
 def test_the_dot_product_of_torch_is_right(heads, groups, head_dim, dtype):
-    """With room between what is found and what is allowed, and more than there would be if nothing were computed."""
+    """Errors stay well below the tolerance, and no computation at all would exceed it."""
     verdict = check(heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
     assert (verdict.passed, verdict.available, verdict.reason) == (True, True, "")
     assert 0 < verdict.error < verdict.tolerance * 0.7
@@ -76,7 +76,7 @@ def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypa
     assert allowed() < 1e-4
 
 
-# Ways to be wrong. Each is called as backends.compute_attention is, which does the rest as it should be done.
+# Faulty kernels. Each is called like backends.compute_attention, which does the rest correctly.
 
 
 def right(q, k, v, packing, window=None):
@@ -94,7 +94,7 @@ def window_without_its_farthest_tokens(q, k, v, packing, window=None):
 
 
 def as_if(attention, packing):
-    """The same documents under another mask."""
+    """Return the same documents under another mask."""
     from megaenc.model.packed_sequences import PackedSequences
 
     edges = packing.cu_seqlens_q.tolist()
@@ -110,12 +110,12 @@ def everything_is_causal(q, k, v, packing):
 
 
 def scale_of_wider_heads(q, k, v, packing):
-    """Heads of 96 padded to 128, and the scale that of 128."""
+    """Use heads of 96 padded to 128 with the scale of 128."""
     return right(q * (96 / 128) ** 0.5, k, v, packing)
 
 
 def last_key_of_the_document_before(q, k, v, packing):
-    """Seen by the first token of each document, a little."""
+    """Let the first token of each document see a little of the previous one."""
     out, first = right(q, k, v, packing), packing.cu_seqlens_q[1:-1].long()
     return out.index_add(0, first, 0.1 * v[first - 1].repeat_interleave(q.size(1) // v.size(1), 1))
 
@@ -130,7 +130,7 @@ def no_number(q, k, v, packing):
 
 
 class _Steeper(torch.autograd.Function):
-    """The number itself, and a gradient of 1.2 times what it should be."""
+    """Identity function with 1.2 times its gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -159,7 +159,7 @@ def half_of_the_rows(q, k, v, packing):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Check what `wrong` computes as the backend `varlen` of this machine."""
+    """Check `wrong` as if it were the backend `varlen` of this machine."""
     from megaenc.model.attention import selftest
 
     def verdict(wrong, **how):
@@ -178,7 +178,7 @@ def planted(monkeypatch):
 @pytest.mark.parametrize("mask", Attention)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
-    """It is tried with documents of four times its length; without a window nothing is wrong."""
+    """The documents are four times as long as the window; the fault needs a window."""
     verdict = planted(wrong, masks=[mask], dtype=dtype, windows=(None, 64))
     assert f"values off by {verdict.error:.2g}" in verdict.reason
     assert f"under {mask} attention, 10 tokens to each side, with heads" in verdict.reason
@@ -221,7 +221,7 @@ def test_what_is_wrong_is_named(wrong, what, mask, dtype, planted):
 
 
 def test_a_leak_that_depends_on_the_neighbour_alone(planted):
-    """Right as long as all documents are alike in size: nothing but a change of other documents shows it."""
+    """Only a change of other documents shows a leak that needs unequal lengths."""
 
     def wrong(q, k, v, packing):
         loud = v.abs().amax() > 20
@@ -246,7 +246,7 @@ def test_what_cannot_be_tried_is_not_computed():
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch):
-    """The rows of an accelerator, on the host."""
+    """Return the rows of an accelerator on the host."""
     from megaenc.model.attention import selftest
 
     rows = selftest._trial_packs
@@ -259,7 +259,7 @@ def as_on_an_accelerator(monkeypatch):
 def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(
     seq_length, planted, as_on_an_accelerator
 ):
-    """As where a kernel leaves out keys beyond the 500th."""
+    """The planted kernel ignores keys after the 500th."""
 
     def wrong(q, k, v, packing):
         at = torch.cat([torch.arange(stop - start) for start, stop in packing.documents])
@@ -292,7 +292,7 @@ def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_the
 def test_masks_that_would_fill_the_memory_are_refused(
     packs, seq_length, masks, windows, needed, planted
 ):
-    """A causal document needs none; a window has one of its own."""
+    """A causal document needs no mask; a window needs its own."""
     planted(right)
     how = dict(
         packs=packs, seq_length=seq_length, masks=masks, windows=windows, dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""float8 matrices against the numbers that they stand for, and layers made of them against float32."""
+"""float8 matrices against their values, and layers of them against float32."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ def kind(forward=OPEN[0], gradient=OPEN[1]):
 
 
 def scaled(x, dtype):
-    """The numbers that `x` becomes, and by what they are to be multiplied."""
+    """Return the float8 values of `x` and the scale that they are multiplied by."""
     numbers, inverse = kind().quantize(x, kind().amax(x), dtype)
     return numbers.float(), float(inverse)
 
@@ -46,7 +46,7 @@ def test_the_scale_is_the_largest_power_of_two_that_keeps_the_largest_number_in_
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_each_number_is_the_nearest_one(dtype):
-    """Within half a last place of itself, or of the smallest normal number where it is smaller than that."""
+    """Each error is at most half the last digit, or half the smallest normal number."""
     x = torch.randn(64, 64).exp() * torch.randn(64, 64).sign()
     numbers, inverse = scaled(x, dtype)
     half = LAST_PLACE[dtype] / 2
@@ -57,7 +57,7 @@ def test_each_number_is_the_nearest_one(dtype):
 
 
 def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
-    """Whatever their own scale, but for the smallest numbers: so tensor parallelism rounds to the same ones."""
+    """Slices round as in the whole matrix, so tensor parallelism changes nothing."""
     x = torch.randn(64, 64)
     x += 0.1 * x.sign()
     x[:, 32:] *= 37
@@ -80,7 +80,7 @@ def test_a_matrix_of_nothing_is_no_fault(x):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_makes_every_product_one(wrong):
-    """So that the update is skipped: float8 itself would turn infinity into its largest number."""
+    """NaN makes the step be skipped; float8 would turn infinity into a finite number."""
     x, weight = torch.randn(32, 16), torch.randn(16, 16)
     x[5, 6] = wrong
     f8 = kind()
@@ -100,7 +100,7 @@ def test_a_turned_matrix_ends_in_zeros(rows, dtype):
 
 
 def layers(fp8_format, dtype):
-    """One of each class, as megatron-core's own but for its products."""
+    """Return a layer of each class, equal to megatron-core's except for the products."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megaenc.backend import ParallelConfig, detect_backend
@@ -135,7 +135,7 @@ def layers(fp8_format, dtype):
 def test_layers_are_exactly_what_their_rounded_matrices_give(
     fp8_format, of_gradient, dtype, rounding
 ):
-    """The three products against float32 products of the very numbers that float8 holds, in the numbers that came."""
+    """The products equal float32 products of the float8 values, in the input's type."""
     for layer in layers(fp8_format, dtype):
         torch.nn.init.normal_(layer.bias)
         x, gradient = (
@@ -165,7 +165,7 @@ def test_layers_are_exactly_what_their_rounded_matrices_give(
 
 
 def test_the_start_finds_what_computes_something_else(monkeypatch):
-    """A kernel that forgets the scale, which is what a wrong build would do."""
+    """A kernel that forgets the scale is found, as a wrong build would be."""
     from megaenc.backend import detect_backend
     from megaenc.model.fp8 import linear as module
 
@@ -199,7 +199,7 @@ def test_a_processor_computes_what_torch_s_kernel_does(a):
 
 
 def test_what_the_products_raise_is_one_line(monkeypatch):
-    """So that `on_all` tells it to every rank, and none waits for one that has left with a traceback."""
+    """`on_all` reports it on every rank, so none waits for one that left."""
     from megaenc.backend import detect_backend
     from megaenc.model.fp8 import linear as module
 
@@ -220,7 +220,7 @@ def test_what_the_products_raise_is_one_line(monkeypatch):
 
 
 def machine(monkeypatch, name, **has):
-    """As `detect_backend` finds it, without there being one."""
+    """Stand in for the result of `detect_backend`."""
     from megaenc.backend import detect_backend
 
     properties = type("Properties", (), {"gcnArchName": has.get("architecture")})
@@ -258,7 +258,7 @@ def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(
 
 
 def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatch, capsys):
-    """Triton's own stand-in for a device rounds fewer numbers to their neighbours than it should, so it is one of those."""
+    """Triton's interpreter is one of them: it rounds fewer numbers to the nearest."""
     from megaenc.model.fp8 import tensor as module
 
     backend = machine(monkeypatch, "cuda", capability=(9, 0), called="H100")
@@ -277,7 +277,7 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["interpreted", "compiled"])
 def test_kernels_of_triton(script):
-    """In a process of its own: Triton reads where to run when it is imported."""
+    """Run in another process, since Triton reads its target at import."""
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "1"} if script == "interpreted" else {}
     runs.run([sys.executable, str(runs.WORKERS / f"float8_{script}.py")], environment=environment)

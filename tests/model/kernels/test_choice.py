@@ -1,4 +1,4 @@
-"""Where there is no accelerator nothing is fused; what one rank finds wrong no rank uses."""
+"""The choice of kernels: none without an accelerator, none that fails on any rank."""
 
 import sys
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Every kernel becomes machine code for NVIDIA's and AMD's devices, as it is launched; no device is needed for that."""
+"""Every kernel compiles for NVIDIA and AMD devices, without a device."""
 
 import os
 
@@ -101,7 +101,7 @@ def test_it_compiles(name, target, dtype, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(name):
-    """By triton's own key of a launch: what the check at the start has compiled is what training runs."""
+    """Compare Triton's launch keys: training runs variants that the check compiled."""
     for kernel, launched in KERNELS[name]:
         key_of = create_function_from_signature(
             kernel.signature, kernel.params, make_backend(TARGETS[1])

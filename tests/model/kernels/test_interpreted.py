@@ -1,6 +1,7 @@
-"""The kernels themselves, on the host: by triton's interpreter, which must be chosen before triton is first imported.
+"""Kernels on the host, in the interpreter of Triton.
 
-So the tests of interpreted/ run in a process of their own, in which that is so.
+The interpreter must be chosen before the first import of triton, so the tests of interpreted/ run
+in another process.
 """
 
 import sys
@@ -28,7 +29,7 @@ def test_by_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_that_share_layers_sequence_and_vocabulary():
-    """Loss and gradients of the whole model are those of torch's own operations."""
+    """Loss and gradients of the whole model are those of torch's operations."""
     runs.script(
         runs.WORKERS / "fused_over_ranks.py", [], processes=2, fresh=True, environment=INTERPRETER
     )

@@ -1,4 +1,4 @@
-"""What `megaenc data inspect` says of a corpus, against figures worked out by hand and the pack that a run reads."""
+"""Output of `megaenc data inspect` against figures worked out by hand and a run."""
 
 import io
 import re
@@ -22,7 +22,7 @@ DOCUMENTS = ["dog fox dog", "dog", "fox fox fox dog dog fox", "dog dog"]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A corpus in which a word is a token, and its tokenizer: (prefix, folder of the tokenizer)."""
+    """Return prefix and tokenizer folder of a corpus in which each word is a token."""
     folder = tmp_path_factory.mktemp("inspected")
     tokenizer = small_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -50,7 +50,7 @@ def inspect_output(capsys, *flags) -> str:
 
 
 def figures(text: str) -> dict[str, str]:
-    """The named lines at the top; a line that goes on below is joined."""
+    """Return the named lines at the top, with continuation lines joined."""
     actual, name = {}, ""
     for line in text.split("\n\n")[0].splitlines()[1:]:
         name = line[:20].strip() or name
@@ -62,20 +62,19 @@ def test_figures_worked_out_by_hand(corpus, capsys):
     out = inspect_output(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
     fingerprint = read_vocabulary(small_tokenizer()).fingerprint[:12]
     assert out.splitlines()[0].endswith("words_text_document")
-    assert (
-        figures(out)
-        == {
-            "documents": "4",
-            "tokens": "16",
-            "dtype": "uint16",
-            "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
-            "end of document": "id 0, appended to each",
-            "size on disk": "32 bytes .bin + 122 bytes .idx",  # 34 for the header, 4 + 8 + 8 a document, 8 for the end
-            "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
-            # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
-            "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
-        }
-    )
+    assert figures(out) == {
+        "documents": "4",
+        "tokens": "16",
+        "dtype": "uint16",
+        "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
+        "end of document": "id 0, appended to each",
+        # 34 for the header, 4 + 8 + 8 a document, 8 for the end.
+        "size on disk": "32 bytes .bin + 122 bytes .idx",
+        # They start at tokens 0, 5, 10 and 15.
+        "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",
+        # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
+        "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
+    }
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
     assert rows == [
         ["tokens", "documents", "of tokens"],
@@ -112,7 +111,7 @@ def test_split_and_packing_of_the_run_decide_what_is_packed(corpus, capsys):
 
 @pytest.mark.parametrize(("pack", "seed"), [(3, 4), (7, 1)])
 def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
-    """Word for word: hidden ones in brackets, a rule at each edge. Pack 7 belongs to the second epoch."""
+    """Words, brackets of hidden ones and rules at edges agree, also in epoch two."""
     flags = [
         "--tokenizer",
         corpus[1],

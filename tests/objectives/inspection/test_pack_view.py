@@ -1,4 +1,4 @@
-"""A decoded pack shows the very masks and edges of the run, and text in which no character is cut."""
+"""A decoded pack shows the masks and edges of a run, and only whole characters."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ EOS, MASK = 0, 1
 
 @dataclass(frozen=True)
 class Fixed(Objective):
-    """Hides the positions of `hidden` and predicts each from `shift` positions before it."""
+    """Objective that hides positions and predicts them from `shift` positions before."""
 
     name = "fixed"
     attention = Attention.BIDIRECTIONAL
@@ -62,14 +62,14 @@ def vocabulary(tokenizer):
 
 
 def pack_of(tokenizer, *texts: str, sample: int = 0, epoch: int = 0) -> Pack:
-    """Each text a document of its own, ended by EOS."""
+    """Return a pack with a document for each text, ended by EOS."""
     rows = [[*reference_ids(tokenizer, text), EOS] for text in texts]
     edges = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     return Pack(sample, epoch, np.array([token for row in rows for token in row]), edges)
 
 
 def render(decoded, width: int = 80) -> str:
-    """What a file would get."""
+    """Return the text that a file would get."""
     import io
 
     from rich.console import Console
@@ -148,7 +148,7 @@ def test_classes_are_shown_next_to_their_tokens(tokenizer, vocabulary):
 
 
 def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabulary):
-    """日 is three tokens, one a byte."""
+    """日 has three tokens, one for each byte."""
     pack = pack_of(tokenizer, "日日日")
     assert len(pack.tokens) == 10
     output = render(decode_pack(pack, Fixed(vocabulary, [1, 6, 7, 8]), 0, tokenizer))

@@ -13,7 +13,8 @@ def test_figures_worked_out_by_hand():
         3.5,
     )  # 150 tokens in ten documents; between 3 and 4
     assert (actual.longest, actual.longest_document, actual.empty) == (100, 7, 2)
-    # In order 0 0 1 2 3 4 7 8 25 100: a twentieth of the way from first to last is place 0.45, from the other end 8.55.
+    # In order 0 0 1 2 3 4 7 8 25 100: a twentieth of the way from first to last is place 0.45, from
+    # the other end 8.55.
     assert actual.p5 == 0.0 and actual.p95 == pytest.approx(25 + 0.55 * 75)
     assert actual.bins == (
         LengthBin(0, 0, 2, 0),

@@ -1,4 +1,4 @@
-"""Counts and PMI of token n-grams against plain loops and figures worked out by hand, and the command that writes them."""
+"""Counts and PMI of n-grams against plain loops, and the command that writes them."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from megaenc.objectives.units.matching import load_collocations
 
 
 def plain_counts(runs, min_count):
-    """Counter of the n-grams of each length that occur often enough, and the number of all n-grams of each length."""
+    """Return counts of frequent n-grams and the number of all, for each length."""
     counts, totals = [], []
     for length in range(1, 6):
         ngrams = [
@@ -36,7 +36,7 @@ def plain_counts(runs, min_count):
 
 
 def plain_pmi(ngram, counts, totals):
-    """PMI_n of the paper, over all ways to cut the n-gram."""
+    """Return PMI_n of the paper, over all ways to cut the n-gram."""
 
     def log_p(part):
         return math.log(counts[len(part) - 1][part] / totals[len(part) - 1])
@@ -53,7 +53,7 @@ def plain_pmi(ngram, counts, totals):
 
 
 def ngrams_of(tables, level):
-    """The token ids of each n-gram of a table, by walking down its first and last parts."""
+    """Return the token ids of each n-gram of a table, from its first and last parts."""
     if level == 0:
         return [(int(token),) for token in tables[0].prefixes]
     shorter, table = ngrams_of(tables, level - 1), tables[level]
@@ -62,7 +62,7 @@ def ngrams_of(tables, level):
 
 
 def random_runs(seed=0, count=300):
-    """Runs of tokens in which phrases repeat."""
+    """Return runs of tokens in which phrases repeat."""
     rng = np.random.default_rng(seed)
     phrases = [rng.integers(0, 12, size=length).tolist() for length in (1, 1, 1, 2, 3, 4, 5, 6)]
     choices = [rng.integers(0, 8, size=rng.integers(0, 12)) for _ in range(count)]
@@ -75,7 +75,7 @@ def ids_of(runs):
 
 @pytest.mark.parametrize(("min_count", "most_sorted"), [(1, 1 << 24), (1, 100), (5, 100)])
 def test_counts_and_pmi_against_plain_loops(min_count, most_sorted, monkeypatch):
-    """Also with chunks and parts so small that there are many."""
+    """Chunks and parts are also so small that there are many."""
     if most_sorted == 100:
         monkeypatch.setattr(collocations, "_CHUNK", 64)
     runs = random_runs()
@@ -102,7 +102,8 @@ def test_pmi_worked_out_by_hand():
     )
     assert pmi[a, b] == pytest.approx(math.log((4 / 8) / (4 / 12 * 4 / 12)))  # log 4.5
     assert pmi[b, c] == pytest.approx(math.log((2 / 8) / (4 / 12 * 2 / 12)))  # log 4.5
-    # (a b) (c): 1/2 * 1/6 = 1/12; (a) (b c): 1/3 * 1/4 = 1/12; (a) (b) (c): 1/54. The largest counts.
+    # (a b) (c): 1/2 * 1/6 = 1/12; (a) (b c): 1/3 * 1/4 = 1/12; (a) (b) (c): 1/54. The largest
+    # counts.
     assert pmi[a, b, c] == pytest.approx(math.log((2 / 4) / (1 / 12)))  # log 6
     assert (c, a) not in pmi  # only over the edge of two runs
 

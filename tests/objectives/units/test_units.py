@@ -1,4 +1,4 @@
-"""Words and collocations hidden as a whole: what may be given for them, and that they keep the identity of a run."""
+"""Words and collocations hidden as a whole: accepted files and identity of a run."""
 
 import dataclasses
 
@@ -81,7 +81,7 @@ def test_arrays_larger_than_their_file_are_refused_before_they_are_read(tmp_path
 
 
 def test_units_of_a_made_up_vocabulary_are_accepted():
-    """Estimates and plans have none but this, and train on random tokens."""
+    """Estimates and plans have no other vocabulary and train on random tokens."""
     made_up = dataclasses.replace(VOCABULARY, fingerprint="")
     pack = random_pack(0)
     rows = [

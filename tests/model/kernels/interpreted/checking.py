@@ -1,4 +1,4 @@
-"""The check at the start passes what is right and names what is wrong: kernels with one planted mistake each."""
+"""The check at the start passes correct kernels and names each planted mistake."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ def test_what_is_right_passes(name, dtype, widths):
 
 PADDED = 'columns, scores, float("-inf"))\n        top'
 
-# What is checked, where a mistake is planted, what stands there, the mistake, and what the verdict says of it.
+# The check, the module in which a mistake is planted, the right and the wrong text, the verdict.
 MISTAKES = [
     ("layer_norm", norm, "inside, numbers - mean, 0.0)", "inside, numbers, 0.0)", "the output"),
     ("layer_norm", norm, "tl.where(inside, numbers - mean, 0.0)", "numbers - mean", "the output"),
@@ -65,7 +65,7 @@ MISTAKES = [
 
 
 def plant(module, right, wrong, tmp_path, monkeypatch):
-    """Put `wrong` where `right` stands in the text of `module`."""
+    """Replace `right` by `wrong` in the source of `module`."""
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(right) == 1
     file = tmp_path / "mistaken.py"
@@ -109,6 +109,6 @@ def test_what_cannot_run_is_not_available(monkeypatch):
 
 
 def test_the_host_adds_no_bfloat16_products_up_in_float32():
-    """torch has that product on accelerators alone; the loss then adds rounded ones up."""
+    """torch has that product only on accelerators; the loss sums rounded products."""
     verdict = check_kernel("sum", HOST, torch.bfloat16, WIDTHS)
     assert not verdict.available and verdict.reason.startswith("NotImplementedError: ")

@@ -1,7 +1,8 @@
-"""Kernel launches and bytes of one layer, forward and backward, as an accelerator with the fused kernels has them.
+"""Kernel launches and bytes of one layer with the fused kernels of an accelerator.
 
-One layer's are the difference between models of three and of two layers. Each operation that is no view is a launch; kernels and
-products read their inputs and write their outputs once. Attention, the same in all versions, is left out.
+One layer is the difference between models of three and of two layers, forward and backward. Each
+operation that is not a view is a launch. Kernels and products read their inputs and write their
+outputs once. Attention, which is the same in all versions, is left out.
 """
 
 import os
@@ -30,7 +31,7 @@ NO_LAUNCH = (
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by the operation's name, and bytes of kernels and products."""
+    """Counters of launches by operation, and of bytes of kernels and products."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +64,7 @@ class Launches(TorchDispatchMode):
 
 
 class CountedKernel:
-    """A Triton kernel whose launches are counted; a tensor that is passed twice is read once."""
+    """Triton kernel with counted launches; a tensor that is passed twice is read once."""
 
     def __init__(self, kernel, launches: Launches):
         self.kernel = kernel
@@ -80,7 +81,7 @@ class CountedKernel:
 
 
 class _Attention(torch.autograd.Function):
-    """Stands in for attention, uncounted."""
+    """Uncounted stand-in for attention."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -97,7 +98,10 @@ class _Attention(torch.autograd.Function):
 def count_micro_batch(
     layers: int, flags: list[str], fused: set[str], corpus, monkeypatch
 ) -> Launches:
-    """The launches of a micro-batch of a model with `layers` layers, which uses the kernels `fused` and those of all models."""
+    """Return the launches of a micro-batch with `layers` layers.
+
+    The model uses the kernels `fused` and those of all models.
+    """
     from megaenc.backend import main_grad
     from megaenc.model import layer, linear_cross_entropy
     from megaenc.model.kernels import glu, norm, rotary, selftest
@@ -110,7 +114,7 @@ def count_micro_batch(
     launches = Launches()
 
     def accumulate(total, a, b, *, in_float32):
-        """As on an accelerator: one product that reads and writes the sum."""
+        """Accumulate as an accelerator does: one product reads and writes the sum."""
         launches.add("addmm", a, b, *([] if total is None else [total, total]))
         with _disable_current_modes():
             product = a.float() @ b.float()
@@ -166,7 +170,7 @@ def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch)
         "qkv_rotary_kernel": 2,
         "glu_forward_kernel": 1,
         "glu_backward_kernel": 1,
-        # Gradients of the norms' weights: the programs' sums are added, cast and added to their buffers.
+        # Gradients of norm weights: sums of programs are added, cast and added to their buffers.
         "sum": 2,
         "_to_copy": 2,
         "add_": 2,

@@ -1,4 +1,4 @@
-"""What the check at the start does not show of the kernels: slices, rounding, the whole loss, and what is kept for backward."""
+"""Properties of kernels beyond the check at the start: slices, rounding, memory."""
 
 import os
 
@@ -30,7 +30,7 @@ def rotation(tokens, dim):
 @both
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "glu", "rotation", "split"])
 def test_slices_of_odd_alignment_are_as_good_as_whole_tensors(name, dtype):
-    """Of inputs and of gradients, to the last digit."""
+    """Inputs and gradients are exactly equal."""
     weight, turn = draw(24, dtype=dtype), rotation(5, 24)
     function, width = {
         "rms_norm": (lambda x: rms_norm(x, weight, 1e-5), 24),
@@ -67,7 +67,7 @@ def test_norm_of_zeros(norm):
 
 
 def test_layer_norm_far_from_0():
-    """The mean is subtracted before numbers are squared: their mean square would lose four digits of the spread."""
+    """Subtract the mean before squaring; the mean square would lose four digits."""
     x, weight = draw(9, 171) + 100, draw(171)
     exact = torch.nn.functional.layer_norm(x.double(), (171,), weight.double(), None, 1e-5)
     torch.testing.assert_close(layer_norm(x, weight, 1e-5).double(), exact, rtol=0, atol=1e-4)
@@ -76,7 +76,7 @@ def test_layer_norm_far_from_0():
 @both
 @pytest.mark.parametrize("predictions", [0, 140])
 def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
-    """In one part and in several."""
+    """The loss is computed in one part and in several."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
 
 
 def test_nothing_is_kept_but_what_came():
-    """So that layers that are computed again free what they should."""
+    """So recomputed layers free their activations."""
     kept = []
     x, weight = draw(5, 1, 64), draw(64)
     cos = torch.ones(5, 1, 1, 32)

@@ -1,4 +1,4 @@
-"""A small encoder by its own kernels: losses and gradients are those of torch's operations, with layers computed again too."""
+"""A small encoder with our kernels: losses and gradients are those of torch."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ OBJECTIVES = {
 
 
 def outcome(objective, fused, layout=KEPT, **shape):
-    """Loss, correct guesses and the gradient of every weight."""
+    """Return loss, correct predictions and the gradient of every weight."""
     from megaenc.model.encoder import build_encoder
     from megaenc.model.linear_cross_entropy import Predictions
     from megaenc.model.packed_sequences import PackedSequences
