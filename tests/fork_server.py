@@ -96,9 +96,11 @@ def launch(count: int) -> None:
 
     This process waits for them and exits with torchrun's code.
     """
-    launcher, logs = os.getpid(), Path(tempfile.mkdtemp(prefix="torchelastic_"))
+    launcher = os.getpid()
+    logs = Path(tempfile.mkdtemp(prefix="torchelastic_"))
     listening = socket.create_server(("localhost", 0))
-    port, ranks = listening.getsockname()[1], {}
+    port = listening.getsockname()[1]
+    ranks = {}
     for rank in range(count):
         if child := os.fork():
             ranks[child] = rank
@@ -159,7 +161,8 @@ def watch(ranks: dict[int, int]) -> bool:
     signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
     while ranks:
         process, status = os.wait()
-        rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
+        rank = ranks.pop(process)
+        code = os.waitstatus_to_exitcode(status)
         if code and not failed:
             failed = True
             print(

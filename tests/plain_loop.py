@@ -40,7 +40,9 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
 
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
     """Return the weighted cross-entropy of a step, summed, and its divisor."""
-    loss_sum, count, batch_size = torch.zeros(()), 0, plan.settings.global_batch_size
+    loss_sum = torch.zeros(())
+    count = 0
+    batch_size = plan.settings.global_batch_size
     passes = itertools.product(
         plan.schedule.objectives(step), range((step - 1) * batch_size, step * batch_size)
     )
@@ -56,10 +58,8 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
                 model.config, pack.edges.tolist(), objective.attention, targets.prefixes
             ),
         ).logits[0]
-        predicted, labels = (
-            logits[torch.from_numpy(targets.predict_at)],
-            torch.from_numpy(targets.labels),
-        )
+        predicted = logits[torch.from_numpy(targets.predict_at)]
+        labels = torch.from_numpy(targets.labels)
         if targets.soft_labels is not None:  # torch takes distributions over the whole vocabulary
             ids, probabilities = map(torch.from_numpy, targets.soft_labels)
             labels = torch.zeros_like(predicted).scatter_add_(1, ids, probabilities)
@@ -85,7 +85,8 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate(1), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(1, steps + 1):
         loss_sum, count = summed_loss(model, plan, step)
         loss = loss_sum / count

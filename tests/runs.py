@@ -27,9 +27,12 @@ ranks_allowed = True
 
 # A model for 2 stages x 2 ranks, two phases, warm-up, decay, weight decay and effective clipping.
 SHORT_RUN = [
-    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
-    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
-    "--train-iters", "20", "--objective-schedule", "clm:0.5,mlm:0.5", "--lr", "3e-3", "--lr-warmup-iters", "4",
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160",
+    "--num-attention-heads", "4",
+    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2",
+    "--global-batch-size", "8",
+    "--train-iters", "20", "--objective-schedule", "clm:0.5,mlm:0.5", "--lr", "3e-3",
+    "--lr-warmup-iters", "4",
     "--lr-wsd-decay-iters", "5", "--clip-grad", "0.5", "--eval-iters", "1", "--eval-interval", "10",
 ]  # fmt: skip
 
@@ -278,7 +281,8 @@ def weights(folder: Path, step: int) -> dict:
 
 def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
     """Assert that the checkpoints of `step` of two runs are bitwise equal."""
-    here, there = weights(run_folder, step), weights(reference, step)
+    here = weights(run_folder, step)
+    there = weights(reference, step)
     assert here.keys() == there.keys()
     assert [
         name
@@ -301,17 +305,20 @@ def largest_difference(name: str, run_folder: Path, reference: Path, after: int 
 
     Both runs must have the same steps.
     """
-    here, there = (
-        {row["step"]: row[name] for row in metrics(run) if row["step"] > after}
-        for run in (run_folder, reference)
-    )
+
+    def read_values(folder: Path) -> dict:
+        return {row["step"]: row[name] for row in metrics(folder) if row["step"] > after}
+
+    here = read_values(run_folder)
+    there = read_values(reference)
     assert here.keys() == there.keys() != set()
     return max(abs(here[step] / there[step] - 1) for step in there)
 
 
 def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
     """Assert equal steps, with loss and gradient norm within a relative tolerance."""
-    here, there = metrics(run_folder), metrics(reference)
+    here = metrics(run_folder)
+    there = metrics(reference)
     for name in ("step", "objective", "learning_rate", "tokens", "predicted_tokens"):
         assert [row[name] for row in here] == [row[name] for row in there], name
     for name in ("loss", "grad_norm"):

@@ -115,7 +115,9 @@ def write_families(root: Path) -> None:
         chosen = random.integers(0, len(WORDS), (count, 6))
         texts[split] = [" ".join(WORDS[at] for at in row) for row in chosen]
     for split, some in texts.items():
-        classified, tagged, asked = [], [], []
+        classified = []
+        tagged = []
+        asked = []
         for at, text in enumerate(some):
             words = text.split()
             classified.append(
@@ -136,7 +138,9 @@ def write_families(root: Path) -> None:
         write_file(root / "tc" / f"{split}.jsonl", tagged)
         write_file(root / "qa" / f"{split}.json", squad(asked))
     for name, place in (("ir", 0), ("other", 1)):
-        documents, queries, qrels = [], [], {}
+        documents = []
+        queries = []
+        qrels = {}
         for split, some in texts.items():
             documents += [(f"d{split}{at}", "", text) for at, text in enumerate(some)]
             queries += [(f"q{split}{at}", text.split()[place]) for at, text in enumerate(some)]

@@ -276,7 +276,8 @@ def test_an_error_of_torchs_writer_has_the_reason_of_its_cause(tmp_path):
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    synced, rename = [], os.rename
+    synced = []
+    rename = os.rename
     monkeypatch.setattr(
         os,
         "fsync",

@@ -86,7 +86,10 @@ def test_a_refused_command_leaves_no_folder(tmp_path, refusal, words):
             set(),
         ),  # what is broken is broken in the process of the checks alone
         (
-            "from megaenc.cli import main; main(['estimate', '--model', '610m', '--gpu', 'mi250x'])",
+            (
+                "from megaenc.cli import main; main(['estimate', '--model', '610m', '--gpu', "
+                "'mi250x'])"
+            ),
             {"numpy"},
         ),
     ],

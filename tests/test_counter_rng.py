@@ -147,11 +147,9 @@ def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
 
 def test_places_of_a_keyed_permutation_are_uniform_and_independent():
     """Test (position, number) and the distances of neighbours with chi-square."""
-    count, keys, bins = (
-        5003,
-        400,
-        20,
-    )  # 8,192 is the next power of two: a third of the numbers are walked
+    count = 5003  # 8,192 is the next power of two: a third of the numbers are walked
+    keys = 400
+    bins = 20
     numbers = np.stack(
         [
             counter_rng.KeyedPermutation(key, "packs", count).apply(np.arange(count))

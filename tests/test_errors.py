@@ -77,17 +77,15 @@ def test_a_program_that_calls_a_command_keeps_its_ctrl_c(monkeypatch):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
     with open("/dev/full", "w") as full:
-        command, environment = (
-            [sys.executable, "-m", "megaenc", "--help"],
-            {**os.environ, "PYTHONUNBUFFERED": unbuffered},
-        )
+        command = [sys.executable, "-m", "megaenc", "--help"]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         ended = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
         )
     assert ended.returncode == 2
-    assert (
-        ended.stderr
-        == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"
+    assert ended.stderr == (
+        "error: standard output, or a temporary file: cannot be written to: No space left on "
+        "device\n"
     )
 
 
@@ -105,7 +103,10 @@ def main(call):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     call()
 
-calls = {"atomic": lambda: atomic_write(Path("out/file"), "x" * 2000), "copy": lambda: shutil.copy("large", "out/copy")}
+calls = {
+    "atomic": lambda: atomic_write(Path("out/file"), "x" * 2000),
+    "copy": lambda: shutil.copy("large", "out/copy"),
+}
 main(calls[sys.argv[1]])
 """
     (tmp_path / "out").mkdir()

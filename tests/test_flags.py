@@ -172,7 +172,9 @@ MERGED = "a0: &a0 {lr: 1}\n" + "".join(
 )
 EXPAND = "its aliases expand to more than 100,000 values"
 UNUSABLE = {
-    b"tensor_model_paralel_size: 2": "unknown field `tensor_model_paralel_size`; did you mean `tensor_model_parallel_size`?",
+    b"tensor_model_paralel_size: 2": (
+        "unknown field `tensor_model_paralel_size`; did you mean `tensor_model_parallel_size`?"
+    ),
     b"lr: fast": "field `lr`: found 'fast', expected a float",
     b"lr: 1e400": "field `lr`: found '1e400', expected a finite number",
     b"bf16: 1": "field `bf16`: found 1, expected a bool",
@@ -192,7 +194,9 @@ UNUSABLE = {
     b"#" * (1 << 20) + b"\n": "larger than 1,048,576 bytes",
     b"lr: 1\nsave: a\nlr: 2": "key `lr` is given twice",
     b"lr: {a: 1, 'a': 2}": "key `a` is given twice",
-    b"tensor_model_parallel_size: 1\ntensor-model-parallel-size: 2": "is given twice, in two spellings",
+    b"tensor_model_parallel_size: 1\ntensor-model-parallel-size: 2": (
+        "is given twice, in two spellings"
+    ),
     b"lr: \xff": "not UTF-8 text",
     b"lr: 2001-02-31": "not YAML: day is out of range",
     b"lr: 1" + 400 * b"0": "field `lr`: found 1000",
@@ -302,7 +306,10 @@ def test_a_field_out_of_bounds_is_refused_with_its_file(tmp_path):
         path.write_text(text)
         with pytest.raises(
             InputError,
-            match=r"run.yaml: field `(steps|rates)`: found 0(\.0)?, expected (1 or more|more than 0)",
+            match=(
+                r"run.yaml: field `(steps|rates)`: found 0(\.0)?, "
+                r"expected (1 or more|more than 0)"
+            ),
         ):
             flags.read_config_file(WithNumbers(), path)
 

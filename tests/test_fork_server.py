@@ -13,14 +13,19 @@ def double(number):
     return 2 * number
 
 def say(line):
-    os.write(1, f"{line}\\n".encode())  # whole, where `print` under -u, as torchrun starts ranks, writes the line's end by itself
+    # In one piece: under -u, which torchrun sets, `print` writes the end of the line separately.
+    os.write(1, f"{line}\\n".encode())
 
 if __name__ == "__main__":
     atexit.register(say, "at exit")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE",
-             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "PYTHONPATH", "OMP_NUM_THREADS", "ONE_MORE")
+    names = (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK",
+        "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+        "PYTHONPATH", "OMP_NUM_THREADS", "ONE_MORE",
+    )
     found = {name: os.environ.get(name) for name in names}
-    found |= {"argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "file": __file__, "input": sys.stdin.read()}
+    found |= {"argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "file": __file__}
+    found |= {"input": sys.stdin.read()}
     found |= {"leads": os.getsid(0) == os.getpid(), "threads": threading.active_count()}
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found["spawned"] = pool.map(double, [1, 2])
@@ -52,12 +57,9 @@ def script(tmp_path):
 @pytest.mark.multiprocess
 def test_a_script_finds_what_it_finds_under_the_real_thing(script):
     look = script(LOOK)
-    fresh, forked = (
-        runs.script(
-            look, ["--flag", "value"], processes=2, fresh=fresh, environment={"ONE_MORE": "1"}
-        )
-        for fresh in (True, False)
-    )
+    how = dict(processes=2, environment={"ONE_MORE": "1"})
+    fresh = runs.script(look, ["--flag", "value"], fresh=True, **how)
+    forked = runs.script(look, ["--flag", "value"], **how)
     # Nothing but time tells which rank's exit comes before the other's last line.
     assert (sorted(forked.stdout.splitlines()), forked.stderr) == (
         sorted(fresh.stdout.splitlines()),

@@ -34,7 +34,7 @@ EARLY = (
     "typing",
     "warnings",
 )
-"""What Python itself imports for -m, after it has put the current folder first and before it reads megaenc/__main__.py."""
+"""Modules that Python imports for -m after it has put the current folder first."""
 
 
 @pytest.fixture
@@ -173,7 +173,8 @@ class RealStage(FakeStage):
         return (self.study / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
 
 study = Path(sys.argv[1])
-failed = execute_stages([RealStage("pretrain/run", study, processes=2)], study, ["", ""], max_attempts=1)
+stage = RealStage("pretrain/run", study, processes=2)
+failed = execute_stages([stage], study, ["", ""], max_attempts=1)
 sys.exit(str(failed) if failed else 0)
 """
 

@@ -101,9 +101,9 @@ def test_results_that_cost_work_are_replaced_only_on_request(folder, refusal, co
     main, flags = command
     before = read_all(folder)
     message = refusal(main, [*flags.split(), "--output", output])
-    assert (
-        message
-        == f"error: --output {output}: exists already; give --overwrite to replace it, or choose another name"
+    assert message == (
+        f"error: --output {output}: exists already; give --overwrite to replace it, or choose "
+        f"another name"
     )
     assert read_all(folder) == before
 

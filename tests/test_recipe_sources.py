@@ -42,7 +42,7 @@ class _Anything:
 
 ANYTHING = _Anything()
 Rule = Callable[[PretrainConfig, PretrainConfig, int], Any]
-"""Function of a phase's settings, the recipe and the number of GPUs to the value in the source's units."""
+"""Function of a phase, the recipe and the number of GPUs; returns the source's value."""
 
 
 def option(settings: PretrainConfig, name: str, otherwise: float = 0.0) -> float:
@@ -211,7 +211,8 @@ def is_equal(value: Any, cited: Any) -> bool:
         and value.endswith(" tokens")
         and cited.endswith(" tokens")
     ):
-        value, cited = (int(text.split()[0]) for text in (value, cited))
+        value = int(value.split()[0])
+        cited = int(cited.split()[0])
     if isinstance(value, (int, float, list)) and not isinstance(value, bool):
         return (
             cited is not None
@@ -223,7 +224,8 @@ def is_equal(value: Any, cited: Any) -> bool:
 
 def cited_phases(name: str) -> list[dict[str, Any]]:
     """Return the keys and values of each phase of a source."""
-    values, phases = {}, []
+    values = {}
+    phases = []
     for phase in SOURCES[name]["phases"]:
         values = {
             key: value for key, value in values.items() if key not in phase.get("without", ())

@@ -101,7 +101,8 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
         }
         return {key: value for key, value in vars(recipe.shape).items() if key not in ignored}
 
-    recipe, tiny = config(name), config(f"tiny/{name}")
+    recipe = config(name)
+    tiny = config(f"tiny/{name}")
     tiny.check(1)
     assert list(phases(tiny)) == list(phases(recipe))
     assert shape(tiny) == shape(recipe)
@@ -188,7 +189,8 @@ def test_a_recipe_that_starts_from_a_model_plans(name, folder, monkeypatch):
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_path):
     """Parts of the demo that mmBERT's blends name are built on the way."""
-    save, export = tmp_path / "run", tmp_path / "hf"
+    save = tmp_path / "run"
+    export = tmp_path / "hf"
 
     def run(*words):
         return runs.script(runs.WORKERS / "in_folder.py", [str(folder), *map(str, words)])

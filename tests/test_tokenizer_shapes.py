@@ -83,8 +83,8 @@ def made(request, shared_folder) -> SimpleNamespace:
             tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]()), folder / "tokenizer"
         )
         text = runs.write_text(folder / "text.jsonl", 40)
-        command(preprocess, "--input", text, "--output-prefix", folder / "corpus", "--tokenizer", tokenizer,
-                "--special-tokens", "template", "--workers", 1)  # fmt: skip
+        files = ["--input", text, "--output-prefix", folder / "corpus", "--tokenizer", tokenizer]
+        command(preprocess, *files, "--special-tokens", "template", "--workers", 1)
         data = ["--data-path", folder / "corpus_text_document", "--tokenizer", tokenizer]
         runs.script(runs.PRETRAIN, [str(word) for word in (*data, *RUN, "--save", folder / "run")])
         command(convert, "to-hf", "--load", folder / "run", "--output", folder / "hf")

@@ -13,8 +13,14 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.tokenized import TextEncoder, choose_special_tokens
 
 TEXTS = [
-    "The quick brown fox jumps over the lazy dog. The dog sleeps on, and the fox is gone before the morning comes.",
-    "A document of more than one line.\n\nIts second paragraph says it's 3.14 or 1,000 of them, and they'll do.\r\n",
+    (
+        "The quick brown fox jumps over the lazy dog. The dog sleeps on, and the fox is gone "
+        "before the morning comes."
+    ),
+    (
+        "A document of more than one line.\n\n"
+        "Its second paragraph says it's 3.14 or 1,000 of them, and they'll do.\r\n"
+    ),
     "Café, naïve, Ångström; 日本語の文。 👩‍👩‍👧 and zero\u200bwidth\ufeff.",
     "The mask token spelled out, <|mask|> and <|eos|>, is text like any other.",
     "dog fox dog fox dog fox " * 20,

@@ -68,9 +68,11 @@ def test_peaks_are_those_that_training_counts_utilization_of(name):
         (["--gpus", "4"], "--gpu: missing"),
         (["--gpu", "h10"], "--gpu: unknown device 'h10', did you mean h100?"),
         (["--gpu", "h100", "--no-bf16"], "--no-bf16: the table's speeds"),
-        (["--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1", "--pipeline-model-parallel-size", "2",
-          "--pipeline-model-parallel-layout", "Et|tL"], "layout Et|tL: expected E, t for each of the 4 layers"),
-        (["--gpu", "h100", "--phases", "{objective: mlm, train_iters: 9, lr_warmup_iters: 20}"], "phase 1: warm-up of 20"),
+        (["--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1",
+          "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|tL"],
+         "layout Et|tL: expected E, t for each of the 4 layers"),
+        (["--gpu", "h100", "--phases", "{objective: mlm, train_iters: 9, lr_warmup_iters: 20}"],
+         "phase 1: warm-up of 20"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(refusal, flags, expected):

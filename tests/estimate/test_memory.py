@@ -33,7 +33,8 @@ def test_a_tiny_model_by_hand():
     assert results["weights"] == 2 * parameters
     assert results["gradients"] == results["master weights"] == 4 * parameters
     assert results["AdamW's moments"] == 8 * parameters
-    norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (2 * 32 + 2 * 16)
+    norms = 2 * (2 * 32 + 4 + 2 * 32)
+    projections = 2 * (2 * 32 + 2 * 16)
     per_token = norms + projections + 4 * 4 + 3 * 2 * 80
     assert results["activations"] == 2 * 64 * per_token
     in_float32 = compute_stage_memory(case(bf16=False), WORK, case().build_stage(0)).terms
@@ -41,10 +42,8 @@ def test_a_tiny_model_by_hand():
 
 
 def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
-    complete, shared = (
-        compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK]).terms
-        for on in (False, True)
-    )
+    complete = compute_max_memory(case(gpus=4), [WORK]).terms
+    shared = compute_max_memory(case(gpus=4, use_distributed_optimizer=True), [WORK]).terms
     for name in ("master weights", "AdamW's moments"):
         assert shared[name] == complete[name] / 4
     assert shared["gradients"] == complete["gradients"]
@@ -208,30 +207,23 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
 
 def test_recomputation_keeps_less():
     """A recomputed layer keeps only its input, 64 tokens of 2 x 64 bytes."""
-    plain, full, block = (
-        stage_activation_bytes(one, one.build_stage(0), host=True)
-        for one in (
-            case(FOUR_LAYERS),
-            case(FOUR_LAYERS, recompute_granularity="full"),
-            case(
-                FOUR_LAYERS,
-                recompute_granularity="full",
-                recompute_method="block",
-                recompute_num_layers=1,
-            ),
-        )
+
+    def activations(**recompute):
+        layout = case(FOUR_LAYERS, **recompute)
+        return stage_activation_bytes(layout, layout.build_stage(0), host=True)
+
+    full = activations(recompute_granularity="full")
+    block = activations(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=1
     )
     assert full == 4 * 64 * 2 * 64
-    assert block == pytest.approx(plain * 3 / 4 + full / 4)
+    assert block == pytest.approx(activations() * 3 / 4 + full / 4)
 
 
 def test_sequence_parallelism_shards_norms_and_borders():
-    plain, sharded = (
-        layer_activation_bytes(
-            case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False
-        )
-        for on in (False, True)
-    )
+    tensor_parallel = dict(gpus=2, tensor_model_parallel_size=2)
+    plain = layer_activation_bytes(case(**tensor_parallel), host=False)
+    sharded = layer_activation_bytes(case(**tensor_parallel, sequence_parallel=True), host=False)
     assert sharded["norms"] == plain["norms"] / 2
     assert all(sharded[name] == plain[name] for name in plain if name != "norms")
     one = layer_activation_bytes(case(), host=False)

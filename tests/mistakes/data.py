@@ -24,9 +24,15 @@ ROWS = {
     "megaenc tokenizer --input text.jsonl --output mine": "--output mine",
     "megaenc tokenizer --input text.jsonl --output .": "--output .",
     "megaenc preprocess --input text.jsonl --output-prefix new": "--tokenizer",
-    "megaenc preprocess --input text.jsonl --output-prefix new --tokenizer nowhere": "--tokenizer nowhere",
-    "megaenc preprocess --input text.jsonl --output-prefix new --tokenizer badtok": "--tokenizer badtok",
-    "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod": "c_text_document",
+    "megaenc preprocess --input text.jsonl --output-prefix new --tokenizer nowhere": (
+        "--tokenizer nowhere"
+    ),
+    "megaenc preprocess --input text.jsonl --output-prefix new --tokenizer badtok": (
+        "--tokenizer badtok"
+    ),
+    "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod": (
+        "c_text_document"
+    ),
     "megaenc preprocess --input text.jsonl --output-prefix file/new --tokenizer tok": "file/new",
     "megaenc preprocess --input text.jsonl --output-prefix {long} --tokenizer tok": "xxx",
     "{read} --input nowhere.jsonl": "nowhere.jsonl",
@@ -45,25 +51,43 @@ ROWS = {
     "{read} --input text.jsonl --workers 0": "--workers",
     "{read} --input text.jsonl --workers 100000": "--workers",
     "{read} --input text.jsonl --partitions 100000000": "--partitions",
-    "{read} --input text.jsonl --minhash-buckets 20": "--minhash-buckets 20: expected --deduplicate minhash",
+    "{read} --input text.jsonl --minhash-buckets 20": (
+        "--minhash-buckets 20: expected --deduplicate minhash"
+    ),
     "{read} --input text.jsonl --append-eod maybe": "maybe",
     "{read} --input text.jsonl --punkt-language german": "--punkt-language",
-    "tools/preprocess_data.py --input nowhere.jsonl --output-prefix new --tokenizer tok": "nowhere.jsonl",
+    "tools/preprocess_data.py --input nowhere.jsonl --output-prefix new --tokenizer tok": (
+        "nowhere.jsonl"
+    ),
     "megaenc objective chek mlm": "megaenc objective check",
     "megaenc objective check": "OBJECTIVE",
     "megaenc objective check mlmm": "unknown objective `mlmm`",
     "megaenc objective check 'mlm(mask=2)'": "option `mask`: found 2.0",
     "megaenc objective check distill": "option `teacher`: missing, expected the folder",
-    "megaenc objective check 'distill(teacher=hf)'": "teacher hf: a vocabulary of 400 ids, expected at least the 1000",
+    "megaenc objective check 'distill(teacher=hf)'": (
+        "teacher hf: a vocabulary of 400 ids, expected at least the 1000"
+    ),
     "megaenc objective check 'mlm(mask=0.2'": "--objective: at character",
-    "megaenc objective check mlm --options mask=0.3": "--options mask=0.3: found with mlm, expected them in it: mlm(mask=0.3)",
+    "megaenc objective check mlm --options mask=0.3": (
+        "--options mask=0.3: found with mlm, expected them in it: mlm(mask=0.3)"
+    ),
     "megaenc objective check nowhere:Made": "nowhere:Made: ModuleNotFoundError",
     "megaenc objective check json:Made": "json:Made: AttributeError",
-    "megaenc objective check json:JSONDecoder": "json:JSONDecoder: is no subclass of megaenc.objectives.Objective",
-    "megaenc objective check megaenc.objectives:MaskedDiffusion --options depth=3": "option `depth`: unknown",
-    "megaenc objective check megaenc.objectives:MaskedDiffusion --options low=x": "option `low`: found `x`, expected a number",
-    "megaenc objective check 'mlm(unit=wrd)'": "option `unit`: found wrd, expected token, word or a file; did you mean `word`?",
-    "megaenc objective check 'mlm(unit=word,span=3)'": "option `unit`: found word with span=3, expected token, or no span",
+    "megaenc objective check json:JSONDecoder": (
+        "json:JSONDecoder: is no subclass of megaenc.objectives.Objective"
+    ),
+    "megaenc objective check megaenc.objectives:MaskedDiffusion --options depth=3": (
+        "option `depth`: unknown"
+    ),
+    "megaenc objective check megaenc.objectives:MaskedDiffusion --options low=x": (
+        "option `low`: found `x`, expected a number"
+    ),
+    "megaenc objective check 'mlm(unit=wrd)'": (
+        "option `unit`: found wrd, expected token, word or a file; did you mean `word`?"
+    ),
+    "megaenc objective check 'mlm(unit=word,span=3)'": (
+        "option `unit`: found word with span=3, expected token, or no span"
+    ),
     "megaenc objective check 'mlm(unit=text.jsonl)'": "text.jsonl: no collocations, or damaged",
     "megaenc objective check 'mlm(unit=nowhere)'": "nowhere: no such file",
     "{find}": "--output",

@@ -12,14 +12,16 @@ from study import manifests, run_folders
 
 DATA = "--data-path c_text_document --tokenizer tok --split 90,10,0"
 SHAPE = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --seq-length 64 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1"
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 "
+    "--num-query-groups 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 2 --eval-iters 1"
 )
 # Right command lines that make what the wrong ones are about.
 SETUP = (
     "megaenc tokenizer --input text.jsonl --vocab-size 400 --output tok",
     "megaenc tokenizer --input text.jsonl --vocab-size 300 --output tok300",
-    "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod --workers 1",
+    "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod "
+    "--workers 1",
     f"megaenc pretrain {DATA} {SHAPE} --save run",
     f"megaenc pretrain {DATA} {SHAPE} --exit-interval 1 --save part",
     "megaenc convert to-hf --load run --output hf",
@@ -195,7 +197,8 @@ _TEXTS = {
     **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
     **_labelled(
         "set-scores",
-        test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n',
+        test='{"text": "a", "text_pair": "b", "label": 1.5}\n'
+        '{"text": "a", "text_pair": "b", "label": []}\n',
     ),
     **_alike("set-tags", '{"tokens": ["a", "b"], "tags": ["O"]}\n'),
     **_alike("set-iob", '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n'),
@@ -206,7 +209,9 @@ _TEXTS = {
         '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n',
     ),
     "pairs.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": "four"}\n',
-    "pairs-empty.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n',
+    "pairs-empty.jsonl": (
+        '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n'
+    ),
     "pairs-same.jsonl": '{"query": "one", "document": "one"}\n',
     "pairs-one.jsonl": '{"query": "one", "document": "two"}\n',
     "set-beir/corpus.jsonl": '{"_id": "d", "text": "a document"}\n',

@@ -81,7 +81,9 @@ ROWS = {
     "{tune} --dataset set --threads 0": "--threads",
     "{tune} --dataset set --pair-template text": "--pair-template",
     "{tune} --dataset set --config unknown.yaml": "unknown.yaml",
-    "{tune} --dataset set --config threshold.yaml --max-steps -1": "threshold.yaml: field `max_steps`: found -1",
+    "{tune} --dataset set --config threshold.yaml --max-steps -1": (
+        "threshold.yaml: field `max_steps`: found -1"
+    ),
     "{tune} --dataset demo_sc --demo-folder sets": "sets/demo_sc",
     "megaenc finetune grid --model hf x=nowhere --datasets set --output new": "nowhere",
     "megaenc finetune grid --model hf hf --datasets set --output new": "hf",
@@ -130,17 +132,27 @@ ROWS = {
     "{pairs} --input text.jsonl --count -1": "--count",
     "{pairs} --input text.jsonl --min-words 0": "--min-words",
     "{pairs} --input text.jsonl --max-words 8": "--max-words",
-    "megaenc embed pairs --method spans --input text.jsonl --output text.jsonl": "--output text.jsonl: is the input",
+    "megaenc embed pairs --method spans --input text.jsonl --output text.jsonl": (
+        "--output text.jsonl: is the input"
+    ),
     "megaenc embed pairs --method spans --input text.jsonl --output new.txt": "--output new.txt",
     "{mine} --model nowhere --data pairs.jsonl": "nowhere",
     "{mine} --model hf --data a.txt": "a.txt",
     "{mine} --model hf --data empty.jsonl": "empty.jsonl: found no pair",
     "{mine} --model hf --data notjson.jsonl": "notjson.jsonl:1: found `text`",
-    "{mine} --model hf --data pairs.jsonl pairs-empty.jsonl": "pairs-empty.jsonl:2: key `document`: found an empty text",
-    "{mine} --model hf --data pairs-same.jsonl": "pairs-same.jsonl:1: query and document are the same text",
-    "{mine} --model hf --data pairs-one.jsonl": "pairs-one.jsonl: found 1 pair, expected at least 2",
+    "{mine} --model hf --data pairs.jsonl pairs-empty.jsonl": (
+        "pairs-empty.jsonl:2: key `document`: found an empty text"
+    ),
+    "{mine} --model hf --data pairs-same.jsonl": (
+        "pairs-same.jsonl:1: query and document are the same text"
+    ),
+    "{mine} --model hf --data pairs-one.jsonl": (
+        "pairs-one.jsonl: found 1 pair, expected at least 2"
+    ),
     "{mine} --model hf --data set": "set: no corpus.jsonl",
-    "{mine} --model hf --data set-beir": "set-beir/qrels/train.tsv:2: document 'gone': not in corpus.jsonl",
+    "{mine} --model hf --data set-beir": (
+        "set-beir/qrels/train.tsv:2: document 'gone': not in corpus.jsonl"
+    ),
     "{mine} --model hf --data owner/pairs": "owner/pairs",
     "{mine} --model hf --data pairs.jsonl --corpus nothing": "nothing: no corpus.jsonl",
     "{mine} --model hf --data pairs.jsonl --negatives 0": "--negatives",
@@ -150,11 +162,15 @@ ROWS = {
     "megaenc embed train --data nowhere --model hf --output new": "nowhere",
     "megaenc embed train --data pairs.jsonl --model hf --output mine": "--output mine",
     "megaenc embed train --data pairs.jsonl --model hf --output file/new": "file/new",
-    "megaenc embed train --data pairs.jsonl --model hf --output nothing/../part": "part: exists already",
+    "megaenc embed train --data pairs.jsonl --model hf --output nothing/../part": (
+        "part: exists already"
+    ),
     "{contrast} --model nowhere": "nowhere",
     "{contrast} --model hf --batch-size 1": "--batch-size: found 1, expected 2 or more",
     "{contrast} --model hf --matryoshka-dims 32 32": "--matryoshka-dims",
-    "{contrast} --model hf --warmup 0 --matryoshka-dims 100000": "--matryoshka-dims: found 100000, expected at most",
+    "{contrast} --model hf --warmup 0 --matryoshka-dims 100000": (
+        "--matryoshka-dims: found 100000, expected at most"
+    ),
     "{contrast} --model hf --max-length 100000": "--max-length",
     "{contrast} --model hf --max-steps 1": "--warmup",
     "{contrast} --model hf --save-interval 0": "--save-interval",
@@ -200,7 +216,12 @@ ROWS = {
     "megaenc doctor --only weather": "weather",
     "megaenc doctor --only machine --timeout 0": "--timeout",
     "megaenc doctor --only machine --json file/new.json": "--json file/new.json",
-    "examples/continued_pretraining/continue_pretraining.py --input text.jsonl --output mine": "--output mine",
-    "examples/continued_pretraining/continue_pretraining.py --input nowhere.jsonl --output new": "nowhere.jsonl",
-    "examples/continued_pretraining/continue_pretraining.py --input text.jsonl --output new --family bert": "--family",
+    "examples/continued_pretraining/continue_pretraining.py --input text.jsonl --output mine": (
+        "--output mine"
+    ),
+    "examples/continued_pretraining/continue_pretraining.py --input nowhere.jsonl --output new": (
+        "nowhere.jsonl"
+    ),
+    "examples/continued_pretraining/continue_pretraining.py --input text.jsonl --output new "
+    "--family bert": "--family",
 }

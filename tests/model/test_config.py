@@ -196,7 +196,10 @@ YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embedding
         (
             dict(window_size=8, rotary_seq_len_interpolation_factor=8.0),
             1,
-            "--rotary-seq-len-interpolation-factor: found 8.0, expected --global-attn-every-n-layers with it",
+            (
+                "--rotary-seq-len-interpolation-factor: found 8.0, expected "
+                "--global-attn-every-n-layers with it"
+            ),
         ),
         (
             dict(rotary_seq_len_interpolation_factor=float("nan")),

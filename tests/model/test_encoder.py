@@ -51,7 +51,8 @@ def forward(encoder, tokens, attention, predict_at=None, labels=None):
 def sees(attention, at, other):
     """Return whether position `at` may look at position `other`."""
     document = sum(edge <= at for edge in EDGES) - 1
-    start, stop = EDGES[document], EDGES[document + 1]
+    start = EDGES[document]
+    stop = EDGES[document + 1]
     if not start <= other < stop:
         return False
     both_in_prefix = max(at, other) < start + PREFIXES[document]
@@ -109,7 +110,8 @@ def test_outputs_depend_on_what_mask_and_window_allow_and_on_nothing_else(
 
 
 def test_norms_after_attention_and_mlp_record_nothing_without_gradients():
-    encoder, recorded = build(shape=replace(TINY, **POST_NORMS)), []
+    encoder = build(shape=replace(TINY, **POST_NORMS))
+    recorded = []
     for layer in encoder.decoder.layers:
         layer.mlp_bda.register_forward_hook(
             lambda module, inputs, output: recorded.append(output.requires_grad)
@@ -160,11 +162,13 @@ def test_angles_of_yarn_are_those_of_transformers(head_dim, base, factor, contex
 def test_the_last_layer_leaves_out_what_predicts_nothing(attention, post_norms):
     """Losses and gradients are those of a last layer that computes every position."""
     shape = replace(TINY, window_size=3, global_attn_every_n_layers=2, post_norms=post_norms)
-    selecting, complete = build(shape=shape), build(shape=shape)
+    selecting = build(shape=shape)
+    complete = build(shape=shape)
     choices = [layer.selects_rows for layer in selecting.decoder.layers]
     assert selecting.selects_rows and choices == [False] * (TINY.num_layers - 1) + [True]
     complete.selects_rows = False
-    predict_at, labels = torch.tensor([0, 3, 7, 8, 30, 31]), torch.arange(6)
+    predict_at = torch.tensor([0, 3, 7, 8, 30, 31])
+    labels = torch.arange(6)
     sizes = []
     selecting.decoder.layers[-1].mlp.linear_fc2.register_forward_hook(
         lambda layer, inputs, output: sizes.append(len(inputs[0]))
@@ -197,7 +201,8 @@ def test_prefixes_that_no_attention_can_use(prefixes):
 
 
 def test_padded_vocabulary_takes_no_part():
-    encoder, tokens = build(vocab_size=100), torch.arange(32)
+    encoder = build(vocab_size=100)
+    tokens = torch.arange(32)
     assert encoder.output_layer.weight.shape[0] == 128
     logits = forward(encoder, tokens, Attention.BIDIRECTIONAL)
     assert (logits[:, 100:] == float("-inf")).all()
@@ -209,7 +214,8 @@ def test_padded_vocabulary_takes_no_part():
 
 
 def test_loss_of_no_target_is_zero_and_can_go_backward():
-    encoder, nothing = build(), torch.tensor([], dtype=torch.long)
+    encoder = build()
+    nothing = torch.tensor([], dtype=torch.long)
     loss, correct = forward(
         encoder, torch.arange(32), Attention.BIDIRECTIONAL, predict_at=nothing, labels=nothing
     )
@@ -228,10 +234,10 @@ def test_loss_of_no_target_is_zero_and_can_go_backward():
     ],
 )
 def test_initial_weights_follow_from_the_seed(options):
-    first, again, other = (
-        dict(build(seed=seed, shape=replace(TINY, **options)).named_parameters())
-        for seed in (3, 3, 4)
-    )
+    shape = replace(TINY, **options)
+    first = dict(build(seed=3, shape=shape).named_parameters())
+    again = dict(build(seed=3, shape=shape).named_parameters())
+    other = dict(build(seed=4, shape=shape).named_parameters())
     for name, parameter in first.items():
         assert torch.equal(parameter, again[name])
         if parameter.dim() == 1:

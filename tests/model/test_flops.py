@@ -16,7 +16,8 @@ from megaenc.objectives import Attention
 SHAPE = ModelConfig(
     num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
 )
-EDGES, PREFIXES = [0, 5, 6, 20, 32], [2, 0, 13, 4]
+EDGES = [0, 5, 6, 20, 32]
+PREFIXES = [2, 0, 13, 4]
 VOCABULARY = 128  # what a rank's share is padded to
 IN_PLACE = {
     torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b[1]

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from megaenc.model.config import ModelConfig
 
-TOKENS, HEADS, DIM = 7, 3, 8
+TOKENS = 7
+HEADS = 3
+DIM = 8
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -62,8 +64,10 @@ def formula(x, weight, residual=None):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_norm_of_numbers_and_of_sums_is_that_of_torch_with_its_gradients(dtype):
     """The sum is an output too, so gradients reach it directly and through the norm."""
-    x, weight = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(DIM, dtype=dtype)
-    residual, upstream = torch.randn_like(x), torch.randn(2, *x.shape, dtype=dtype)
+    x = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype)
+    weight = torch.randn(DIM, dtype=dtype)
+    residual = torch.randn_like(x)
+    upstream = torch.randn(2, *x.shape, dtype=dtype)
     torch.testing.assert_close(
         outcome(normed, (x, weight), upstream[0]), outcome(formula, (x, weight), upstream[0])
     )
@@ -75,9 +79,9 @@ def test_the_norm_of_numbers_and_of_sums_is_that_of_torch_with_its_gradients(dty
 
 @pytest.mark.usefixtures("in_parts")
 def test_a_norm_of_bfloat16_is_rounded_once():
-    x, weight, upstream = (
-        torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64))
-    )
+    x = torch.randn(500, 1, 64).bfloat16()
+    weight = torch.randn(64).bfloat16()
+    upstream = torch.randn(500, 1, 64).bfloat16()
     found = outcome(normed, (x, weight), upstream)
     exact = outcome(normed, (x.double(), weight.double()), upstream.double())
     for here, there in zip(found, exact, strict=True):
@@ -89,7 +93,8 @@ def test_a_norm_keeps_its_input_and_a_number_a_row_and_swiglu_its_input():
     from megaenc.model.functional import GatedActivation
 
     kept = []
-    x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
+    x = torch.randn(5, 1, DIM).bfloat16().requires_grad_()
+    weight = torch.ones(DIM).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):
@@ -112,7 +117,8 @@ def test_gated_activations_are_transformers_with_their_gradients(name):
         gate, up = x.chunk(2, -1)
         return ACT2FN[name](gate) * up
 
-    x, upstream = torch.randn(5, 2, 6), torch.randn(5, 2, 3)
+    x = torch.randn(5, 2, 6)
+    upstream = torch.randn(5, 2, 3)
     found = outcome(GatedActivation(None, name), [x], upstream)
     torch.testing.assert_close(found, outcome(gated, [x], upstream))
 

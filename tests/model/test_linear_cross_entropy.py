@@ -10,16 +10,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaenc.model.linear_cross_entropy import rows_per_chunk
 
-ROWS, HIDDEN, VOCABULARY, PADDED = 50, 16, 60, 64
+ROWS = 50
+HIDDEN = 16
+VOCABULARY = 60
+PADDED = 64
 
 
 @pytest.fixture
 def work(one_process):
     """Return hidden_NH, weight_VH and labels_N; the weights predict some labels."""
-    hidden, weight = torch.randn(ROWS, HIDDEN), torch.randn(PADDED, HIDDEN)
+    hidden = torch.randn(ROWS, HIDDEN)
+    weight = torch.randn(PADDED, HIDDEN)
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = (hidden @ weight[:VOCABULARY].T)[:10].argmax(1)
     return hidden, weight, labels
+
+
+def copy_leaves(tensors):
+    return [tensor.clone().requires_grad_() for tensor in tensors]
 
 
 def loss_of(hidden, weight, labels, **others):
@@ -75,7 +83,8 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, given, mo
     monkeypatch.setattr(loss_module, "_CACHE_ELEMENTS", PADDED * widened)
     *tensors, labels = work
     tensors.append(torch.randn(PADDED) if "bias_V" in given else torch.zeros(PADDED))
-    here, there = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+    here = copy_leaves(tensors)
+    there = copy_leaves(tensors)
     weights = torch.rand(ROWS) * 5
     weights[3] = 0
     soft_labels = soft_labels_of(labels)
@@ -110,8 +119,8 @@ def test_classes_have_the_first_rows(work, rows, buffered):
     hidden, weight, _ = work
     labels = torch.arange(ROWS) % 3
     bias = torch.randn(PADDED)
-    here = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    there = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    here = copy_leaves((hidden, weight, bias))
+    there = copy_leaves((hidden, weight, bias))
     buffer = torch.zeros(PADDED, HIDDEN) if buffered else None
     options = {
         "bias_V": here[2],
@@ -139,7 +148,8 @@ def test_losses_of_single_tokens_have_no_gradients(work):
 @pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
 def test_the_weights_gradient_is_added_to_its_buffer_in_forward(work, at_once):
     *weights, labels = work
-    here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
+    here = copy_leaves(weights)
+    there = copy_leaves(weights)
     buffer = torch.ones(PADDED, HIDDEN)
     loss, _ = loss_of(*here, labels, chunk_size=at_once, main_grad_VH=buffer)
     expected, _ = loss_of(*there, labels, chunk_size=at_once)
@@ -176,7 +186,8 @@ def test_gradients_of_parts_are_added_up_in_float32(work, at_once, is_soft):
 
 
 def test_of_equals_the_lowest_id_is_the_guess(work):
-    hidden, weight = torch.ones(2, HIDDEN), torch.ones(PADDED, HIDDEN)
+    hidden = torch.ones(2, HIDDEN)
+    weight = torch.ones(PADDED, HIDDEN)
     assert int(loss_of(hidden, weight, torch.tensor([0, 1]))[1]) == 1
 
 
@@ -216,10 +227,8 @@ def test_where_nobody_asks_for_gradients_none_are_made(work):
 
 def test_all_logits_never_exist(one_process):
     """A vocabulary of 128,256 and 1,024 predictions would be half a GiB in float32."""
-    hidden, weight = (
-        torch.randn(1024, 4, requires_grad=True),
-        torch.randn(128_256, 4, requires_grad=True),
-    )
+    hidden = torch.randn(1024, 4, requires_grad=True)
+    weight = torch.randn(128_256, 4, requires_grad=True)
     with Operations() as operations:
         loss_of(hidden, weight, torch.randint(0, VOCABULARY, (1024,)))[0].backward()
     assert operations.numel <= 2**26

@@ -93,7 +93,8 @@ def test_linear_layers_and_norms_are_its_own_and_attention_and_first_values_are_
     assert norms == ["EngineNorm"] * (2 * 6 + 1)
     assert layer["self_attention.core_attention"] == "PackedAttention"
     assert kinds.keys() == {name for name, _ in build(KernelConfig()).decoder.named_modules()}
-    here, there = (dict(build(kernels).named_parameters()) for kernels in (ENGINE, KernelConfig()))
+    here = dict(build(ENGINE).named_parameters())
+    there = dict(build(KernelConfig()).named_parameters())
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
 
@@ -114,7 +115,8 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
         ]
 
     for number, (saves, loads) in enumerate([(ENGINE, KernelConfig()), (KernelConfig(), ENGINE)]):
-        saved, loaded = build(saves, seed=5), build(loads, seed=6)
+        saved = build(saves, seed=5)
+        loaded = build(loads, seed=6)
         folder = tmp_path / str(number)
         folder.mkdir()
         write_chunks(folder, 0, chunks(saved))
@@ -170,7 +172,8 @@ def test_one_line_says_that_it_is_not_installed():
 
     with pytest.raises(
         InputError,
-        match="--transformer-impl transformer_engine: transformer-engine is not installed; install it",
+        match="--transformer-impl transformer_engine: transformer-engine is not installed; "
+        "install it",
     ):
         check_linear_layers(ENGINE, detect_backend(), [], torch.float32)
 

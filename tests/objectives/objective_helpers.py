@@ -46,7 +46,8 @@ def random_pack(sample: int, length: int = 64) -> Pack:
 
 def places_in_document(pack: Pack) -> list[int]:
     """Return the position of each token in its document by walking along the pack."""
-    places, place = [], 0
+    places = []
+    place = 0
     for at in range(len(pack.tokens)):
         place = 0 if at in pack.edges else place + 1
         places.append(place)

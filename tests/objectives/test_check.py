@@ -37,7 +37,10 @@ class Made(Objective):
 """
 SHOWN = "return Targets(inputs, at, pack.tokens[at])"
 HIDDEN = "inputs[at] = self.vocabulary.mask_id; return Targets(inputs, at, pack.tokens[at])"
-NEXT = "at = np.setdiff1d(np.arange(len(inputs)), pack.edges[1:] - 1); return Targets(inputs, at, pack.tokens[at + 1])"
+NEXT = (
+    "at = np.setdiff1d(np.arange(len(inputs)), pack.edges[1:] - 1); "
+    "return Targets(inputs, at, pack.tokens[at + 1])"
+)
 PREFIX = "attention = Attention.PREFIX; shift = 1"
 # Labels that the model can read: (class attributes, body of `targets`, part of the message).
 LEAKS = {
@@ -48,16 +51,21 @@ LEAKS = {
         "(distance 1); expected at most",
     ),
     "by_causal_attention": (
-        "attention = Attention.CAUSAL; shift = 1", f"inputs = np.roll(inputs, -1); {NEXT}", "(distance -1); expected at most",
+        "attention = Attention.CAUSAL; shift = 1",
+        f"inputs = np.roll(inputs, -1); {NEXT}",
+        "(distance -1); expected at most",
     ),
     "by_a_prefix_of_the_whole_document": (
-        PREFIX, NEXT.replace("+ 1])", "+ 1], np.diff(pack.edges).astype(np.int64))"), "100.0 % at their own place",
+        PREFIX,
+        NEXT.replace("+ 1])", "+ 1], np.diff(pack.edges).astype(np.int64))"),
+        "100.0 % at their own place",
     ),
     "in_the_prefix": (
         PREFIX,
         """
         prefixes = np.diff(pack.edges).astype(np.int64) // 2
-        spans = [np.arange(b - 1 - p, b - 1) for b, p in zip(pack.edges[1:].tolist(), prefixes.tolist())]
+        ends = pack.edges[1:] - 1
+        spans = [np.arange(end - prefix, end) for end, prefix in zip(ends, prefixes)]
         for start, span in zip(pack.edges.tolist(), spans):
             inputs[start : start + len(span)] = pack.tokens[span + 1]
         at = np.concatenate(spans)
@@ -76,40 +84,59 @@ LEAKS = {
     ),
     "as_a_sum_in_the_first_token": (
         "",
-        f"inputs[pack.edges[:-1]] = 3 + np.add.reduceat(pack.tokens, pack.edges[:-1]) % 997; {HIDDEN}",
+        f"""
+        first = pack.edges[:-1]
+        inputs[first] = 3 + np.add.reduceat(pack.tokens, first) % 997
+        {HIDDEN}
+        """,
         "(token 0); expected at most",
     ),
     "of_every_other_document": (
         "",
         f"""
         inputs[at] = 1
-        chosen = np.setdiff1d(at[(np.searchsorted(pack.edges, at, 'right') % 2).astype(bool)] + 1, pack.edges)
+        document = np.searchsorted(pack.edges, at, "right")
+        chosen = np.setdiff1d(at[document % 2 == 1] + 1, pack.edges)
         inputs[chosen] = pack.tokens[chosen - 1]
         {SHOWN}
         """,
         "(distance 1); expected at most",
     ),
     "at_other_predictions": (
-        "", f"inputs[at] = np.roll(pack.tokens[at], 1); {SHOWN}", "(place of another prediction 1); expected at most",
+        "",
+        f"inputs[at] = np.roll(pack.tokens[at], 1); {SHOWN}",
+        "(place of another prediction 1); expected at most",
     ),
-}  # fmt: skip
+}
 CASES = {f"labels_{name}": (*code, words) for name, (*code, words) in LEAKS.items()} | {
     "the_seed_of_hashes": (
         "",
-        f"at = np.array(sorted(random.Random(hash('x')).sample(at.tolist(), len(at) // 2)), np.int64); {HIDDEN}",
+        f"""
+        chosen = random.Random(hash("x")).sample(at.tolist(), len(at) // 2)
+        at = np.array(sorted(chosen), np.int64)
+        {HIDDEN}
+        """,
         "differ in another process",
     ),
     "the_thread": (
-        "", f"at = at[threading.current_thread() is threading.main_thread() :]; {HIDDEN}", "inputs: in a prefetching thread",
+        "",
+        f"at = at[threading.current_thread() is threading.main_thread() :]; {HIDDEN}",
+        "inputs: in a prefetching thread",
     ),
     "weights_of_some_packs": (
         "",
-        HIDDEN.replace("[at])", "[at], weights=np.ones(len(at), np.float32) if pack.sample % 2 else None)"),
+        HIDDEN.replace(
+            "[at])", "[at], weights=np.ones(len(at), np.float32) if pack.sample % 2 else None)"
+        ),
         "micro-batches: weights, which some packs have and others lack: in one row",
     ),
-    "a_changed_pack": ("", "pack.tokens[at] = 1; return Targets(pack.tokens, at, pack.tokens[at])", "contract: objective `made`"),
+    "a_changed_pack": (
+        "",
+        "pack.tokens[at] = 1; return Targets(pack.tokens, at, pack.tokens[at])",
+        "contract: objective `made`",
+    ),
     "no_predictions": ("", "return Targets(inputs, at[:0], at[:0])", "predictions: 0.00 %"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -190,7 +217,10 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
     assert "leaks not tested: labels are classes" in output
     # Of 997 tokens one is drawn for its own place.
     row = re.search(
-        r"predicted tokens: 0\.0 % mask, ([\d.]+) % another token, [\d.]+ % unchanged; others: 0\.0 %",
+        (
+            r"predicted tokens: 0\.0 % mask, ([\d.]+) % another token, [\d.]+ % unchanged; "
+            r"others: 0\.0 %"
+        ),
         output,
     )
     assert float(row[1]) == pytest.approx(25, abs=0.2)
@@ -273,7 +303,10 @@ def _fail(name, output):
         (
             _die,
             [
-                "training in 1 process failed: worker process 7 was killed by SIGSEGV, .*; last output: Fatal Python error"
+                (
+                    "training in 1 process failed: worker process 7 was killed by SIGSEGV, .*; "
+                    "last output: Fatal Python error"
+                )
             ],
         ),
         (_fail, ["training in 1 process failed: ValueError: no tokens"]),

@@ -73,18 +73,18 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_label_distributions_are_those_of_a_plain_forward(options, teacher):
-    objective, model, predictions = (
-        Distillation(VOCABULARY, teacher=str(teacher), **options),
-        load(teacher),
-        0,
-    )
+    objective = Distillation(VOCABULARY, teacher=str(teacher), **options)
+    model = load(teacher)
+    predictions = 0
     shared = {
         name: value for name, value in options.items() if name in ("mask", "random", "keep", "span")
     }
     masking = MaskedLanguageModeling(VOCABULARY, **shared)
     for sample in range(20):
-        pack, randomness = random_pack(sample), SampleRandomness(3, sample, 2)
-        actual, expected = objective.targets(pack, randomness), masking.targets(pack, randomness)
+        pack = random_pack(sample)
+        randomness = SampleRandomness(3, sample, 2)
+        actual = objective.targets(pack, randomness)
+        expected = masking.targets(pack, randomness)
         assert all(map(np.array_equal, actual.parts[:-2], expected.parts[:-2])), (
             "the inputs, places and labels of mlm"
         )
@@ -135,7 +135,9 @@ def test_documents_are_read_separately_in_batches_of_any_size(teacher, monkeypat
 def test_only_predicted_positions_get_logits(teacher, monkeypatch):
     from megaenc.objectives.distillation import load_teacher
 
-    objective, pack, shapes = Distillation(VOCABULARY, teacher=str(teacher)), random_pack(1), []
+    objective = Distillation(VOCABULARY, teacher=str(teacher))
+    pack = random_pack(1)
+    shapes = []
     head = load_teacher(str(teacher), VOCABULARY).model.get_output_embeddings()
     with head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape)):
         targets = objective.targets(pack, SampleRandomness(0, 0, 0))

@@ -58,7 +58,8 @@ def test_every_token_that_is_not_special_is_hidden_once(passes, ahead):
 
 def test_tokens_are_spread_at_random():
     """Passes are uniform over positions, and neighbours share one no more often."""
-    edges, rows = np.array([0, 12], dtype=np.int32), []
+    edges = np.array([0, 12], dtype=np.int32)
+    rows = []
     for sample in range(400):
         hidden_in = passes_of_tokens(Pack(sample, 0, np.arange(20, 32), edges), 4)
         rows.append([number for [number] in hidden_in])

@@ -85,7 +85,10 @@ def test_package_offers_a_built_in_name(install):
     install("copy-objectives", "copying_module", COPYING, mlm="copying_module:Copying")
     with pytest.raises(
         InputError,
-        match=r"objective `mlm`: package `copy-objectives` offers it, but megaenc.objectives.masking:.* has that name",
+        match=(
+            r"objective `mlm`: package `copy-objectives` offers it, but "
+            r"megaenc.objectives.masking:.* has that name"
+        ),
     ):
         find("mlm")
 

@@ -118,7 +118,10 @@ def test_canonical_is_equal_where_the_phases_are():
         ("clm:20,mlm:[70]", "steps add up to 90, expected 100, the steps of the run"),
         (
             "mlm:[1]",
-            "steps add up to 1, expected 100, the steps of the run; `1` is one step, write 1.0 for the whole run",
+            (
+                "steps add up to 1, expected 100, the steps of the run; `1` is one step, write "
+                "1.0 for the whole run"
+            ),
         ),
         ("clm:0.5,mlm:[50]", "found steps after a share, expected one kind"),
         ("mlm:0.999,clm:[0.001]", "0.001 of 100 steps is no step, expected at least one"),
@@ -152,7 +155,10 @@ def test_canonical_is_equal_where_the_phases_are():
         ("mlm(mask=0.3,[mask]=0.2)", "option `mask` is given twice"),
         (
             "mlm([msk]=0.3)",
-            "mlm: option `msk`: unknown, expected mask, random, keep, span, unit; did you mean `mask`?",
+            (
+                "mlm: option `msk`: unknown, expected mask, random, keep, span, unit; did you "
+                "mean `mask`?"
+            ),
         ),
         (
             "clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5",
@@ -172,12 +178,18 @@ def test_canonical_is_equal_where_the_phases_are():
         ),
         (
             "mlm(span=0->[4])",
-            "at step 2 of the phase: mlm: option `span`: found 0.040404 with mask=0.4, expected 0 or from 1.667",
+            (
+                "at step 2 of the phase: mlm: option `span`: found 0.040404 with mask=0.4, "
+                "expected 0 or from 1.667"
+            ),
         ),
         # Mixtures
         (
             "mix[]",
-            "found the end, expected `(` and the objectives of the mixture, such as mix(clm:0.3,mlm:0.7)",
+            (
+                "found the end, expected `(` and the objectives of the mixture, such as "
+                "mix(clm:0.3,mlm:0.7)"
+            ),
         ),
         ("mix(clm[)]", "found `)`, expected `:` and the weight of `clm`"),
         ("mix(clm:[-1],mlm:2)", "found `-1`, expected a weight above zero"),
@@ -193,7 +205,10 @@ def test_canonical_is_equal_where_the_phases_are():
         # Sums
         (
             "sum([clm]:1000000000,mlm:1)",
-            "the weights of this sum are 1000000000:1 as whole numbers, expected at most 16777216 each; use fewer digits",
+            (
+                "the weights of this sum are 1000000000:1 as whole numbers, expected at most "
+                "16777216 each; use fewer digits"
+            ),
         ),
         ("sum(clm:1,[mlm]:16777217)", "the weights of this sum are 1:16777217 as whole numbers"),
         # Repetitions
@@ -206,7 +221,10 @@ def test_canonical_is_equal_where_the_phases_are():
         ("5x(clm:0.05,mlm:[0.25])", "shares add up to 1.5, expected 1"),
         (
             "2x([)]",
-            "found `)`, expected the name of an objective, `mix(`, `sum(` or a repetition such as `5x(`",
+            (
+                "found `)`, expected the name of an objective, `mix(`, `sum(` or a repetition "
+                "such as `5x(`"
+            ),
         ),
         ("[2x] clm:50", "found `2x`, expected the name of an objective"),
         ("2x(clm:25,mlm:25[:]0.3)", "found `:`, expected `,` and another phase, or `)`"),
@@ -242,7 +260,10 @@ def test_a_tokenizer_without_mask_token_is_refused_at_the_phase_that_needs_one()
     assert len(Schedule.build("clm", 100, causal).phases) == 1
     with pytest.raises(
         InputError,
-        match=r"at character 10 of 'clm:0.25,mlm:0.75': mlm: the tokenizer \(ffffffffffff\) has no mask token",
+        match=(
+            r"at character 10 of 'clm:0.25,mlm:0.75': mlm: the tokenizer \(ffffffffffff\) has no "
+            r"mask token"
+        ),
     ):
         Schedule.build("clm:0.25,mlm:0.75", 100, causal)
 

@@ -44,7 +44,7 @@ def bounds(pack):
 
 
 # ---- Slow references: each returns the inputs, the positions of the labels and other fields.
-# `draw(purpose)` gives the uniform numbers of all tokens; the first ones are also those of documents.
+# `draw(purpose)` gives the uniform numbers of all tokens; documents use the first ones.
 
 
 def slow_clm(objective, pack, draw):
@@ -232,12 +232,17 @@ REFERENCES = {
     "gpt_bert": slow_gpt_bert,
 }
 OBJECTIVES = [
-    "clm", "mlm", "mlm(mask=1.0)", "mlm(mask=0.15,random=0.1,keep=0.1)", "mlm(mask=0.5,random=0.3,keep=0.7)", "mlm(span=3)",
-    "mlm(mask=0.9,span=20)", "mlm(mask=0.5,span=2)", "mlm(mask=0.3,random=0.2,keep=0.3,unit=word)", "mlm(mask=0.5,unit=FILE)",
-    "mntp", "mntp(mask=0.15,span=6,keep=0.5)", "mntp(mask=0.5,unit=word)", "mntp(mask=0.3,random=0.4,unit=FILE)",
+    "clm", "mlm", "mlm(mask=1.0)", "mlm(mask=0.15,random=0.1,keep=0.1)",
+    "mlm(mask=0.5,random=0.3,keep=0.7)", "mlm(span=3)",
+    "mlm(mask=0.9,span=20)", "mlm(mask=0.5,span=2)", "mlm(mask=0.3,random=0.2,keep=0.3,unit=word)",
+    "mlm(mask=0.5,unit=FILE)",
+    "mntp", "mntp(mask=0.15,span=6,keep=0.5)", "mntp(mask=0.5,unit=word)",
+    "mntp(mask=0.3,random=0.4,unit=FILE)",
     "prefix_lm", "prefix_lm(low=0.25,high=0.5)", "prefix_lm(high=0)", "prefix_lm(low=1)",
-    "diffusion", "diffusion(low=0.3,high=0.8)", "span_corruption", "span_corruption(mask=0.5,span=2)",
-    "span_corruption(mask=0.9,span=20,keep=0.2)", "gpt_bert", "gpt_bert(causal=0.5,mask=0.2,span=3,keep=0.5)",
+    "diffusion", "diffusion(low=0.3,high=0.8)", "span_corruption",
+    "span_corruption(mask=0.5,span=2)",
+    "span_corruption(mask=0.9,span=20,keep=0.2)", "gpt_bert",
+    "gpt_bert(causal=0.5,mask=0.2,span=3,keep=0.5)",
 ]  # fmt: skip
 
 

@@ -39,7 +39,9 @@ def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL, classes
                 **({"inputs": pack.tokens, "predict_at": at(), "labels": at()} | targets)
             )
 
-    Made.shift, Made.attention, Made.classes = shift, attention, classes
+    Made.shift = shift
+    Made.attention = attention
+    Made.classes = classes
     return Made(VOCABULARY)
 
 

@@ -57,9 +57,9 @@ def test_an_objective_that_a_run_lacks_is_named(runs, refusal, tmp_path):
     rewrite(runs[1], lambda row: row["objectives"].pop("mlm(mask=0.3)"))
     line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
     assert (
-        "no objective that all runs were validated under: long has clm, mlm(mask=0.3); short has mntp"
-        in line
-    )
+        "no objective that all runs were validated under: long has clm, mlm(mask=0.3); short "
+        "has mntp"
+    ) in line
     (runs[1] / "validation.jsonl").unlink()
     line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
     assert f"{runs[1]}: contains no validation" in line

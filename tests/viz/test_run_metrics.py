@@ -11,7 +11,9 @@ from megaenc.study.results.pretrain_runs import read_runs
 from megaenc.viz import plot, run_summary
 from megaenc.viz.run_metrics import read_steps
 
-METRICS, VALIDATION, FACTS = "metrics.jsonl", "validation.jsonl", "run.json"
+METRICS = "metrics.jsonl"
+VALIDATION = "validation.jsonl"
+FACTS = "run.json"
 
 DAMAGED = [
     # file, text and its replacement; an empty text is the whole first row or object

@@ -14,18 +14,22 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
     The last query is aligned with the last key. `window` has the numbers of keys before and after,
     -1 for all.
     """
-    each, parts = q.size(1) // k.size(1), []
+    each = q.size(1) // k.size(1)
+    before, after = window
+    if causal:
+        after = 0
+    parts = []
     assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
     for (q0, q1), (k0, k1) in zip(
         itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
     ):
-        rows, columns = q1 - q0, k1 - k0
+        rows = q1 - q0
+        columns = k1 - k0
         assert rows <= longest_q and 0 < columns <= longest_k, (
             "no segment lacks keys or is longer than was said"
         )
         distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
-        before, after = (columns if side < 0 else side for side in window)
-        hidden = (distance < -before) | (distance > (0 if causal else after))
+        hidden = (distance < -before) & (before >= 0) | (distance > after) & (after >= 0)
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(each, 1)) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1].repeat_interleave(each, 1)))
@@ -100,8 +104,8 @@ def flash_attn_4(*, cu_seqlens_q, cu_seqlens_k, window_size=(None, None), **name
 
 def install_4(monkeypatch, function):
     """Install a stand-in for the package flash-attn-4 with its module."""
-    version, module = importlib.metadata.version, "flash_attn.cute"
-    install(monkeypatch, module, function)
+    version = importlib.metadata.version
+    install(monkeypatch, "flash_attn.cute", function)
     monkeypatch.setattr(
         importlib.metadata,
         "version",

@@ -11,7 +11,8 @@ import torch
 
 from megaenc.objectives import Attention
 
-HOST, ACCELERATOR = torch.device("cpu"), torch.device("cuda", 0)
+HOST = torch.device("cpu")
+ACCELERATOR = torch.device("cuda", 0)
 LENGTHS = [5, 1, 14, 150, 12]
 WAYS = (
     "sdpa",
@@ -108,12 +109,11 @@ def test_each_way_is_the_formula_under_each_mask_and_window(way, shape, plug, ch
 
 def test_a_window_as_long_as_the_longest_document_is_none():
     """The results are bitwise equal; a shorter window differs."""
-    inputs, packed = numbers(4, 2, 16), packing(Attention.CAUSAL)
-    everything, of_149, of_148 = (
-        computed("sdpa", *inputs, packed, window)[0] for window in (None, 149, 148)
-    )
-    assert torch.equal(of_149, everything)
-    assert not torch.equal(of_148, everything)
+    inputs = numbers(4, 2, 16)
+    packed = packing(Attention.CAUSAL)
+    everything = computed("sdpa", *inputs, packed)[0]
+    assert torch.equal(computed("sdpa", *inputs, packed, 149)[0], everything)
+    assert not torch.equal(computed("sdpa", *inputs, packed, 148)[0], everything)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,11 +147,9 @@ def test_versions_of_flash_attn_are_tried_one_after_the_other(plug, monkeypatch)
     assert backends.flash_attn_versions(HOST) == []
 
 
-NONE, HOPPER, BLACKWELL = (
-    "flash-attn is not installed",
-    "version 3 needs a Hopper GPU",
-    "version 4 needs a Hopper or Blackwell GPU",
-)
+NONE = "flash-attn is not installed"
+HOPPER = "version 3 needs a Hopper GPU"
+BLACKWELL = "version 4 needs a Hopper or Blackwell GPU"
 
 
 @pytest.mark.parametrize(
@@ -211,8 +209,10 @@ def test_padding_is_of_few_shapes_and_worked_out_once_for_all_layers(monkeypatch
     """Five documents of up to 128 tokens form a batch of eight, three of 512 a four."""
     from megaenc.model.attention import padded
 
-    times, from_packed = [], padded.PaddedBatches.from_packed
-    shapes, dot_product = [], torch.nn.functional.scaled_dot_product_attention
+    times = []
+    from_packed = padded.PaddedBatches.from_packed
+    shapes = []
+    dot_product = torch.nn.functional.scaled_dot_product_attention
 
     def watched(q, k, v, **how):
         shapes.append(tuple(k.shape))
@@ -226,7 +226,8 @@ def test_padding_is_of_few_shapes_and_worked_out_once_for_all_layers(monkeypatch
         lambda *arguments: times.append(1) or from_packed(*arguments),
     )
     lengths = [128, 1, 300, 17, 257, 90, 512, 64]
-    inputs, packed = numbers(4, 2, 8, lengths), packing(Attention.CAUSAL, lengths)
+    inputs = numbers(4, 2, 8, lengths)
+    packed = packing(Attention.CAUSAL, lengths)
     for _ in range(3):
         computed("cudnn", *inputs, packed)
     assert shapes == 3 * [(8, 2, 128, 8), (4, 2, 512, 8)] and len(times) == 1
@@ -305,20 +306,18 @@ def test_onednn_is_as_near_as_torch_in_bfloat16(kept, check, monkeypatch):
 
     monkeypatch.setattr(onednn, "KEPT_KEYS", kept)
     monkeypatch.setattr(selftest, "_QUERY_SCALE", 16.0)
-    here, torchs = (check(name, 4, 2, 64, torch.bfloat16).error for name in ("onednn", "sdpa"))
-    print(here, torchs)
-    assert here <= 1.8 * torchs
+    onednn_error = check("onednn", 4, 2, 64, torch.bfloat16).error
+    assert onednn_error <= 1.8 * check("sdpa", 4, 2, 64, torch.bfloat16).error
 
 
 def test_onednn_keeps_documents_apart_and_repeats_itself():
     """The results stay bitwise equal if a neighbouring document is NaN."""
-    inputs, packed = (
-        [x.bfloat16() for x in numbers(4, 2, 16, LONG)],
-        packing(Attention.CAUSAL, LONG),
-    )
+    inputs = [x.bfloat16() for x in numbers(4, 2, 16, LONG)]
+    packed = packing(Attention.CAUSAL, LONG)
     start, _, stop = packed.spans()[2]
     broken = [x.index_fill(0, torch.arange(start, stop), float("nan")) for x in inputs]
-    first, again = (computed("onednn", *inputs, packing(Attention.CAUSAL, LONG)) for _ in range(2))
+    first = computed("onednn", *inputs, packing(Attention.CAUSAL, LONG))
+    again = computed("onednn", *inputs, packing(Attention.CAUSAL, LONG))
     for one, two, three in zip(first, again, computed("onednn", *broken, packed), strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one[:start], three[:start]) and torch.equal(one[stop:], three[stop:])
@@ -330,17 +329,17 @@ def test_onednn_saves_a_bounded_number_of_bytes():
     from megaenc.model.attention.backends import compute_attention
 
     lengths = [2500, 1000, 60]
-    packed, rows, saved = packing(Attention.BIDIRECTIONAL, lengths), 4 * (sum(lengths) + 64), []
-    q, k, v, _ = (x.bfloat16().requires_grad_() for x in numbers(4, 2, 8, lengths))
+    packed = packing(Attention.BIDIRECTIONAL, lengths)
+    rows = 4 * (sum(lengths) + 64)
+    saved = []
+    inputs = [x.bfloat16().requires_grad_() for x in numbers(4, 2, 8, lengths)[:3]]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        compute_attention("onednn", q, k, v, packed)
-        assert (
-            sum(x.nbytes for x in saved)
-            <= q.nbytes + k.nbytes + v.nbytes + 4 * rows + rows * onednn.KEPT_KEYS
-        )
+        compute_attention("onednn", *inputs, packed)
+        most = sum(x.nbytes for x in inputs) + 4 * rows + rows * onednn.KEPT_KEYS
+        assert sum(x.nbytes for x in saved) <= most
         saved.clear()
         with torch.no_grad():
-            compute_attention("onednn", q, k, v, packed)
+            compute_attention("onednn", *inputs, packed)
     assert not saved
 
 
@@ -353,7 +352,8 @@ def test_float32_products_are_as_before():
         assert matmul.fp32_precision == "bf16"
         raise RuntimeError("inside")
     assert matmul.fp32_precision == "none"
-    entered, leave = threading.Event(), threading.Event()
+    entered = threading.Event()
+    leave = threading.Event()
 
     def other():
         with float32_by_onednn():
@@ -398,6 +398,7 @@ def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
     monkeypatch.setattr(
         blocks, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds)
     )
-    q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
-    assert backends.compute_attention("sdpa", q, k, v, packing(Attention.CAUSAL)).shape == q.shape
+    inputs = [x.to("meta") for x in numbers(4, 2, 16)[:3]]
+    out = backends.compute_attention("sdpa", *inputs, packing(Attention.CAUSAL))
+    assert out.shape == inputs[0].shape
     assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

@@ -38,9 +38,8 @@ def test_the_reference_is_the_formula_a_position_at_a_time(window):
         (6, 6, 9),
         (9, 13, 13),
     ]  # a prefix, causal, causal, bidirectional
-    q, k, v, upstream = (
-        torch.randn(13, heads, 6, requires_grad=heads < 5) for heads in (4, 2, 2, 4)
-    )
+    inputs = [torch.randn(13, heads, 6, requires_grad=True) for heads in (4, 2, 2, 4)]
+    q, k, v, upstream = inputs
     rows = []
     for start, prefix, stop in spans:
         for at in range(start, stop):
@@ -52,7 +51,7 @@ def test_the_reference_is_the_formula_a_position_at_a_time(window):
     out = torch.stack(rows).view(13, 4, 6)
     expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
     for here, there in zip(
-        reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans, window),
+        reference_attention(*(x.detach() for x in inputs), spans, window),
         expected,
         strict=True,
     ):
@@ -116,7 +115,8 @@ def scale_of_wider_heads(q, k, v, packing):
 
 def last_key_of_the_document_before(q, k, v, packing):
     """Let the first token of each document see a little of the previous one."""
-    out, first = right(q, k, v, packing), packing.cu_seqlens_q[1:-1].long()
+    out = right(q, k, v, packing)
+    first = packing.cu_seqlens_q[1:-1].long()
     return out.index_add(0, first, 0.1 * v[first - 1].repeat_interleave(q.size(1) // v.size(1), 1))
 
 

@@ -12,10 +12,13 @@ from megaenc.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
-OPEN, AMD = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+OPEN = (torch.float8_e4m3fn, torch.float8_e5m2)
+AMD = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 LAST_PLACE = dict.fromkeys((OPEN[0], AMD[0]), 2**-3) | dict.fromkeys((OPEN[1], AMD[1]), 2**-2)
 TYPES = list(LAST_PLACE)
-TOKENS, WIDTH, OUT = 52, 48, 80  # tokens are no multiple of 16
+TOKENS = 52  # tokens are no multiple of 16
+WIDTH = 48
+OUT = 80
 
 
 def kind(forward=OPEN[0], gradient=OPEN[1]):
@@ -61,10 +64,8 @@ def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
     x = torch.randn(64, 64)
     x += 0.1 * x.sign()
     x[:, 32:] *= 37
-    (numbers, inverse), (part, of_part) = (
-        scaled(x, OPEN[0]),
-        scaled(x[:, :32].contiguous(), OPEN[0]),
-    )
+    numbers, inverse = scaled(x, OPEN[0])
+    part, of_part = scaled(x[:, :32].contiguous(), OPEN[0])
     assert of_part < inverse
     assert torch.equal(numbers[:, :32] * inverse, part * of_part)
 
@@ -81,10 +82,12 @@ def test_a_matrix_of_nothing_is_no_fault(x):
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_makes_every_product_one(wrong):
     """NaN makes the step be skipped; float8 would turn infinity into a finite number."""
-    x, weight = torch.randn(32, 16), torch.randn(16, 16)
+    x = torch.randn(32, 16)
+    weight = torch.randn(16, 16)
     x[5, 6] = wrong
     f8 = kind()
-    (x8, x_inverse), (w8, w_inverse) = (f8.quantize(m, f8.amax(m), f8.forward) for m in (x, weight))
+    x8, x_inverse = f8.quantize(x, f8.amax(x), f8.forward)
+    w8, w_inverse = f8.quantize(weight, f8.amax(weight), f8.forward)
     assert f8.matmul(x8, w8, x_inverse, w_inverse, torch.float32).isnan().all()
 
 
@@ -138,17 +141,16 @@ def test_layers_are_exactly_what_their_rounded_matrices_give(
     """The products equal float32 products of the float8 values, in the input's type."""
     for layer in layers(fp8_format, dtype):
         torch.nn.init.normal_(layer.bias)
-        x, gradient = (
-            torch.randn(TOKENS, 1, WIDTH).to(dtype).requires_grad_(),
-            torch.randn(TOKENS, 1, OUT).to(dtype),
-        )
+        x = torch.randn(TOKENS, 1, WIDTH).to(dtype).requires_grad_()
+        gradient = torch.randn(TOKENS, 1, OUT).to(dtype)
         found, _ = layer(x)
         found.backward(gradient)
-        (x8, i), (w8, j), (g8, k) = (
-            scaled(m.detach().flatten(0, -2), kind)
-            for m, kind in ((x, OPEN[0]), (layer.weight, OPEN[0]), (gradient, of_gradient))
-        )
-        x_TK, w_NK, g_TN = x8 * i, w8 * j, g8 * k
+        x8, i = scaled(x.detach().flatten(0, 1), OPEN[0])
+        w8, j = scaled(layer.weight.detach(), OPEN[0])
+        g8, k = scaled(gradient.flatten(0, 1), of_gradient)
+        x_TK = x8 * i
+        w_NK = w8 * j
+        g_TN = g8 * k
         for actual, expected in (
             (found, x_TK @ w_NK.t() + layer.bias.float()),
             (x.grad, g_TN @ w_NK),
@@ -180,7 +182,8 @@ def test_the_start_finds_what_computes_something_else(monkeypatch):
     monkeypatch.setattr(module.Float8Recipe, "matmul", halved)
     with pytest.raises(
         InputError,
-        match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out",
+        match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; "
+        "leave the flag out",
     ):
         module.check_float8_linear("hybrid", detect_backend(), widths, torch.float32)
 
@@ -189,7 +192,8 @@ def test_the_start_finds_what_computes_something_else(monkeypatch):
 def test_a_processor_computes_what_torch_s_kernel_does(a):
     from megaenc.model.fp8.tensor import Float8Recipe
 
-    left, right = torch.randn(16, 32).to(a), torch.randn(48, 32).to(torch.float8_e4m3fn)
+    left = torch.randn(16, 32).to(a)
+    right = torch.randn(48, 32).to(torch.float8_e4m3fn)
     scales = torch.tensor(0.25), torch.tensor(8.0)
     found = Float8Recipe.matmul(left, right, *scales, torch.float32)
     expected = torch._scaled_mm(
@@ -269,8 +273,10 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
     )
     module.select_float8_recipe.cache_clear()
     assert not module.select_float8_recipe("hybrid", backend).triton
-    said = "--fp8-format hybrid: Triton kernels are not used to quantize (it rounds otherwise); torch's slower ones are\n"
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == (
+        "--fp8-format hybrid: Triton kernels are not used to quantize (it rounds otherwise); "
+        "torch's slower ones are\n"
+    )
     module.select_float8_recipe.cache_clear()
 
 

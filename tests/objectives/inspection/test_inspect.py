@@ -51,7 +51,8 @@ def inspect_output(capsys, *flags) -> str:
 
 def figures(text: str) -> dict[str, str]:
     """Return the named lines at the top, with continuation lines joined."""
-    actual, name = {}, ""
+    actual = {}
+    name = ""
     for line in text.split("\n\n")[0].splitlines()[1:]:
         name = line[:20].strip() or name
         actual[name] = f"{actual.get(name, '')} {line[20:].strip()}".strip()
@@ -73,7 +74,9 @@ def test_figures_worked_out_by_hand(corpus, capsys):
         # They start at tokens 0, 5, 10 and 15.
         "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",
         # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
-        "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
+        "tokens a document": (
+            "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty"
+        ),
     }
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
     assert rows == [
@@ -82,7 +85,8 @@ def test_figures_worked_out_by_hand(corpus, capsys):
         ["4 - 7", "2", "50.0 %", "█" * 20, "68.8 %"],
     ]
     assert " ".join(out.split("\n\n")[2].split()) == (
-        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."
+        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and "
+        "predicts."
     )
 
 

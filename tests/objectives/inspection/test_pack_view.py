@@ -26,7 +26,8 @@ from megaenc.objectives.inspection.pack_view import (
     decode_pack,
 )
 
-EOS, MASK = 0, 1
+EOS = 0
+MASK = 1
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ def test_marks_are_those_that_the_run_has(tokenizer, vocabulary):
     targets = objective.targets(pack, SampleRandomness(seed=9, sample=5, epoch=2))
     expected = [AS_IS] * len(pack.tokens)
     for at in targets.predict_at:
-        before, after = pack.tokens[at], targets.inputs[at]
-        expected[at] = KEPT if before == after else HIDDEN if after == MASK else REPLACED
+        token = targets.inputs[at]
+        if token == pack.tokens[at]:
+            expected[at] = KEPT
+        else:
+            expected[at] = HIDDEN if token == MASK else REPLACED
     assert set(expected) == {AS_IS, HIDDEN, KEPT, REPLACED}
     decoded = decode_pack(pack, objective, 9, tokenizer)
     stretches = [stretch for piece in decoded.pieces for stretch in piece]

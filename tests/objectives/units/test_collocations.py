@@ -23,7 +23,8 @@ from megaenc.objectives.units.matching import load_collocations
 
 def plain_counts(runs, min_count):
     """Return counts of frequent n-grams and the number of all, for each length."""
-    counts, totals = [], []
+    counts = []
+    totals = []
     for length in range(1, 6):
         ngrams = [
             tuple(run[at : at + length]) for run in runs for at in range(len(run) - length + 1)
@@ -56,7 +57,8 @@ def ngrams_of(tables, level):
     """Return the token ids of each n-gram of a table, from its first and last parts."""
     if level == 0:
         return [(int(token),) for token in tables[0].prefixes]
-    shorter, table = ngrams_of(tables, level - 1), tables[level]
+    shorter = ngrams_of(tables, level - 1)
+    table = tables[level]
     both = zip(table.prefixes.tolist(), table.suffixes.tolist(), strict=True)
     return [(*shorter[prefix], shorter[suffix][-1]) for prefix, suffix in both]
 

@@ -50,7 +50,10 @@ def test_units_that_cannot_be(file, tmp_path):
         str(
             tmp_path / "none.npz"
         ): "none.npz: no such file; expected a file of `megaenc objective collocations`",
-        foreign: "collocations of another tokenizer (aaaaaaaaaaaa), expected the one of the run (ffffffffffff)",
+        foreign: (
+            "collocations of another tokenizer (aaaaaaaaaaaa), expected the one of the run "
+            "(ffffffffffff)"
+        ),
         str(tmp_path / "other.npz"): "other.npz: no collocations, or damaged",
         str(tmp_path / "cut.npz"): "cut.npz: no collocations, or damaged",
         gap: "gap.npz: holds no token n-grams of 2 to 5 tokens",
@@ -105,7 +108,10 @@ def test_words_and_collocations_of_real_text_are_hidden_whole(small_corpus, tmp_
         output.split()
     )
     objective = MaskedLanguageModeling(read_vocabulary(tokenizer), mask=0.4, unit="word")
-    text = "Tokenization of extraordinarily uncommon words, transcendentally speaking: hippopotamuses don't."
+    text = (
+        "Tokenization of extraordinarily uncommon words, transcendentally speaking: "
+        "hippopotamuses don't."
+    )
     encoding = tokenizer(text, add_special_tokens=False)
     ids = np.array(encoding["input_ids"])
     words = np.array(encoding.word_ids())

@@ -12,7 +12,8 @@ from megaenc.model.kernels import cross_entropy, dropout, glu, norm, rotary, sel
 from megaenc.model.kernels.selftest import CHECKS, TOLERANCE, LayerWidths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
-HOST, WIDTHS = torch.device("cpu"), LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
+HOST = torch.device("cpu")
+WIDTHS = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
 ODD_WIDTHS = LayerWidths(hidden=171, head=10, ffn=33, vocabulary=2500)
 
 
@@ -37,29 +38,37 @@ PADDED = 'columns, scores, float("-inf"))\n        top'
 MISTAKES = [
     ("layer_norm", norm, "inside, numbers - mean, 0.0)", "inside, numbers, 0.0)", "the output"),
     ("layer_norm", norm, "tl.where(inside, numbers - mean, 0.0)", "numbers - mean", "the output"),
-    ("layer_norm", norm, "above = subtract_mean(above, inside, width)", "pass", "the gradient of x"),
+    ("layer_norm", norm, "above = subtract_mean(above, inside, width)", "pass",
+     "the gradient of x"),
     ("layer_norm", norm, "below += tl.load", "below -= tl.load", "the gradient of x"),
-    ("norm", norm, "/ width + epsilon)\n    tl.store", "/ COLUMNS + epsilon)\n    tl.store", "the output"),
+    ("norm", norm, "/ width + epsilon)\n    tl.store", "/ COLUMNS + epsilon)\n    tl.store",
+     "the output"),
     ("norm", norm, "- normed * along", "+ normed * along", "the gradient of x"),
-    ("norm", norm, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)", "the gradient of"),
+    ("norm", norm, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)",
+     "the gradient of"),
     ("norm", norm, "to_weight_PH.sum(0)", "to_weight_PH[0]", "the gradient of weight"),
     ("norm", norm, "below += tl.load", "below -= tl.load", "the gradient of x"),
     ("norm", norm, "numbers += tl.load(residual", "numbers -= tl.load(residual", "the output"),
     ("rotary", rotary, "SIGN=sign", "SIGN=1", "the gradient of x"),
     ("rotary", rotary, "across = -across", "across = across", "the gradient of mixed"),
-    ("rotary", rotary, "inside & (place > per_group)", "inside & (place >= per_group)", "the output"),
-    ("rotary", rotary, "tl.load(value + half, mask=is_value", "tl.load(value, mask=is_value", "the gradient of mixed"),
+    ("rotary", rotary, "inside & (place > per_group)", "inside & (place >= per_group)",
+     "the output"),
+    ("rotary", rotary, "tl.load(value + half, mask=is_value", "tl.load(value, mask=is_value",
+     "the gradient of mixed"),
     ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
     ("swiglu", glu, "(factor + growth)", "factor", "the gradient of x"),
-    ("swiglu", glu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is off by nan"),
-    ("geglu", glu, "0.5 * (1.0 + tl.erf(gate * ROOT_HALF))", "1.0 / (1.0 + tl.exp(-1.702 * gate))", "the output"),
+    ("swiglu", glu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))",
+     "the gradient of x is off by nan"),
+    ("geglu", glu, "0.5 * (1.0 + tl.erf(gate * ROOT_HALF))", "1.0 / (1.0 + tl.exp(-1.702 * gate))",
+     "the output"),
     ("geglu", glu, "-0.5 * gate * gate", "-gate * gate", "the gradient of x"),
     ("geglu", glu, "(3.0 * TANH_CUBIC)", "TANH_CUBIC", "the gradient of x"),
     ("geglu", glu, "_TritonGLU.apply(x, activation)", '_TritonGLU.apply(x, "gelu")', "the output"),
     ("dropout", dropout, "number >> 15", "number >> 14", "the output"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
-    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NO_TOKEN)", "tl.max(column * (scores == top)", "the pred"),
+    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NO_TOKEN)",
+     "tl.max(column * (scores == top)", "the pred"),
     ("loss", cross_entropy, "probability - 1.0", "probability", "the gradient of logits"),
 ]  # fmt: skip
 

@@ -31,7 +31,8 @@ def rotation(tokens, dim):
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "glu", "rotation", "split"])
 def test_slices_of_odd_alignment_are_as_good_as_whole_tensors(name, dtype):
     """Inputs and gradients are exactly equal."""
-    weight, turn = draw(24, dtype=dtype), rotation(5, 24)
+    weight = draw(24, dtype=dtype)
+    turn = rotation(5, 24)
     function, width = {
         "rms_norm": (lambda x: rms_norm(x, weight, 1e-5), 24),
         "layer_norm": (lambda x: layer_norm(x, weight, 1e-5), 24),
@@ -42,7 +43,8 @@ def test_slices_of_odd_alignment_are_as_good_as_whole_tensors(name, dtype):
     whole = draw(5, 1, 3, width + 3, dtype=dtype)
     part = whole[..., 1:-2]
     copy = part.detach().clone().requires_grad_()
-    found, expected = function(part), function(copy)
+    found = function(part)
+    expected = function(copy)
     gradient = torch.randn(*found.shape[:-1], found.size(-1) + 3).to(dtype)[..., 1:-2]
     assert torch.equal(found, expected) and found.is_contiguous()
     [here] = torch.autograd.grad(found, whole, gradient)
@@ -52,9 +54,9 @@ def test_slices_of_odd_alignment_are_as_good_as_whole_tensors(name, dtype):
 
 @norms
 def test_norm_of_a_rounded_sum_is_that_of_what_is_passed_on(norm):
-    x, residual, weight = (
-        draw(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (40, 64), (64,))
-    )
+    x = draw(40, 64, dtype=torch.bfloat16)
+    residual = draw(40, 64, dtype=torch.bfloat16)
+    weight = draw(64, dtype=torch.bfloat16)
     total, out = norm(x, weight, 1e-5, residual)
     assert torch.equal(out, norm(total, weight, 1e-5))
 
@@ -68,7 +70,8 @@ def test_norm_of_zeros(norm):
 
 def test_layer_norm_far_from_0():
     """Subtract the mean before squaring; the mean square would lose four digits."""
-    x, weight = draw(9, 171) + 100, draw(171)
+    x = draw(9, 171) + 100
+    weight = draw(171)
     exact = torch.nn.functional.layer_norm(x.double(), (171,), weight.double(), None, 1e-5)
     torch.testing.assert_close(layer_norm(x, weight, 1e-5).double(), exact, rtol=0, atol=1e-4)
 
@@ -80,7 +83,8 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    hidden, weight = draw(predictions, 24, dtype=dtype), draw(1000, 24, dtype=dtype)
+    hidden = draw(predictions, 24, dtype=dtype)
+    weight = draw(1000, 24, dtype=dtype)
     labels = torch.randint(0, 937, (predictions,))
 
     def outcome(**how):
@@ -107,7 +111,8 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, one_process):
 def test_nothing_is_kept_but_what_came():
     """So recomputed layers free their activations."""
     kept = []
-    x, weight = draw(5, 1, 64), draw(64)
+    x = draw(5, 1, 64)
+    weight = draw(64)
     cos = torch.ones(5, 1, 1, 32)
     turn = Rotation(cos, cos, fused=True)
     with torch.autograd.graph.saved_tensors_hooks(
