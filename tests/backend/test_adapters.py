@@ -1,4 +1,4 @@
-"""The two stand-ins: only megatron-core sees them, only where they are needed, only for a wheel that is known."""
+"""Two stand-ins for megatron-core: used only where needed, for known wheels only."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_torch_is_itself_for_everybody_else():
 
 @pytest.mark.usefixtures("one_process")
 def test_the_gradient_of_a_token_that_is_seen_often_is_summed_in_float32():
-    """As MLM's mask token is: in bfloat16 a sum of 2,000 gradients of one size stops growing."""
+    """In bfloat16, a sum of 2,000 gradients of MLM's mask token stops growing."""
     from megatron.core.tensor_parallel import VocabParallelEmbedding
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -59,7 +59,7 @@ def test_importing_transformers_after_the_adapters_works():
 
 
 def test_adamw_is_torchs():
-    """Same numbers as torch.optim.AdamW for two groups with rates that change, and one step count a group.
+    """Two groups with changing rates equal torch's; each group counts steps once.
 
     Each step divides the sums of gradients that it is given by a divisor of its own.
     """

@@ -1,4 +1,4 @@
-"""What the backend finds, and how processes share a machine."""
+"""The backend of a machine, and processes that share it."""
 
 import os
 
@@ -40,7 +40,7 @@ def test_host_is_found_and_measured():
     ],
 )
 def test_peak_of_a_device_by_its_name(name, teraflops):
-    """Dense bf16 of the maker's data sheet; 0 where the table has no such device, so that no utilization is made up."""
+    """It is the maker's dense bf16 peak; unknown devices have 0 and no utilization."""
     assert peak_bf16_flops(name) == teraflops * 1e12
 
 
@@ -79,9 +79,8 @@ def test_connections_are_limited_before_cuda_starts(monkeypatch):
     """torch.cuda.is_available starts CUDA, which reads the variable only then."""
     from megaenc.backend import device
 
-    monkeypatch.setenv(
-        "CUDA_DEVICE_MAX_CONNECTIONS", ""
-    )  # so that the variable is removed at the end
+    # monkeypatch removes the variable at the end.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     values = []
     monkeypatch.setattr(

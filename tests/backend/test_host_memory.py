@@ -1,8 +1,9 @@
-"""Memory that is freed stays with the process: what is made next costs no pages of the kernel's."""
+"""Freed host memory, which stays with the process and costs no new pages."""
 
 import runs
 
-# Makes and frees tensors of 12 to 64 MiB; prints whether malloc was told, and the pages that came anew for each that was written.
+# Makes and frees tensors of 12 to 64 MiB; prints whether malloc was told, and the pages that came
+# anew for each that was written.
 PROGRAM = """
 import resource
 import torch

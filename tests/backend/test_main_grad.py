@@ -1,4 +1,4 @@
-"""Weight gradients that matrix products add to their buffers: the sums of gradients that are added afterwards, or exact ones."""
+"""Weight gradients that products add to buffers, equal to sums of gradients."""
 
 import copy
 
@@ -10,7 +10,7 @@ RUN = [*runs.SHORT_RUN, "--global-batch-size", "16", "--micro-batch-size", "4"]
 
 
 def gradients(small_corpus, flags, prepare=lambda engine: None):
-    """The gradient buffer of every weight after the first step's micro-batches, and the names of those that products added to."""
+    """Return the gradient buffers of the first step, and the names products added to."""
     from megaenc import backend
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
@@ -64,21 +64,22 @@ def test_the_sums_are_those_of_gradients_added_afterwards(flags, small_corpus):
     assert not never
     for name, gradient in here.items():
         difference = float((gradient - there[name]).norm() / there[name].norm())
-        # In bfloat16 the host rounds each product as before; the head's is no longer rounded after its parts are added up.
+        # In bfloat16 the host rounds each product as before; the head's is no longer rounded after
+        # its parts are added up.
         assert difference <= (
             2e-3 if name == "output_layer.weight" and "--bf16" in flags else 1e-6
         ), name
 
 
 def test_products_in_float32_are_exact_sums(small_corpus, monkeypatch):
-    """As an accelerator adds them, against float64 sums of the same products."""
+    """Accelerators add in float32; the reference sums the same products in float64."""
     from megaenc.backend import main_grad
     from megaenc.model import linear_cross_entropy
 
     exact: dict[int, torch.Tensor] = {}
 
     def accumulate(total, a, b, *, in_float32):
-        """What addmm with `out_dtype` computes on an accelerator, noting the sum in float64."""
+        """Compute addmm with `out_dtype` as an accelerator does; note the float64 sum."""
         if total is not None:
             exact.setdefault(total.data_ptr(), torch.zeros(total.shape, dtype=torch.float64)).add_(
                 a.double() @ b.double()

@@ -1,4 +1,4 @@
-"""Which layers are where, by arithmetic alone."""
+"""The layers of each rank."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Questions to all ranks: the same answer on each."""
+"""Reductions over all ranks: the same answer on each."""
 
 import pytest
 import runs

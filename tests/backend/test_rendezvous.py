@@ -1,4 +1,4 @@
-"""Processes of one attempt find each other, whatever those of earlier attempts have left in the store."""
+"""Processes of one attempt, which meet whatever earlier ones left in the store."""
 
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ SOON = timedelta(seconds=20)
 
 
 def attempt(store, size):
-    """The names that the ranks find, the last rank being the first to come."""
+    """Return the names that the ranks find; the last rank comes first."""
     with ThreadPoolExecutor(size) as pool:
         coming = [
             pool.submit(_agree_on_attempt, store, rank, size, SOON)
@@ -44,10 +44,10 @@ def test_what_is_no_name_in_the_store_keeps_nobody_from_meeting():
 
 
 def test_no_process_looks_at_more_than_some_others():
-    """Of 300 as of 60: at those below it in the tree."""
+    """Among 300 as among 60 it looks at those below it in the tree."""
 
     class Store:
-        """A store that knows which keys each thread has used."""
+        """A store that records which keys each thread has used."""
 
         def __init__(self):
             self._store, self.keys = dist.HashStore(), defaultdict(set)

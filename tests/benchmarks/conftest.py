@@ -1,4 +1,4 @@
-"""The folder of benchmark scripts, for imports."""
+"""The directory of benchmark scripts, for imports."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark: a miniature run on the host, and faults of attention and gradients that its verdict must find."""
+"""The GPU benchmark in miniature on the host, and faults that it must find."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ SETUP = dataclasses.replace(gpu.SMALL.correctness["64"], kernels={"attention_bac
 
 @pytest.mark.slow
 def test_a_miniature_of_it_is_done(tmp_path):
-    """What the host computes is compared with itself, so that float32 differs by nothing and bfloat16 by its rounding."""
+    """The host is compared with itself: only bfloat16 differs, by its rounding."""
     output = tmp_path / "gpu"
     flags = ["--device", "cpu", "--small", "--output", str(output)]
     environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
@@ -56,7 +56,7 @@ def test_a_miniature_of_it_is_done(tmp_path):
 
 @pytest.mark.parametrize("fault", ["nothing", "mask", "edges", "scale"])
 def test_a_fault_of_attention_is_found(fault, one_process, monkeypatch):
-    """Under the tolerance of bfloat16: a fault must be larger than its rounding."""
+    """A fault must be larger than bfloat16's rounding."""
     engine = gpu.build_engine(SETUP, one_process)
     expected = [gpu.compute_gradients(engine, SETUP, text) for text in gpu.OBJECTIVES]
     right = backends._scaled_dot_product
@@ -66,7 +66,7 @@ def test_a_fault_of_attention_is_found(fault, one_process, monkeypatch):
         return right(q, k, v, scale, not causal)
 
     def wrong_scale(q, k, v, scale, causal=False):
-        """As of a head that is padded from 96 to 128."""
+        """Compute attention as if heads were padded from 96 to 128."""
         return right(q, k, v, (96 / 128) ** 0.5 * scale, causal)
 
     def whole_row(self):
@@ -103,7 +103,7 @@ def test_a_wrong_gradient_of_one_parameter_is_found():
 
 
 def test_a_batch_that_fills_the_memory_fits_under_every_objective(monkeypatch):
-    """A pack takes 3 bytes, or 4 under the objective `mlm`; more than 12 packs are an error of the allocator."""
+    """A pack takes 3 bytes, 4 under `mlm`; more than 12 packs exhaust the allocator."""
 
     def measure_peak(engine, objective, samples, packs):
         if len(samples) > 12:

@@ -1,4 +1,4 @@
-"""The benchmark of data loading: corpora of made-up lengths, and one small run."""
+"""The benchmark of data loading: made-up corpora, and one small run."""
 
 import json
 

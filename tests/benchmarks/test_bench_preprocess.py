@@ -1,4 +1,4 @@
-"""The benchmark of tokenization: all libraries read the same and find the same ids."""
+"""The benchmark of tokenization: all libraries read the same and find equal ids."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ def flags(corpus, output) -> list[str]:
 
 @pytest.mark.slow
 def test_all_have_read_the_same_and_found_the_same(small_corpus, tmp_path, monkeypatch):
-    """In one turn, which counts for both, as each takes a process."""
+    """One turn serves both checks, as each takes a process."""
     monkeypatch.setattr(preprocess, "_run_turn", functools.cache(preprocess._run_turn))
     output = tmp_path / "bench.json"
     preprocess.main(flags(small_corpus, output))

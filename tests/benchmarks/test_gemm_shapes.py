@@ -1,4 +1,4 @@
-"""The rates of a layer's products on the CPU, and the kernels in triton's interpreter."""
+"""Rates of a layer's products on the CPU, and kernels in triton's interpreter."""
 
 import json
 import os

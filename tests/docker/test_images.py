@@ -1,4 +1,4 @@
-"""The container images, as far as they can be checked without a network and without a Docker engine."""
+"""The container images, checked without a network and without a Docker engine."""
 
 import json
 import os
@@ -19,19 +19,19 @@ each_definition = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda 
 
 
 def joined(path: Path) -> str:
-    """The text without comments, with lines that a backslash continues as one."""
+    """Return the text without comments, and continued lines as one."""
     return re.sub(
         r"\s*\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
     )
 
 
 def steps(dockerfile: Path) -> list[tuple[str, str]]:
-    """(instruction, rest) of each."""
+    """Return (instruction, rest) of each step."""
     return [tuple(line.split(" ", 1)) for line in joined(dockerfile).splitlines() if line.strip()]
 
 
 def sent() -> list[str]:
-    """The files and folders that .dockerignore lets travel."""
+    """Return the files and directories that .dockerignore lets pass."""
     lines = [
         line
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -73,7 +73,7 @@ def test_every_copied_file_is_there_and_travels(dockerfile):
 
 @each_dockerfile
 def test_an_image_is_of_a_pinned_base_and_of_a_user_without_rights(dockerfile):
-    """What says what it is, how it is installed, and how to ask whether it is well."""
+    """It also has labels, the way it was installed, and a health check."""
     found = steps(dockerfile)
     assert re.fullmatch(r"BASE=[a-z/]+:\S*\d+\.\d+\S*", found[0][1])
     last = max(number for number, step in enumerate(found) if step[0] == "FROM")
@@ -107,7 +107,7 @@ def test_what_is_shown_can_be_trained_by_as_many_processes(path):
 
 @pytest.mark.system
 def test_health_trains_two_steps_and_says_so():
-    """With two processes, by a link of another name as in the images."""
+    """It trains with two processes."""
     ran = subprocess.run(
         [ROOT / "docker/health.sh", "cpu"],
         env=runs.surroundings() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": "2"},
@@ -132,11 +132,11 @@ def test_health_says_what_is_wrong(tmp_path):
     ]
 
 
-# ---- settings of the accelerators ------------------------------------------------------------------------------------------
+# ---- settings of the accelerators ----------------------------------------------------------------
 
 
 def environment_in_image(kind: str, **variables: str) -> dict[str, str]:
-    """What a command sees that the entry point of the image starts."""
+    """Return the environment of a command that the image's entry point starts."""
     (entry,) = (
         json.loads(rest)
         for name, rest in steps(ROOT / f"docker/Dockerfile.{kind}")
@@ -174,7 +174,7 @@ def test_settings_can_be_overridden_and_taken_out(kind, values, other, taken_out
     assert changed.pop(other) == "mine" and settings.keys() - changed.keys() == {taken_out, other}
 
 
-# ---- Apptainer -------------------------------------------------------------------------------------------------------------
+# ---- Apptainer -----------------------------------------------------------------------------------
 
 
 @each_definition

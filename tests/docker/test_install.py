@@ -1,4 +1,4 @@
-"""install.sh, with a pip that writes down what it is asked."""
+"""install.sh with a pip that records its arguments."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def install(**variables: str) -> subprocess.CompletedProcess:
-    """Run install.sh from elsewhere, with nothing set that it reads but `variables`."""
+    """Run install.sh from elsewhere, with only `variables` set of those that it reads."""
     names = ("PYTHON", "PYTHONPATH", "VENV", "EXTRAS", "TORCH_INDEX", "PIP_BREAK_SYSTEM_PACKAGES")
     env = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
@@ -31,7 +31,7 @@ def install(**variables: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def environment(tmp_path):
-    """A virtual environment whose pip writes down what it is asked, with the packages of an image for ROCm."""
+    """A virtual environment as in a ROCm image, whose pip records its arguments."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -55,7 +55,7 @@ def environment(tmp_path):
 
 
 def asked_of_pip(environment: Path) -> list[tuple[list[str], list[str]]]:
-    """(arguments, lines of the constraints) of each call."""
+    """Return (arguments, lines of the constraints) of each call."""
     calls = (json.loads(line) for line in (environment.parent / "asked").read_text().splitlines())
     return [
         (arguments[arguments.index("--constraint") + 2 :], constraints.splitlines())
@@ -131,18 +131,16 @@ def test_refusals_are_one_line(tmp_path):
     )
 
     old = tmp_path / "python3.9"
-    old.write_text(
-        '#!/bin/sh\ntest -z "$2"\n'
-    )  # says no to the first real question, which is its age
+    # It fails at the first real question, which is its version.
+    old.write_text('#!/bin/sh\ntest -z "$2"\n')
     old.chmod(0o755)
     assert (
         refusal(PYTHON=str(old))
         == f"error: PYTHON={old} is older than 3.11; name another, as in PYTHON=python3.12"
     )
 
-    (tmp_path / "ensurepip.py").write_text(
-        "raise ImportError"
-    )  # as where Debian's python3-venv is missing
+    # Debian without python3-venv fails like this.
+    (tmp_path / "ensurepip.py").write_text("raise ImportError")
     without_venv = refusal(
         PYTHON=sys.executable, PYTHONPATH=str(tmp_path), VENV=str(tmp_path / "venv")
     )

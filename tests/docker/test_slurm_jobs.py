@@ -1,7 +1,7 @@
-"""The sbatch files under a real Slurm of this machine, with its own configuration, ports and keys, ended with the tests.
+"""The sbatch files under a real Slurm with its own configuration, ports and keys.
 
-Needs root and Debian's slurm-wlm and munge: apt-get install slurm-wlm munge. Two nodes of 8 GPUs each that are counted and not
-there; the jobs that run ask for none.
+Needs root and Debian's slurm-wlm and munge: apt-get install slurm-wlm munge. Two nodes of 8 GPUs
+each are counted and do not exist; the jobs that run ask for none.
 """
 
 import contextlib
@@ -82,7 +82,8 @@ def free_ports(count: int) -> list[int]:
 
 def configuration(folder: Path) -> str:
     host, (controller, *nodes) = socket.gethostname().partition(".")[0], free_ports(3)
-    # cred_expire is how long a requeued job waits before it may begin again; Slurm takes no less than 5 seconds.
+    # cred_expire is how long a requeued job waits before it may begin again; Slurm takes no less
+    # than 5 seconds.
     lines = f"""
         ClusterName=tests
         SlurmctldHost={host}(127.0.0.1)
@@ -164,7 +165,7 @@ class Slurm:
         )
 
     def submit(self, log: Path, options: list[str], flags: list[str], **variables: str) -> str:
-        """Submit a job of a process on each node, on processors alone; returns its number."""
+        """Submit a job of a process on each node, without GPUs; return its number."""
         options = ["--parsable", "--gpus-per-node=0", "--output", str(log), *options]
         asked = self.ask(
             "sbatch",
@@ -182,7 +183,7 @@ class Slurm:
         return dict(word.partition("=")[::2] for word in words)
 
     def wait(self, job: str, log: Path, seconds: float = LONG) -> dict[str, str]:
-        """What there is to say of the job once it has ended for good."""
+        """Return Slurm's fields of the job once it has ended for good."""
 
         def over() -> dict[str, str] | None:
             found = self.show(job)
@@ -199,9 +200,8 @@ class Slurm:
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     with contextlib.ExitStack() as stack:
-        folder = Path(
-            tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp")
-        )  # a short path: a socket lies in it
+        # The path is short, for a socket lies in it.
+        folder = Path(tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
         (folder / "slurm.conf").write_text(configuration(folder))
@@ -237,7 +237,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 def test_slurm_accepts_every_file_as_it_is(slurm):
-    """And no more GPUs than there are, so that the files are accepted for what they ask."""
+    """It refuses more GPUs than exist, so files are accepted for their requests."""
     for path in sorted((ROOT / "docker/slurm").glob("*.sbatch")):
         asked = slurm.ask("sbatch", "--test-only", str(path))
         nodes = re.search(r"--nodes=(\d+)", path.read_text())[1]
@@ -270,16 +270,18 @@ def assert_completed(found: dict[str, str], restarts: str, log: Path) -> None:
 def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(
     slurm, small_corpus, undisturbed, tmp_path
 ):
-    """Two nodes, a process on each. First Slurm says that time is nearly over, then the job is requeued while it trains."""
+    """First Slurm signals the end of time, then it requeues the job while it trains.
+
+    Two nodes run a process each.
+    """
     folder = tmp_path / "run"
     log = tmp_path / "job.log"
     flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
     job = slurm.submit(log, ["--nodes=2"], flags, MASTER_ADDR="127.0.0.1")
     wait_until(lambda: steps(folder) >= 5, LONG, log=log, pause=0.2)
 
-    assert (
-        slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    )  # what --signal=B:USR1@600 does
+    # --signal=B:USR1@600 does this.
+    assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
     wait_until(lambda: slurm.show(job)["Restarts"] == "1", LONG, log=log, pause=0.2)
     saved = steps(folder)
     assert 5 <= saved < STEPS
@@ -321,7 +323,7 @@ def torchrun(job: str, node: str) -> psutil.Process:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbed, tmp_path):
-    """The nodes meet outside; the first has the script."""
+    """The nodes meet outside; the script runs on the first one."""
     folder = tmp_path / "run"
     log = tmp_path / "job.log"
     [port] = free_ports(1)

@@ -1,4 +1,4 @@
-"""The sbatch files without Slurm: a torchrun, a scontrol and an srun that write down what they are asked stand in for them."""
+"""The sbatch files with stand-ins for torchrun, scontrol and srun."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ def test_a_job_saves_before_its_time_is_over_and_is_requeued(name):
 
 @each_training
 def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
-    """Its own parser does, and what it makes of it is a launch that hands signals on and leaves time to save."""
+    """Its parser accepts the call, which forwards signals and leaves time to save."""
     from torch.distributed.run import config_from_args, get_args_parser
 
     finish(job(name, "--save", "a", SAVE_SECONDS="77"))
@@ -56,7 +56,7 @@ def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
     [("20", "540", 0), ("13", "540", 2), ("13", "60", 0), ("NONE", "540", 0)],
 )
 def test_a_job_too_short_to_save_is_refused(job, tmp_path, minutes, save, code):
-    """It would be told to save before it has trained, again and again."""
+    """Slurm would tell it to save before it has trained, again and again."""
     end = (
         time.strftime("%FT%T", time.localtime(time.time() + 60 * int(minutes)))
         if minutes.isdigit()
@@ -75,9 +75,10 @@ def test_every_variable_is_explained():
     assert all(f"`{name}`" in told for name in names)
 
 
-# ---- carried out with stand-ins --------------------------------------------------------------------------------------------
+# ---- carried out with stand-ins ------------------------------------------------------------------
 
-# A torchrun: leaves the note of exit code NOTE as its processes do, waits where it is to, and ends as ENDS says.
+# A torchrun: leaves the note of exit code NOTE as its processes do, waits where it is to, and ends
+# as ENDS says.
 TORCHRUN = """
 printf '%s\\n' "$@" >"$HERE/torchrun"
 env >"$HERE/environment"
@@ -124,7 +125,7 @@ STAND_INS = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Start a file as Slurm would, in a clone with nothing in it but what it reads; returns the process."""
+    """Start a file as Slurm would, in a bare clone; return the process."""
     (tmp_path / "bin").mkdir()
     for name, text in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}")
@@ -195,7 +196,7 @@ def asked_of_torchrun(tmp_path) -> dict[str, str]:
     ],
 )
 def test_how_a_job_ends(job, tmp_path, name, ends, note, fewest, code):
-    """75, stopped and saved, is requeued; what went wrong is passed on and is not."""
+    """Exit code 75 (stopped and saved) is requeued; errors are passed on."""
     assert ended(job(name, "--save", "a", ENDS=ends, NOTE=note, MIN_NODES=fewest))[0] == code
     if fewest:
         assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
@@ -233,7 +234,7 @@ def test_that_time_is_nearly_over_reaches_torchrun(job, tmp_path, name):
 
 
 def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_itself(job, tmp_path):
-    """Slurm tells all processes, and requeues the job itself where it is to be."""
+    """Slurm signals all processes, and requeues the job itself if it should."""
     process = job("one", ENDS="1", NOTE="75", WAITS="yes")
     wait_until((tmp_path / "waiting").exists)
     process.send_signal(signal.SIGTERM)
@@ -266,7 +267,7 @@ def test_processes_and_where_they_meet(job, tmp_path):
 
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
-    """As the README has it: sbatch and the file's name."""
+    """As in the README, the command is sbatch and the file's name."""
     finish(job("many"))
     settings = parsed_by_training(tmp_path, world_size=16)
     assert (settings.micro_batch_size, settings.global_batch_size) == (2, 32)
@@ -277,7 +278,7 @@ def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
 
 
 def parsed_by_training(tmp_path, world_size: int):
-    """What the training command makes of the words that it got from the last torchrun."""
+    """Return the training command's configuration from the last torchrun call."""
     from megaenc.training.config import parse_config
 
     words = (tmp_path / "torchrun").read_text().splitlines()
@@ -330,7 +331,7 @@ def test_what_the_container_sees(job, tmp_path, name, image, variables, bound):
     ],
 )
 def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, variables, others):
-    """`RCCL_MSCCL_ENABLE= sbatch ...`, in an image too, which has settings of its own."""
+    """`RCCL_MSCCL_ENABLE= sbatch ...` also overrides an image's own settings."""
     finish(job(name, **variables))
     found = environment_of_torchrun(tmp_path)
     expected = variables | others
@@ -342,7 +343,7 @@ def test_what_is_taken_out_or_set_before_sbatch_stays_so(job, tmp_path, name, va
     [("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")],
 )
 def test_one_process_has_all_cores(job, tmp_path, processes, given, found):
-    """Unless it is told otherwise; several share them out by themselves."""
+    """OMP_NUM_THREADS overrides this; several processes divide the cores."""
     finish(job("one", NPROC=processes, **given))
     assert environment_of_torchrun(tmp_path).get("OMP_NUM_THREADS") == found
 
@@ -366,7 +367,7 @@ def test_the_smoke_job_trains_and_goes_on(job, tmp_path, variables, code, runs):
     assert asked_of_torchrun(tmp_path)["--exit-interval"] == "10"
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 LAYOUTS = sorted((ROOT / "configs/layout").glob("*.yaml"))
 DEVICES = {"h100": 8, "mi300x": 8, "mi250x": 16}
@@ -380,7 +381,7 @@ def test_there_is_a_layout_for_each_machine_and_model():
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
 def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path):
-    """It is the study's recipe; on as many devices as it is for the estimate says that it fits."""
+    """It keeps the study's recipe, and the estimate says that it fits its devices."""
     gpu, model = path.stem.split("-")
     settings = flags.flatten(read_config_file(str(path)))
     recipe = flags.flatten(read_config_file(str(ROOT / f"configs/pretrain/encoder-{model}.yaml")))

@@ -1,8 +1,9 @@
-"""Runs that are killed at random moments, again and again, and must end as if nothing had happened: `make faults`.
+"""Runs killed at random moments, which must end as if undisturbed: `make faults`.
 
-After each SIGKILL of a launcher or a worker, no process of the run may be alive a few seconds later, and every checkpoint that
-can be seen must be whole. When the same command has been given often enough to finish, weights, optimizer and rows must equal
-those of a run that was left alone, bit by bit, and nothing half-written may be there.
+After each SIGKILL of a launcher or a worker, no process of the run may be alive a few seconds
+later, and every visible checkpoint must be whole. When the same command has been given often enough
+to finish, weights, optimizer and rows must equal those of an undisturbed run bit by bit, and
+nothing half-written may be left.
 """
 
 import argparse
@@ -41,7 +42,10 @@ SAVES = (
 
 
 class Campaign:
-    """Lives in the folder `root`, on the corpus that `data` (flags) names. What is wrong is in `failures`."""
+    """Runs in the directory `root` on one corpus, and their `failures`.
+
+    `data`: the flags that name the corpus.
+    """
 
     def __init__(self, root: Path, data: list[str]):
         self.root = root
@@ -52,7 +56,7 @@ class Campaign:
         self._undisturbed: dict[str, FaultRun] = {}
 
     def live(self, layout: str, saves: list[str], moments: list[Moment]) -> None:
-        """One more run, killed at these `moments` or until it is over, and then left to finish; says so in a line."""
+        """Run once more, killed at `moments` or until it is over, finish it, and report."""
         reference = self._left_alone(layout)
         folder = self.root / f"life_{self.lives:03d}"
         life = Life(self._command(layout, saves, folder), folder, STEPS)
@@ -84,7 +88,7 @@ class Campaign:
         ]
 
     def _left_alone(self, layout: str) -> FaultRun:
-        """The run without a kill, made when first needed."""
+        """Return the run without a kill, made when first needed."""
         if layout not in self._undisturbed:
             run = FaultRun(self.root / f"undisturbed_{len(self._undisturbed)}")
             runs.run(self._command(layout, SAVES[0], run.folder))
@@ -93,7 +97,7 @@ class Campaign:
 
 
 def corpus(folder: Path) -> list[str]:
-    """Make a small one; returns the flags that name it."""
+    """Make a small corpus; return the flags that name it."""
     runs.make_corpus(folder)
     return [
         "--data-path",
@@ -106,7 +110,7 @@ def corpus(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """The command; its folder is removed when all is well."""
+    """Run the command; its directory is removed if all is well."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

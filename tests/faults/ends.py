@@ -1,4 +1,4 @@
-"""How a run ended, against a run that was left alone; and whether what a kill has left can be trusted."""
+"""Comparison of a killed run with an undisturbed one, and damage that kills leave."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,10 @@ from megaenc.training.checkpoint_dir import find_content_damage, find_size_damag
 
 
 def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
-    """What differs, in words: the checkpoint of the last `step` bit by bit, rows but for what is measured, what is left."""
+    """Return the differences of two runs in words: last checkpoint, rows, leftovers.
+
+    Checkpoints are compared bit by bit, rows without measured values.
+    """
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
         return [
@@ -31,7 +34,7 @@ def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
 
 
 def damaged_checkpoints(run: FaultRun) -> list[str]:
-    """Of the checkpoints that can be seen: files that are missing or not as state.json says."""
+    """Return the files of visible checkpoints that are missing or damaged."""
     found = []
     for step in run.steps():
         folder = run.checkpoints / f"iter_{step:07d}"
@@ -46,7 +49,7 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
 
 
 def _state(run: FaultRun, step: int) -> dict[str, object]:
-    """What is in a checkpoint, with the checksum of every file."""
+    """Return the state of a checkpoint, with the checksum of every file."""
     return json.loads(
         (run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8")
     )

@@ -1,4 +1,4 @@
-"""One run folder whose command is killed, started again, killed again, and at last left to finish."""
+"""A run directory whose command is killed and restarted until it finishes."""
 
 import contextlib
 import os
@@ -10,13 +10,17 @@ from faults.ends import damaged_checkpoints, differences
 from faults.moments import FaultRun, Moment, Watch
 from faults.processes import marked, start, wait_until_gone
 
-# Seconds until no process of a killed launcher is alive; and until a run, or one that has lost a worker, has come to its end.
+# Seconds until no process of a killed launcher is alive; and until a run, or one that has lost a
+# worker, has come to its end.
 GONE_WITHIN = 10.0
 OVER_WITHIN = 180.0
 
 
 class Life:
-    """A run of so many `steps` by `command` in `folder`. What is wrong is in `failures`; `kills` names moments and targets."""
+    """A run of `command` in `folder` with all its kills and failures.
+
+    `steps`: the number of its last step. `kills`: moment and target of each kill.
+    """
 
     def __init__(self, command: list[str], folder: Path, steps: int):
         self.command = command
@@ -28,7 +32,7 @@ class Life:
         self._starts = 0
 
     def kill_at(self, moment: Moment) -> bool:
-        """Start it and kill it; False where it was over before the moment came."""
+        """Start the command and kill it; return False if it ended before the moment."""
         watch = Watch(self.run, self.steps)
         process = self._start()
         has_come = watch.wait(moment, process, self.mark)
@@ -43,7 +47,7 @@ class Life:
         return has_come
 
     def finish(self, reference: FaultRun) -> None:
-        """Let it finish, and compare it with `reference`."""
+        """Let the command finish, and compare the run with `reference`."""
         code = self._end_of(self._start())
         if code != 0:
             self.failures.append(f"the last start ended with exit code {code}")
@@ -59,7 +63,7 @@ class Life:
         )
 
     def _choose_victim(self, moment: Moment, process: subprocess.Popen) -> tuple[str, int]:
-        """Name and process id of what is to be killed."""
+        """Return name and process id of the process to be killed."""
         workers = [
             one for one in marked(self.mark) if one.parent == process.pid and one.rank is not None
         ]
@@ -70,7 +74,7 @@ class Life:
         return f"worker {chosen.rank}", chosen.number
 
     def _end_of(self, process: subprocess.Popen) -> int:
-        """Its exit code; a failure, and the end of all, where it does not come."""
+        """Return the exit code; if there is none in time, note a failure and kill all."""
         try:
             return process.wait(OVER_WITHIN)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""When a run is killed: at a moment of its life that is found by looking at its processes and its folder from outside."""
+"""Moments to kill a run at, found by watching its processes and its directory."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ from random import Random
 
 from faults.processes import marked
 
-# How often each is drawn, and the longest delay in seconds. Saves are short: chance alone would seldom find them.
+# How often each is drawn, and the longest delay in seconds. Saves are short: chance alone would
+# seldom find them.
 KINDS = {
     "start": (4, 10.0),
     "launch": (1, 0.3),
@@ -22,12 +23,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class Moment:
-    """`kind`; which of the steps to come (`ahead`, 0 to 1); seconds after it (`delay`); what is killed.
+    """A moment in the life of a run, and the process to be killed then.
 
-    start: from the command on. launch: when a launcher's workers begin. step: after a step was logged. save: while a save is
-    under way. publish: when a checkpoint has its name, and the tracker does not name it yet.
+    `kind` is one of these. start: from the command on. launch: when a launcher's workers begin.
+    step: after a step was logged. save: while a save is under way. publish: when a checkpoint has
+    its name, and the tracker does not name it yet.
 
-    `launcher`: it is killed, if there is one, else a worker: `which` (0 to 1) of them.
+    `ahead`: which of the steps to come (0 to 1). `delay`: seconds after it. `launcher`: it is
+    killed, if there is one, else a worker: `which` (0 to 1) of them.
     """
 
     kind: str
@@ -38,7 +41,7 @@ class Moment:
 
     @classmethod
     def draw(cls, random: Random, has_launcher: bool) -> "Moment":
-        """Any, in the shares of KINDS."""
+        """Draw a moment by the frequencies of KINDS."""
         kinds = [kind for kind in KINDS if has_launcher or kind != "launch"]
         kind = random.choices(kinds, [KINDS[kind][0] for kind in kinds])[0]
         _, longest = KINDS[kind]
@@ -47,36 +50,39 @@ class Moment:
 
 
 class FaultRun:
-    """What a run folder shows, also while it is written to and after a kill."""
+    """The visible state of a run directory, also during writes and after a kill."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
 
     def tracked(self) -> int:
-        """The step that the tracker names; 0 without one."""
+        """Return the step that the tracker names; 0 without one."""
         try:
             return int((self.checkpoints / TRACKER).read_text())
         except FileNotFoundError:
             return 0
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that can be seen."""
+        """Return the steps of the visible checkpoints."""
         return sorted(int(path.name[5:]) for path in self.checkpoints.glob("iter_*"))
 
     def attempts(self) -> set[Path]:
-        """The folders of saves that are under way, or were killed."""
+        """Return the directories of saves that are under way, or were killed."""
         return set(self.checkpoints.glob(".iter_*"))
 
     def leftovers(self) -> list[str]:
-        """All that a kill has left half-written."""
+        """Return all that a kill has left half-written."""
         hidden = [
             path for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")
         ]
         return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
     def rows(self) -> tuple[int, int]:
-        """Which file holds the metrics now (each start puts a new one in its place) and how many rows; zeros without one."""
+        """Return inode and number of rows of the metrics; zeros without them.
+
+        Each start puts a new file in the place of the old one.
+        """
         try:
             with open(self.folder / "metrics.jsonl", "rb") as stream:
                 return os.fstat(stream.fileno()).st_ino, stream.read().count(b"\n")
@@ -85,7 +91,7 @@ class FaultRun:
 
 
 class Watch:
-    """Looks at a command that is about to start and makes `total` steps in `run`: construct it before."""
+    """An observer of a command that makes `total` steps; construct it before start."""
 
     def __init__(self, run: FaultRun, total: int):
         self.run = run
@@ -95,7 +101,7 @@ class Watch:
         self.total = total
 
     def wait(self, moment: Moment, process: subprocess.Popen, mark: str) -> bool:
-        """Wait for `moment` of the `process` that has just been started; False where it ended before."""
+        """Wait for `moment` of a new `process`; return False if it ended before."""
         # In the first half of what is to come, so that there is something left for the next kill.
         step = self.first + int(moment.ahead * max(1, (self.total - self.first + 1) // 2))
         while not self._has_come(moment.kind, step, mark):
@@ -106,9 +112,8 @@ class Watch:
         return process.poll() is None
 
     def _has_come(self, kind: str, step: int, mark: str) -> bool:
-        if (
-            kind == "launch"
-        ):  # mostly before the workers have seen to it that they die with their launcher
+        # Mostly, workers have not yet arranged to die with their launcher.
+        if kind == "launch":
             return any(one.rank is not None for one in marked(mark))
         if kind == "step":
             file, rows = self.run.rows()

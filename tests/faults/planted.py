@@ -1,11 +1,11 @@
-"""Plant faults in megaenc and record which tests find each: a matrix that says which tests could go. For hours, by hand.
+"""Faults planted in megaenc and the tests that find them, to see which could go.
 
     PYTHONPATH=tests python -m faults.planted plant OUT --faults 300 --seed 1
     PYTHONPATH=tests python -m faults.planted show OUT
 
-Each fault changes one place in a copy of the repository. Then the tests that reach it are run (changed.py), those of its package
-first.
-It goes on where it was stopped. Faults without an effect are for the reader to leave out.
+Each fault changes one place in a copy of the repository. Then the tests that reach it are run
+(changed.py), those of its package first. It takes hours and resumes where it was stopped. Faults
+without an effect are for the reader to leave out.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Fault:
 
 
 def list_faults(path: Path, module: str) -> Iterator[Fault]:
-    """Yield each place of a file that can be changed: comparisons, numbers, returned values and conditions."""
+    """Yield each comparison, number, returned value or condition that can be changed."""
     text = path.read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -100,7 +100,7 @@ def list_faults(path: Path, module: str) -> Iterator[Fault]:
 def run_tests(
     copy: Path, tests: list[str], budget: float, first: bool
 ) -> tuple[list[str], list[str]]:
-    """Run `tests` one after another for at most `budget` seconds; return those that failed and those that passed.
+    """Run `tests` in turn for `budget` seconds; return the failed and the passed.
 
     With `first`, the first failure ends it.
     """
@@ -165,7 +165,10 @@ def draw_faults(count: int, seed: int) -> list[Fault]:
 
 
 def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, workers: int) -> None:
-    """Append a row for each fault to OUT/report.jsonl: the tests that found it, and those that did not."""
+    """Append a row for each fault to OUT/report.jsonl, with the tests that found it.
+
+    The tests that did not find it are listed, too.
+    """
     report = out / "report.jsonl"
     rows = (
         [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
@@ -225,7 +228,7 @@ def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, wor
 
 
 def show_report(out: Path) -> None:
-    """Print how many faults of each package were found, those that were not, and how many each file of tests found."""
+    """Print the faults found by package and by test file, and those not found."""
     rows = [
         json.loads(line) for line in (out / "report.jsonl").read_text(encoding="utf-8").splitlines()
     ]

@@ -1,4 +1,4 @@
-"""The processes of a command, found wherever they went: each carries a mark in its environment that its children inherit."""
+"""Processes of a command, found by a mark in the environment that they inherit."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,10 @@ MARK = "MEGAENC_TEST_MARK"
 
 @dataclass(frozen=True)
 class Found:
-    """A process that is alive. `rank`: that of a worker, and of what a worker has started; None for a launcher."""
+    """A process that is alive.
+
+    `rank`: that of a worker, and of what a worker has started; None for a launcher.
+    """
 
     number: int
     parent: int
@@ -22,7 +25,10 @@ class Found:
 
 
 def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
-    """Start `command` in a session of its own, marked, with one thread a process; what it says goes to `log`."""
+    """Start `command` in its own session, marked, with its output in `log`.
+
+    Each process has one thread.
+    """
     environment = runs.surroundings() | {MARK: mark}
     with open(log, "wb") as stream:
         return subprocess.Popen(
@@ -36,7 +42,10 @@ def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
 
 
 def marked(mark: str) -> list[Found]:
-    """All processes with this mark, zombies left out: they only wait to be asked for their exit code."""
+    """Return all processes with this mark, except for zombies.
+
+    These only wait to be asked for their exit code.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
@@ -48,7 +57,7 @@ def marked(mark: str) -> list[Found]:
 
 
 def wait_until_gone(mark: str, seconds: float) -> list[Found]:
-    """Those that are still alive after `seconds`; none as soon as there is none."""
+    """Return those still alive after `seconds`; none as soon as there is none."""
     deadline = time.monotonic() + seconds
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

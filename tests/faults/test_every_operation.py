@@ -1,4 +1,4 @@
-"""A kill right before each kind of operation on the disk: nothing half-written is taken for whole, and nothing is lost."""
+"""Kills right before each kind of operation on the disk: nothing is lost or false."""
 
 import json
 import os

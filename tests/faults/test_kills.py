@@ -14,7 +14,7 @@ MOMENTS = [
 
 
 def test_runs_that_are_killed_end_as_if_nothing_had_happened(small_corpus, tmp_path):
-    """The launcher or a worker, in asynchronous saves, at the start, before all."""
+    """The launcher or a worker is killed, in asynchronous saves and at the start."""
     campaign = Campaign(tmp_path, small_corpus.flags)
     campaign.live("TP2", SAVES[1], MOMENTS)
     assert campaign.failures == []

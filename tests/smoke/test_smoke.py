@@ -1,7 +1,7 @@
-"""From text to a fine-tuned encoder in about a minute, by the commands that a user types: does an installation work?
+"""From text to a fine-tuned encoder in a minute, by the commands that users type.
 
-`pytest tests/smoke` needs nothing but pytest beside what megaenc itself needs; the image of the CPU runs it while it is built
-(docker build --target smoke).
+`pytest tests/smoke` checks an installation and needs nothing but pytest next to what megaenc itself
+needs; the image of the CPU runs it while it is built (docker build --target smoke).
 """
 
 import json
@@ -19,7 +19,7 @@ WHOLE = 20
 
 @pytest.fixture(scope="module")
 def run_folder(small_corpus, tmp_path_factory):
-    """A run of two processes, stopped half-way and gone on with by the same command."""
+    """A run of two processes, stopped half-way and resumed by the same command."""
     folder = tmp_path_factory.mktemp("smoke") / "run"
     flags = [
         *small_corpus.flags,
@@ -37,7 +37,7 @@ def run_folder(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(run_folder):
-    """The run's last checkpoint as a Hugging Face folder."""
+    """The run's last checkpoint as a Hugging Face directory."""
     folder = run_folder.with_name("hf")
     runs.run([*MEGAENC, "convert", "to-hf", "--load", str(run_folder), "--output", str(folder)])
     return folder

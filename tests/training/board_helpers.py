@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases show of a run, read back from their files, and what its run folder holds."""
+"""TensorBoard and Weights & Biases records of a run, next to its own files."""
 
 import json
 
@@ -8,7 +8,7 @@ from megaenc.training.callbacks.backends import flatten_row
 
 
 def numbers(folder) -> dict[str, dict[int, float]]:
-    """What the files of a run folder say, by the name that it has elsewhere and by step."""
+    """Return the numbers in the run directory by their name on the boards and by step."""
     values: dict[str, dict[int, float]] = {}
     for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
         for row in rows:
@@ -19,7 +19,7 @@ def numbers(folder) -> dict[str, dict[int, float]]:
 
 
 def tensorboard_shows(folder):
-    """What TensorBoard itself reads: events, and the numbers by name and step."""
+    """Return the events that TensorBoard reads, and the numbers by name and step."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import (
         TENSORS,
         EventAccumulator,
@@ -41,7 +41,7 @@ def tensorboard_shows(folder):
 
 
 def wandb_records(folder):
-    """(id of the run, its configuration, rows) of each time that the run was started, in order."""
+    """Return (run id, configuration, rows) of each start of the run, in order."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -68,7 +68,7 @@ def wandb_records(folder):
 
 
 def wandb_shows(rows):
-    """The numbers of `rows` by name and step; of a step that stands there twice, those of the later row."""
+    """Return the numbers of `rows` by name and step; later rows replace earlier ones."""
     logged: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():

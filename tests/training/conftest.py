@@ -1,4 +1,4 @@
-"""Runs, corpora and flags that several files share, and a disk that is soon full."""
+"""Runs, corpora and flags that several files share, and a small disk."""
 
 import json
 import shutil
@@ -12,7 +12,10 @@ from training_helpers import make_corpus, plan_of
 
 @pytest.fixture(scope="session")
 def saved_run(small_corpus, tmp_path_factory):
-    """Twelve of twenty float32 steps, with checkpoints of steps 4, 8 and 12. Not to be changed."""
+    """A run stopped after step 12 of 20, with three checkpoints; do not change it.
+
+    It is in float32, with checkpoints of steps 4, 8 and 12.
+    """
     folder = tmp_path_factory.mktemp("saved") / "run"
     every = ["--save-interval", "4", "--exit-interval", "12"]
     runs.script(
@@ -51,7 +54,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="session")
 def second_corpus(small_corpus, shared_folder) -> str:
-    """Prefix of a corpus of 60 other documents with the same tokenizer."""
+    """The prefix of a corpus of 60 other documents with the same tokenizer."""
     folder = shared_folder(
         "second", lambda folder: make_corpus(folder / "b", small_corpus.tokenizer, 60, seed=1)
     )
@@ -67,7 +70,11 @@ def blend(small_corpus, second_corpus) -> list[str]:
 
 @pytest.fixture(scope="session")
 def three_phases(small_corpus, second_corpus) -> list[str]:
-    """Flags in the shape of mmBERT: blends, masks 0.3, 0.15 and 0.05, packs of 128, then 512 tokens, other rotary base, decay."""
+    """Flags of three phases in the shape of mmBERT.
+
+    Blends, mask fractions of 0.3, 0.15 and 0.05, packs of 128 and then 512 tokens, and another
+    rotary base, then decay.
+    """
     first = str(small_corpus.prefix)
     longer = {
         "seq_length": 512,
@@ -124,7 +131,7 @@ def three_phases(small_corpus, second_corpus) -> list[str]:
 
 @pytest.fixture(scope="session")
 def teacher(small_corpus, shared_folder):
-    """A random EuroBERT with the tokenizer of the corpus. Not to be changed."""
+    """A random EuroBERT with the tokenizer of the corpus; do not change it."""
     from convert import hf_models
 
     def make(folder):
@@ -137,7 +144,10 @@ def teacher(small_corpus, shared_folder):
 
 @pytest.fixture(scope="session")
 def distilled(small_corpus, teacher) -> list[str]:
-    """Flags of six float32 steps with a teacher: a share that changes, then a sum with another objective."""
+    """Flags of six float32 steps with a teacher.
+
+    The fraction of distillation changes, then it is summed with another objective.
+    """
     distill = f"distill(teacher={teacher},mask=0.3,top_k=8"
     schedule = f"{distill},share=0.9->0.5):4,sum(clm:1,{distill},temperature=2):2):2"
     length = [
@@ -164,7 +174,7 @@ def distilled(small_corpus, teacher) -> list[str]:
 
 @pytest.fixture(scope="session")
 def plugin(shared_folder):
-    """A folder with the example package as pip installs it."""
+    """A directory with the example package as pip installs it."""
 
     def make(folder):
         source = shutil.copytree(runs.ROOT / "examples" / "objective_plugin", folder / "source")

@@ -1,4 +1,4 @@
-"""Which attention a run computes by: the fastest that is right on every rank, and one line where that is not what was wanted."""
+"""The choice of the attention backend: the fastest that is right on every rank."""
 
 import json
 
@@ -27,7 +27,7 @@ def choose(requested, backend, masks=tuple(Attention)):
 
 @pytest.fixture
 def machine(monkeypatch, one_process):
-    """A machine on which each backend is what it is said to be: right, wrong or missing; says which were tried."""
+    """A machine with backends that are right, wrong or missing; notes those tried."""
     from megaenc.model.kernels.selftest import SelfTestResult
     from megaenc.training import attention_select
 
@@ -81,7 +81,7 @@ def test_the_first_that_is_right_and_no_word_of_what_is_missing(
 def test_another_flash_attn_takes_the_place_of_one_that_fails(
     wrong, tried, one_process, monkeypatch, capsys
 ):
-    """Which may be an import or a compilation: the next backend is tried when the last version has failed, too."""
+    """The next backend is tried after all versions failed to import or to compile."""
     from megaenc.model.attention import backends
     from megaenc.model.kernels.selftest import SelfTestResult
     from megaenc.training import attention_select
@@ -139,7 +139,7 @@ def test_where_none_is_right(requested, message, machine, one_process):
 
 
 def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
-    """Its heads and groups as a tensor-parallel rank has them, and its masks."""
+    """The check has the heads and groups of a tensor-parallel rank, and its masks."""
     from megaenc.backend import ParallelConfig
     from megaenc.model.config import get_preset
     from megaenc.training.attention_select import select_attention
@@ -216,15 +216,14 @@ def test_one_asked_for_that_is_wrong_on_one_rank_is_refused(short_run):
 
 
 def test_a_run_may_go_on_by_another(short_run, tmp_path):
-    """What was asked for stands in config.yaml, what was chosen in run.json; neither is what makes it this run."""
+    """config.yaml has the flag, run.json the choice; neither is in the run's identity."""
     save = tmp_path / "run"
     flags = [*short_run, "--save", str(save), "--exit-interval", "1"]
     main(flags)
     kernels = json.loads((save / "run.json").read_text())["kernels"]
     assert kernels["attention_backend"] == "sdpa"
-    assert kernels["fused"] and not any(
-        kernels["fused"].values()
-    )  # what was asked for, a processor has not
+    # A processor has none of the fused kernels.
+    assert kernels["fused"] and not any(kernels["fused"].values())
     assert "attention_backend: auto" in (save / "config.yaml").read_text()
     main([*flags, "--attention-backend", "sdpa"])
     assert runs.metrics(save)[-1]["step"] == 2

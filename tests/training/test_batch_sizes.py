@@ -1,4 +1,4 @@
-"""Batches of any size, also growing and measured ones, on any number of ranks."""
+"""Fixed, growing and measured batches of any size on any number of ranks."""
 
 import itertools
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_each_pack_of_a_batch_is_read_once(micro, multiple):
 
 
 def test_a_batch_that_divides_is_dealt_in_turn():
-    """As it always was: micro-batches go to the ranks in turn."""
+    """Micro-batches go to the ranks in turn."""
     dealt = [DataParallelSampler(12, 2, rank, 3).samples(5) for rank in range(3)]
     assert dealt == [
         [range(5, 7), range(11, 13)],
@@ -58,7 +58,7 @@ def test_a_batch_that_divides_is_dealt_in_turn():
 def test_the_start_names_the_nearest_batch_of_equal_shares(
     batch, ranks, excess, nearest, short_run, capsys, monkeypatch
 ):
-    """Only where the largest share is over 5 % above the mean."""
+    """It does so only if the largest part is over 5 % above the mean."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     main([*short_run, "--global-batch-size", str(batch), "--dry-run"])
     output = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_micro_batch_of_the_command_replaces_those_of_phases(small_corpus, tmp
 
 
 def test_work_is_compared_per_pack(engine_of, short_run):
-    """A rank with three packs does one and a half times the work of one with two, and that is no straggler."""
+    """A rank with three packs takes longer than one with two, and is no straggler."""
     engine = engine_of(*short_run, "--global-batch-size", "5")
     assert engine.work_share(1) == 1.0
     for rank, packs in ((0, 3), (1, 2)):
@@ -91,7 +91,7 @@ def test_work_is_compared_per_pack(engine_of, short_run):
 
 
 def test_rows_in_eight_bits_by_transformer_engine_have_lengths_that_sixteen_divides():
-    """On each of two ranks under sequence parallelism."""
+    """This holds on each of two ranks under sequence parallelism."""
     from megaenc.training.engine import Engine
 
     kernels = SimpleNamespace(fp8_format="hybrid", transformer_impl="transformer_engine")
@@ -130,7 +130,8 @@ def test_steps_that_read_so_many_samples(rampup):
 def test_a_dry_run_counts_the_tokens_of_each_phase(small_corpus, capsys):
     main([*small_corpus.flags, *GROWING, "--objective-schedule", "clm:7,mlm:5", "--dry-run"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    # 2 packs, then 4, 6 and 8, over the first 30: steps 1..5 of 2, 6..8 of 4, 9 and 10 of 6, then 8.
+    # 2 packs, then 4, 6 and 8, over the first 30 packs.
+    # Steps 1 to 5 have 2, 6 to 8 have 4, 9 and 10 have 6, the others 8.
     assert "clm 1 to 7 1,152 1,152" in lines
     assert "mlm 8 to 12 2,048 3,200" in lines
     assert any(line.startswith("12 steps of 2 to 8 packs of 64 tokens") for line in lines)
@@ -165,7 +166,10 @@ def test_so_many_tokens_with_growing_batches(small_corpus):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(short_run, tmp_path):
-    """9 packs fit on the first rank and 5 on the second; a share of 8 is then two rows of 4. A resumed run measures again."""
+    """9 packs fit on the first rank and 5 on the second: 8 packs are two rows of 4.
+
+    A resumed run measures again.
+    """
     flags = [*short_run, "--seq-length", "32", "--global-batch-size", "16"]
     flags += ["--train-iters", "6", "--lr-wsd-decay-iters", "2"]
     auto = [*flags, "--micro-batch-size", "auto", "--save", str(tmp_path / "auto")]

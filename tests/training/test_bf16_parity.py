@@ -1,13 +1,15 @@
-"""In bfloat16 a layout differs from one process no more than rounding alone makes runs of one process differ.
+"""Layouts in bfloat16 differ from one process by no more than rounding.
 
-What rounding alone does is measured: runs of one process on the same batches, read in micro-batches of 1, 2, 4 and 8 packs, which
-add the same gradients up in another order, and runs whose gradients are clipped to a length that is another by the last bit of a
-float32, as the length itself is when each rank adds up its share of it. The differences grow from update to update. A layout must
-lie within twice the largest difference between two of them.
+The effect of rounding is measured: runs of one process on the same batches read micro-batches of 1,
+2, 4 and 8 packs, which add the same gradients in another order, and runs clip their gradients to a
+norm that differs by the last bit of a float32, as the norm itself does if each rank sums a part of
+it. The differences grow from step to step. A layout must lie within twice the largest difference
+between two of these runs.
 
-Curves of the loss are compared as wholes: by the largest relative difference of all steps, and by the root of the mean of its
-square. Not step by step: in the first step all have the same weights, so that micro-batches differ in the order of one sum, while
-tensor parallelism rounds each half of every row's sums to bfloat16 before they are added; and later any two curves cross.
+Whole loss curves are compared: by the largest relative difference of all steps, and by the root of
+its mean square. They are not compared step by step: in the first step all runs have the same
+weights, so that micro-batches differ in the order of one sum, while tensor parallelism rounds both
+halves of every row's sums to bfloat16 before it adds them; and later any two curves cross.
 """
 
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Runs on groups of corpora, with shares by a power of their size and a limit of passes, by phase too."""
+"""Runs on groups of corpora, with temperatures and limits of passes, by phase too."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def group(small_corpus, tmp_path_factory) -> list[str]:
 
 
 def group_shares(data, exponent):
-    """By tokens of each corpus of the group, to the power of `exponent`."""
+    """Return each corpus's fraction of the group: its tokens to the power `exponent`."""
     tokens = (
         np.array([part.tokens_per_epoch for part in data.train_datasets[:3]], dtype=float)
         ** exponent
@@ -75,7 +75,7 @@ def test_flags_without_effect_on_the_order_leave_the_identity(small_corpus):
 
 
 def test_a_run_ends_before_all_corpora_do(group, refusal):
-    """The step is that of --global-batch-size; packs that are skipped count as read."""
+    """Steps count by --global-batch-size, and skipped packs count as read."""
     flags = [*group, *LIMITED, "--global-batch-size", "8", "--dry-run", "--train-iters"]
     samples = plan_of(*flags, "8").data.train.samples
     last = samples // 8
@@ -122,7 +122,7 @@ def test_a_run_without_packs_to_spare_does_not_rewind(group, tmp_path, monkeypat
 
 
 def test_phases_have_temperatures_and_limits_of_their_own(group):
-    """The passes of a phase include those of earlier ones over packs of the same length."""
+    """Passes include those of earlier phases over packs of the same length."""
     phases = [
         {"objective": "mlm", "train_iters": 10, "blend_temperature": 0.7},
         {"objective": "mlm", "train_iters": 10, "blend_temperature": 0.3},
@@ -188,7 +188,7 @@ def test_thousands_of_corpora_are_not_all_printed(group, capsys, monkeypatch):
 
 @pytest.mark.parametrize("batch", [8, 2000])
 def test_held_out_text_of_a_group_is_read_once(batch, group):
-    """Also if it is less than a batch."""
+    """This holds even if it is less than a batch."""
     options = ["--blend-temperature", "0", "--train-iters", "4", "--eval-iters", "1000"]
     [part] = Validator(plan_of(*group, *options, "--global-batch-size", batch)).parts
     assert part.packs.samples - batch < part.samples <= part.packs.samples

@@ -1,4 +1,4 @@
-"""A branch off a kept checkpoint is the run that would have been made from the beginning."""
+"""Branches off a kept checkpoint, compared with runs from the beginning."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ TWO_STAGES += ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]  # othe
 
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
-    """The 40 steps."""
+    """The parent run of 40 steps."""
     folder = tmp_path_factory.mktemp("parent") / "run"
     main([*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "5"])
     return folder
@@ -41,14 +41,14 @@ def parent(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_stages(small_corpus, tmp_path_factory):
-    """15 steps of CLM and 5 of MLM from new weights."""
+    """A run of 15 steps of CLM and 5 of MLM from new weights."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     main([*small_corpus.flags, *TWO_STAGES, "--save", str(folder)])
     return folder
 
 
 def branch_flags(small_corpus, parent, flags, folder, *more, at=15):
-    """For the pretraining command."""
+    """Return the flags of a branch for the pretraining command."""
     start = ["--branch-from", str(parent), "--branch-at", str(at), "--save", str(folder)]
     return [*small_corpus.flags, *flags, *start, *map(str, more)]
 

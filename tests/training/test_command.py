@@ -1,4 +1,4 @@
-"""The pretraining command: what a YAML file, a preset and the command line say together, and one line for what is wrong."""
+"""The pretraining command: YAML file, preset and flags together, and their errors."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ def test_last_of_a_repeated_flag_counts_for_the_preset_too():
 
 
 def test_a_given_field_replaces_its_alternative(tmp_path):
-    """On the command line, in a file over its base, and in a phase."""
+    """This holds on the command line, in a file over its base, and in a phase."""
     base = tmp_path / "base.yaml"
     steps = "train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nlr_wsd_decay_style: cosine\n"
     base.write_text(f"{steps}branch_from: a\nbranch_at: 3\n")
@@ -73,7 +73,7 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
 
 @pytest.mark.slow
 def test_run_folder_holds_what_it_promises(short_run, tmp_path):
-    """And its config.yaml, given to --config, is the same run again."""
+    """Its config.yaml, given to --config, starts the same run."""
     flags = [
         *short_run,
         "--train-iters",
@@ -170,7 +170,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_for(look, enough, seconds: float = 30):
-    """Look until it is `enough`; returns what was seen."""
+    """Poll until the value is `enough`; return it."""
     until = time.monotonic() + seconds
     while not enough(value := look()):
         assert time.monotonic() < until, value

@@ -1,4 +1,4 @@
-"""What is read, and in which order: decided by data, seed and packing; not by length of the run, batch size or layout."""
+"""The order of data: a function of data, seed and packing, not of the layout."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_a_budget_of_tokens_is_as_many_steps_as_it_takes():
 
 @pytest.fixture
 def large(monkeypatch):
-    """Every corpus of more than eight documents is a large one."""
+    """Every corpus of more than eight documents counts as a large one."""
     for module in ("builder", "block_stream"):
         monkeypatch.setattr(f"megaenc.data.packing.{module}.MOST_SHUFFLED", 8)
     monkeypatch.setattr("megaenc.data.packing.block_stream._MOST_BLOCKS", 50)

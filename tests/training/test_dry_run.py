@@ -1,4 +1,4 @@
-"""`--dry-run`: the phases with their steps and tokens, the data, and nothing written; and the first lines of a run."""
+"""The plan that `--dry-run` prints without writing, and the first lines of a run."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ RUN = [
 
 @pytest.fixture
 def printed(small_corpus, capfd, tmp_path):
-    """The lines that a dry run prints, with single spaces; it must leave the run folder alone."""
+    """Return the lines of a dry run with single spaces; nothing may be written."""
 
     def dry_run(*flags):
         main([*small_corpus.flags, *RUN, "--dry-run", "--save", str(tmp_path / "run"), *flags])
@@ -87,7 +87,7 @@ def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
 def test_the_special_tokens_of_documents_are_reported(
     printed, small_corpus, tmp_path, metadata, refusal
 ):
-    """Without metadata they follow from the end of the first document; a validation on others is refused."""
+    """Without metadata the first document shows them; validation on others is refused."""
     tokenizer = ["--tokenizer", str(small_corpus.tokenizer)]
     remedy = "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
     for name, flags, said in (

@@ -11,7 +11,8 @@ from megaenc.objectives.registry import OBJECTIVES
 from megaenc.training.command import main
 
 FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
-# Each objective alone, options that change, a mixture, an alternation and a sum, with the name that rows have for it.
+# Each objective alone, options that change, a mixture, an alternation and a sum, with the name that
+# rows have for it.
 PHASES = {
     "clm:1": ["clm"],
     f"{FIXED}:1": [FIXED],
@@ -51,7 +52,7 @@ def test_rows_name_what_each_step_trained(small_corpus, tmp_path, capsys):
 
 
 def test_two_steps_with_the_objective_of_another_package(short_run, plugin, tmp_path, refusal):
-    """As its README says, and one line where it is not installed."""
+    """The package's README works, and without the package there is one line."""
     flags = [
         *short_run, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0",
         "--objective-schedule", "word_order(share=0.3->0.9)", "--save", str(tmp_path / "run"),
@@ -119,9 +120,8 @@ def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(
     own = shutil.copytree(teacher, tmp_path / "teacher")
     flags = [flag.replace(str(teacher), str(own)) for flag in distilled]
     save = ["--save", str(tmp_path / "run")]
-    runs.script(
-        runs.PRETRAIN, [*flags, "--exit-interval", "1", *save]
-    )  # this process would remember the teacher
+    # This process would remember the teacher, so another one runs.
+    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "1", *save])
 
     weights = load_file(own / "model.safetensors")
     save_file(

@@ -1,4 +1,4 @@
-"""Whole runs with float8 products: near those without, the same in every layout, and refused where they cannot be."""
+"""Runs with float8 products: near float32, the same in every layout, or refused."""
 
 import pytest
 import runs
@@ -35,7 +35,7 @@ RUNS = {
 
 @pytest.fixture
 def folders(small_corpus, tmp_path):
-    """Run folders by name."""
+    """Run directories by name."""
     jobs = []
     for name, (processes, flags) in RUNS.items():
         jobs.append(Job(tmp_path / name, [*small_corpus.flags, *RUN, *flags], processes))
@@ -48,7 +48,7 @@ def losses(folder):
 
 
 def largest(folders, one, other):
-    """The largest relative difference of the losses of the steps that both runs made."""
+    """Return the largest relative difference of losses over steps that both runs made."""
     pairs = zip(losses(folders[one]), losses(folders[other]), strict=False)
     return max(abs(a / b - 1) for a, b in pairs)
 
@@ -56,9 +56,10 @@ def largest(folders, one, other):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_float8_is_near_float32_and_the_same_in_every_layout(folders):
-    """In the first step all have the same weights: there float8 itself makes a hundred times the difference of a layout.
+    """In step 1, float8 makes a hundred times the difference that a layout makes.
 
-    Then numbers that lie between two of float8's go here to one and there to the other, and what follows from it grows.
+    Later, numbers between two float8 values are rounded up in one run and down in the other, and
+    the difference grows.
     """
     for name in ("hybrid", "e4m3"):
         actual = losses(folders[name])
@@ -73,8 +74,8 @@ def test_float8_is_near_float32_and_the_same_in_every_layout(folders):
             error = abs(first["float32"][quantity] / reference - 1)
             assert abs(first[layout][quantity] / reference - 1) < share * error, (layout, quantity)
         assert largest(folders, layout, "hybrid") <= 2 * largest(folders, "float32", "hybrid")
-    # A shared sequence goes to the ranks in float8 under one scale: the products are those of ranks that all have it, and only
-    # the order in which the gradients of norms are added up differs.
+    # A shared sequence goes to the ranks in float8 under one scale: the products are those of ranks
+    # that all have it, and only the order in which the gradients of norms are added up differs.
     for quantity in ("loss", "grad_norm"):
         assert first["TP2, SP"][quantity] == pytest.approx(first["TP2"][quantity], rel=1e-6)
     assert largest(folders, "TP2, SP", "TP2") < 1e-4

@@ -1,8 +1,9 @@
-"""Inside a micro-batch the host waits for nothing: it only says what the device is to do next.
+"""Micro-batches in which the host never waits for the device.
 
-On the host itself there is nothing to wait for, but what would wait on an accelerator is seen as it is asked for: numbers that
-are read out of tensors, shapes that follow from numbers, and tensors made of Python's numbers, which would be copied from memory
-that is not pinned. With an accelerator torch itself says where it waits.
+On the host there is nothing to wait for, but each request that would wait on an accelerator is
+seen: numbers that are read out of tensors, shapes that follow from numbers, and tensors made of
+Python's numbers, which would be copied from memory that is not pinned. With an accelerator torch
+itself reports where it waits.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ MADE = {aten.lift_fresh}
 
 
 class Waits(TorchDispatchMode):
-    """Notes each call for whose result, or before whose beginning, the host would wait on an accelerator."""
+    """A record of calls before or after which the host would wait on an accelerator."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +79,7 @@ class Waits(TorchDispatchMode):
 
 
 class _CopiesToHost(TorchFunctionMode):
-    """What on the host is no operation, for the tensor is there already."""
+    """A mode that records copies to the host, which are no operation on the host."""
 
     def __init__(self, copies):
         super().__init__()
@@ -91,7 +92,10 @@ class _CopiesToHost(TorchFunctionMode):
 
 
 def _of_the_host():
-    """megatron-core has the number of a mask type in a tensor of the host, and reads it where it recomputes attention."""
+    """Return if megatron-core is reading a tensor that it keeps on the host.
+
+    The tensor has the number of a mask type, which is read where attention is recomputed.
+    """
     between = "/torch/", "/cpu_patches.py", __file__
     frames = reversed(traceback.extract_stack())
     caller = next(frame for frame in frames if not any(name in frame.filename for name in between))
@@ -119,7 +123,10 @@ def test_what_would_wait_is_seen(wait):
 
 
 def forward_and_backward(engine, objective, watched):
-    """Of one micro-batch, as megatron-core's schedule calls it, inside `watched`; returns the norm of the gradient."""
+    """Run a micro-batch by megatron-core's schedule; return its gradient norm.
+
+    Only the schedule runs inside `watched`.
+    """
     from megaenc.objectives import Schedule
     from megaenc.training.micro_batches import MicroBatchSpec
 
@@ -135,7 +142,7 @@ def forward_and_backward(engine, objective, watched):
 
 
 def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
-    """What torch's kernel for accelerators computes; unlike that, it reads where documents end."""
+    """Compute attention as torch's kernel for accelerators, but read the boundaries."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (longest_q, longest_k) == (max(of_q), max(of_k))
@@ -157,7 +164,7 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_micro_batch_asks_for_nothing_that_would_wait(way, short_run, engine_of, monkeypatch):
-    """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
+    """Both a stand-in for the accelerator's kernel and the host's have one gradient."""
     engine = engine_of(*short_run, *WAYS[way])
     from megaenc.model.attention import backends
     from megaenc.model.layer import PackedAttention
@@ -178,7 +185,7 @@ def test_a_micro_batch_asks_for_nothing_that_would_wait(way, short_run, engine_o
 
 
 class Copies(TorchDispatchMode):
-    """Notes what is copied from the host to a device, and how."""
+    """A record of copies from the host to a device."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +207,7 @@ class Copies(TorchDispatchMode):
 def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(
     objective, short_run, monkeypatch
 ):
-    """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
+    """The device is torch's meta device, and pinning is only noted."""
     from megaenc.objectives import Schedule
 
     plan = plan_of(*short_run)
@@ -241,7 +248,6 @@ def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_
             torch.cuda.set_sync_debug_mode("default")
 
     engine = engine_of(*short_run, "--bf16")
-    forward_and_backward(
-        engine, objective, contextlib.nullcontext()
-    )  # kernels are chosen and compiled once
+    # The first call chooses and compiles kernels.
+    forward_and_backward(engine, objective, contextlib.nullcontext())
     assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0

@@ -1,4 +1,4 @@
-"""Identities of runs that an earlier version wrote, compared with those of plans today."""
+"""Identities of runs of an earlier version, compared with those of plans today."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PACKAGE = runs.ROOT / "examples" / "objective_plugin"
 
 
 def read_command(file: Path) -> list[str]:
-    """The flags in a file."""
+    """Return the flags in a file."""
     return shlex.split(" ".join(json.loads(file.read_text())["command"]))
 
 

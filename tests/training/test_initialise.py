@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another, and with nothing else of it."""
+"""Runs that start with the weights of another run, and with nothing else of it."""
 
 import json
 import shutil
@@ -26,7 +26,8 @@ PARENT = [
     "--lr-warmup-iters",
     "1",
 ]
-# As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
+# As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch,
+# rate and objective too.
 CONTINUED = [
     *FOUR_LAYERS,
     "--train-iters",
@@ -60,7 +61,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
-    """Six steps of CLM by two pipeline stages, of two ranks that share the optimizer's state; checkpoints of 4 and 6."""
+    """Six steps of CLM on two stages and two data-parallel ranks; checkpoints 4 and 6."""
     folder = tmp_path_factory.mktemp("parent") / "run"
     flags = [*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "4"]
     runs.script(runs.PRETRAIN, [*flags, *PP2, *SPLIT], processes=4)
@@ -69,7 +70,7 @@ def parent(small_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def continued(small_corpus, parent):
-    """Flags of a run that begins with the parent's weights."""
+    """Flags of a run that starts with the parent's weights."""
     return [*small_corpus.flags, *CONTINUED, "--init-from", str(parent)]
 
 
@@ -78,7 +79,7 @@ def facts_of(folder):
 
 
 def test_it_is_a_new_run_given_those_weights(small_corpus, parent, tmp_path):
-    """Also with packs twice as long and rotary positions for them, and where ranks hold parts of it."""
+    """This holds for longer packs with scaled rotary positions and for other layouts."""
     weights = tmp_path / "weights.pt"
     torch.save(load_weights(open_run_checkpoint(parent), 6)[1], weights)
     jobs = []
@@ -110,7 +111,7 @@ def test_an_older_checkpoint_in_another_layout(continued, tmp_path):
 
 
 def test_the_newest_is_that_of_the_tracker(continued, parent, tmp_path):
-    """A run that was sent back to step 4 leaves the checkpoint of step 6 until it is made again."""
+    """A run rewound to step 4 keeps the checkpoint of step 6 until it saves it again."""
     shutil.copytree(parent, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
     assert plan_of(*continued).start.at == 6
@@ -118,14 +119,14 @@ def test_the_newest_is_that_of_the_tracker(continued, parent, tmp_path):
 
 
 def test_what_was_the_newest_at_first_stays_so(continued, tmp_path):
-    """A run that is started again before its first checkpoint, while the other run has gone on."""
+    """The parent goes on while the new run restarts before its first checkpoint."""
     first = plan_of(*continued, "--save", tmp_path, "--init-at", 4)
     (tmp_path / "run.json").write_text(json.dumps(first.run_metadata))
     assert plan_of(*continued, "--save", tmp_path).identity == first.identity
 
 
 def test_skip_samples_is_where_the_data_begins(continued):
-    """The parent reads 6 steps of 8 samples, so one that goes on after it in steps of 4 begins with sample 48."""
+    """The parent reads 6 steps of 8 samples, so its child begins with sample 48."""
     skipping = plan_of(*continued, "--skip-samples", 40)
     assert [skipping.first_sample(step) for step in (1, 2)] == [40, 44]
     assert sum(row.packs for row in skipping.corpus_usage) == 4 * 4
@@ -168,7 +169,7 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(
 
 
 def test_a_run_that_began_with_weights_can_be_branched(continued, parent, tmp_path):
-    """By its own config.yaml, where --branch-from takes the place of --init-from; its data goes on where it was."""
+    """In its config.yaml --branch-from replaces --init-from; its data continues."""
     main(
         [
             *continued,
@@ -198,7 +199,7 @@ def test_a_run_that_began_with_weights_can_be_branched(continued, parent, tmp_pa
 
 
 def test_weights_of_the_other_precision_will_do(continued, tmp_path):
-    """And of another dropout and initialization."""
+    """So will those of another dropout and initialization."""
     first = [
         *continued,
         "--exit-interval",
@@ -219,7 +220,7 @@ def test_weights_of_the_other_precision_will_do(continued, tmp_path):
 def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
     continued, parent, tmp_path, refusal
 ):
-    """A run that was stopped before it saved begins anew, so its parent must still be the one it was."""
+    """A run stopped before its first save starts again from the parent's weights."""
     away = shutil.copytree(parent, tmp_path / "away")
     flags = [*continued, "--init-from", str(away), "--save", str(tmp_path / "run")]
     main([*flags, "--exit-interval", "1"])
@@ -247,7 +248,10 @@ def test_what_does_not_fit_is_named_in_one_line(change, words, continued, tmp_pa
 
 @pytest.fixture
 def changed_parent(parent, tmp_path):
-    """A function that gives a copy of the parent other fields of its identity and, except for phases, of its config.yaml."""
+    """A function that copies the parent with other fields of identity and config.yaml.
+
+    Phases are changed in the identity only.
+    """
 
     def change(**fields):
         run = shutil.copytree(parent, tmp_path / "parent")
@@ -299,7 +303,7 @@ SCALING = ["--use-rope-scaling", "--rope-scaling-factor", "32"]
 def test_other_rotary_positions_must_be_given(
     given, words, continued, changed_parent, tmp_path, monkeypatch, refusal
 ):
-    """On the command line or in a file; those of defaults and presets would change a model silently."""
+    """Defaults and presets would change the model silently."""
     monkeypatch.chdir(tmp_path)
     run = changed_parent(rotary_base=500.0, use_rope_scaling=True, rope_scaling_factor=32.0)
     (tmp_path / "base.yaml").write_text("config: parent/config.yaml\nrotary-base: 10000")
@@ -312,7 +316,7 @@ def test_other_rotary_positions_must_be_given(
 
 
 def test_rotary_bases_of_phases(small_corpus, continued, parent, changed_parent, refusal):
-    """The first phase may give another one; a parent whose phases have changed it has another one than its config.yaml."""
+    """The first phase may set the base; after later phases the parent has another one."""
     phase = {"rotary_base": 10000.0, "last_step": 4}
     run = changed_parent(phases=[phase, {"rotary_base": 500.0, "last_step": 6}], rotary_base=500.0)
     kept = [*continued, "--init-from", str(run), "--config", str(run / "config.yaml"), "--dry-run"]

@@ -1,4 +1,4 @@
-"""Starts in surroundings that are not quite right: one line names what is wrong, or the run goes on."""
+"""Starts with a wrong environment: an error of one line, or the run goes on."""
 
 import os
 import stat
@@ -42,7 +42,7 @@ def test_variables_that_no_launcher_sets_are_one_line(environment, complaint, mo
 
 
 def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_one_line(short_run):
-    """RANK= in a job file is no rank; Slurm's tasks without it are told."""
+    """An empty RANK in a job file is no rank; Slurm tasks without it get an error."""
     empty = dict.fromkeys((*dist_env.LAUNCHER_VARIABLES, "MASTER_ADDR"), "")
     flags = [*short_run, "--exit-interval", "1"]
     ended = runs.script(runs.PRETRAIN, flags, environment=empty | {"SLURM_NTASKS": "8"})
@@ -56,7 +56,7 @@ def test_empty_variables_count_as_unset_and_a_wrong_one_ends_the_command_with_on
 
 @pytest.mark.parametrize("soft", [100, 9000])
 def test_the_limit_of_open_files_is_raised_or_named(soft, monkeypatch):
-    """For the first of 4,096 ranks."""
+    """The process is the first of 4,096 ranks."""
     limits = [(soft, 100_000)]
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(machine.resource, "setrlimit", lambda kind, values: limits.append(values))
@@ -92,7 +92,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 @pytest.mark.parametrize("command", [["--version"], ["summary", "RUN"]])
 def test_closed_standard_streams_are_as_devnull(command, saved_run):
-    """As services and cron have them."""
+    """Services and cron close them."""
     words = [str(saved_run) if word == "RUN" else word for word in command]
     assert runs.run([sys.executable, "-c", CLOSED, "-m", "megaenc", *words]).stderr == ""
 
@@ -111,7 +111,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_one_line(small_corpus, tmp_path, re
 def test_layouts_of_clusters_are_planned_on_a_login_node(
     config, ranks, small_corpus, monkeypatch, capsys
 ):
-    """What only the machine of the run has is a line, not a refusal; what the ranks cannot be laid out as is refused."""
+    """What only the run's machine has is a note; an impossible layout is refused."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     flags = ["--config", str(config), *small_corpus.flags, "--train-iters", "10000", "--dry-run"]
     main(flags)

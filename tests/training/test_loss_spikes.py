@@ -1,4 +1,4 @@
-"""Losses that leap are found alike in every run of the same steps, and a run can go back and leave out what led to them."""
+"""Loss spikes: the same in every run of the same steps, and rewinds after them."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ SPIKE = {315: 30.0}
 
 
 def noise(count: int) -> list[float]:
-    """Normal, of mean 3 and deviation 0.1."""
+    """Return normal numbers of mean 3 and standard deviation 0.1."""
     radius = uniforms(0, "radius", count)
     angle = uniforms(0, "angle", count)
     return (3 + 0.1 * np.sqrt(-2 * np.log(1 - radius)) * np.cos(2 * np.pi * angle)).tolist()
@@ -73,7 +73,7 @@ def assert_same_run(run, reference):
 
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
-    """The run from the beginning without what steps 38 to 40 of RUN read."""
+    """The whole run without the packs that steps 38 to 40 of RUN read."""
     folder = tmp_path_factory.mktemp("without") / "run"
     main(
         [
@@ -95,7 +95,7 @@ REWIND = ["--max-rewinds", "1", "--rewind-skip-iters", "3", "--save-interval", "
 
 @pytest.fixture(scope="module")
 def rewound(small_corpus, tmp_path_factory):
-    """RUN with a spike at step 40, after which it goes back to its checkpoint of step 35; and what it said."""
+    """RUN with a spike at step 40, rewound to its checkpoint of 35; and its output."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save", str(folder)]
     return folder, runs.script(runs.WORKERS / "bad_packs.py", flags).stdout
@@ -116,7 +116,7 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
 
 @pytest.mark.slow
 def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):
-    """With the list written and nothing else done, beside checkpoints that have read what is left out now."""
+    """Only the list is written, and checkpoints exist that have read those packs."""
     folder = tmp_path / "run"
     flags = [
         json.dumps(SPIKE),
@@ -163,7 +163,7 @@ def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, m
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_go_back_together(small_corpus, tmp_path):
-    """Each with half of the optimizer's state."""
+    """Each has half of the optimizer's state."""
     flags = [
         *small_corpus.flags,
         *RUN[:-2],
@@ -186,7 +186,7 @@ def test_two_processes_go_back_together(small_corpus, tmp_path):
 def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(
     small_corpus, tmp_path, monkeypatch, capsys
 ):
-    """Step 40 reads other packs after the first rewind, and one of those is bad too; then a third."""
+    """After each rewind step 40 reads other packs, which are bad as well."""
     spoil({315: 30.0, 339: 30.0, 345: 30.0}, monkeypatch.setattr)
     flags = [
         *small_corpus.flags,

@@ -1,4 +1,4 @@
-"""The learning rate of each step: after the warm-up that of megatron-core."""
+"""Learning rates of all steps: megatron-core's after the warm-up."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_steps_or_a_fraction_of_the_run():
 
 
 def schedule(total: int, **flags) -> LearningRateSchedule:
-    """The schedule of these flags."""
+    """Return the schedule of these flags."""
     return LearningRateSchedule.from_config(LearningRateConfig(**flags), total)
 
 
@@ -119,7 +119,7 @@ def resolved(elapsed: float, *, lr_warmup_iters: int) -> float:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package that offers `polynomial` and three objects that are no styles."""
+    """An installed package with the style `polynomial` and objects that are no styles."""
     info = tmp_path / "rates-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rates\nVersion: 1.2\n")

@@ -1,4 +1,4 @@
-"""StableAdamW and Muon by plain formulas."""
+"""StableAdamW and Muon, compared with plain formulas."""
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ def optimizers():
 
 
 def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
-    """The optimizer of all weights of a plain model; all its matrices are Muon's, `attention` as queries, keys and values.
+    """Build the optimizer of a plain model whose matrices are all Muon's.
 
-    The bias is in a group of its own, without weight decay.
+    `attention` is split into queries, keys and values. The bias is in a group of its own, without
+    weight decay.
     """
     parts = {
         2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),),
@@ -46,7 +47,7 @@ def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
 
 
 def small_model() -> torch.nn.ModuleDict:
-    """Two layers, the first of 3 blocks with 4 rows each."""
+    """Build two layers, the first with 3 blocks of 4 rows each."""
     torch.manual_seed(1)
     return torch.nn.ModuleDict(
         {"attention": torch.nn.Linear(6, 12), "last": torch.nn.Linear(12, 5, bias=False)}
@@ -54,9 +55,10 @@ def small_model() -> torch.nn.ModuleDict:
 
 
 def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
-    """The weights after ten steps; the gradient is small until step 5, and then a hundred times as large.
+    """Return the weights after ten steps; gradients grow a hundredfold after step 5.
 
-    `update`: an optimizer, whose gradients are sums with a divisor for each step; or a function of the step.
+    `update`: an optimizer, whose gradients are sums with a divisor for each step; or a function of
+    the step.
     """
     generator = torch.Generator().manual_seed(2)
     for step in range(1, 11):
@@ -77,7 +79,10 @@ def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
 
 
 def test_stable_adamw_is_the_papers_algorithm(optimizers):
-    """Algorithm 2 of arXiv 2304.13013 with its corrected decay rates, in which the first moments need no correction."""
+    """Algorithm 2 of arXiv 2304.13013 with corrected decay rates.
+
+    The first moments need no correction then.
+    """
     lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
     model, reference = small_model(), small_model()
     adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
@@ -108,7 +113,7 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
 
 
 def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """The Newton-Schulz iterations on the singular values."""
+    """Apply the Newton-Schulz iterations to the singular values."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.norm()
     for _ in range(steps):
@@ -130,7 +135,7 @@ def test_orthogonalization_knows_no_size_and_rounds_in_bfloat16(optimizers):
 
 
 def test_muon_by_singular_values(optimizers):
-    """Matrices by Nesterov momentum and singular values, queries, keys and values separately; the bias by AdamW."""
+    """Queries, keys and values are separate matrices; the bias is AdamW's."""
     lr, decay = 0.02, 0.1
     adam = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
     model, reference = small_model(), small_model()
@@ -168,7 +173,7 @@ def test_muon_by_singular_values(optimizers):
 
 @pytest.mark.parametrize("name", ["adamw", *OPTIMIZERS])
 def test_one_step_without_decay_of_norms_and_biases(name, short_run, engine_of):
-    """Gradients of a first step are the same, so that the decay alone, lr * decay * weight, tells the runs apart."""
+    """First gradients are equal: two runs differ by the decay lr * decay * weight."""
     model = ["--add-qkv-bias", "--qk-layernorm", "--normalization", "LayerNorm", "--norm-bias"]
     flags = [
         *short_run,

@@ -1,4 +1,4 @@
-"""Runs whose phases have data, lengths, batches, rotary bases and learning rates of their own."""
+"""Phases with data, lengths, batches, rotary bases and rates of their own."""
 
 import json
 import math
@@ -43,7 +43,10 @@ def whole_run(three_phases, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def named_sets(three_phases, small_corpus, tmp_path_factory):
-    """Flags of the three phases with two named sets: a corpus that is trained on, and another one; a fixed objective."""
+    """Flags of the three phases with a fixed objective and two named sets.
+
+    One is a corpus that is trained on.
+    """
     folder = tmp_path_factory.mktemp("third")
     other = make_corpus(folder / "c", small_corpus.tokenizer, 40, seed=2)
     sets = [f"own={small_corpus.prefix}", f"other={other}"]
@@ -86,7 +89,7 @@ def test_each_phase_reads_its_own_packs(whole_run):
 
 
 def test_a_corpus_continues_where_an_earlier_phase_stopped(small_corpus, second_corpus):
-    """With packs of the same length: in another blend, and after skipped packs too."""
+    """This holds for packs of one length, in another blend and after skipped packs."""
     first = str(small_corpus.prefix)
     phases = [
         {"objective": "mlm", "train_iters": 3, "data_path": first},
@@ -139,23 +142,22 @@ def test_stops_in_any_phase_and_named_sets_change_nothing(
 
 
 def test_each_phase_is_validated_on_its_own_held_out_text(whole_run):
-    """In packs of its length: no loss is of a position that no training step has had."""
+    """Packs have its length, and no validated position was trained on."""
     rows = runs.validations(whole_run)
     assert [row["step"] for row in rows] == [0, 3, 6, 9]
     texts = [row["held_out"] for row in rows]
     assert texts[0] == texts[1] and len(set(texts)) == 3
     for row in rows:
         for scores in row["objectives"].values():
-            assert ("by_position" in scores) == (
-                row["step"] > 3
-            )  # else all are among the first 128
+            # In shorter packs all positions are in the first range.
+            assert ("by_position" in scores) == (row["step"] > 3)
             assert ("by_corpus" in scores) == (row["step"] < 9)
 
 
 def test_the_validation_of_a_phase_is_that_of_a_run_without_phases(
     three_phases, whole_run, second_corpus, tmp_path
 ):
-    """Bit by bit, of the last weights."""
+    """The scores of the last weights are equal bit by bit."""
     common = three_phases[three_phases.index("--tokenizer") :]
     flags = [
         *common,
@@ -187,7 +189,7 @@ def test_the_validation_of_a_phase_is_that_of_a_run_without_phases(
 
 
 def test_named_sets_have_the_same_text_in_all_phases(named_sets, named_run):
-    """Each by its name, also at TensorBoard: the held-out documents of a corpus that is trained on, and another one whole."""
+    """The sets are one corpus's held-out documents and another corpus as a whole."""
     plan = plan_of(*named_sets)
     own, other = plan.validation_sets
     assert own.documents.tolist() == split_documents(300, (90, 10, 0))[1].tolist()
@@ -211,7 +213,7 @@ def test_named_sets_have_the_same_text_in_all_phases(named_sets, named_run):
 
 
 def test_validations_have_the_micro_batches_of_their_phase(small_corpus, engine_of, monkeypatch):
-    """Two batches of 8 packs in rows of 4, then of 3 packs in rows of one."""
+    """They are two batches of 8 packs in rows of 4, then of 3 packs in rows of one."""
     phases = [
         {"objective": "mlm", "train_iters": 2, "micro_batch_size": 4},
         {
@@ -292,7 +294,7 @@ def test_an_export_has_the_rotary_base_and_length_of_its_phase(
 
 
 def test_a_branch_changes_phases_after_its_step(small_corpus, tmp_path, refusal):
-    """From a run without phases to longer packs; and only after the step."""
+    """A run without phases gets one with longer packs; earlier phases are fixed."""
     flags = [*small_corpus.flags, *SHAPE]
     main(
         [
@@ -393,7 +395,7 @@ def test_a_schedule_next_to_phases_is_refused_even_with_its_default_value(tmp_pa
 
 
 def test_weight_decay_may_change_by_phase(small_corpus, engine_of):
-    """The first step of the second phase has the same gradient, so that lr * decay * weight tells two runs apart."""
+    """Phase 2 starts with the same gradient: runs differ by lr * decay * weight."""
     engines = []
     for decay in (0.1, 2.1):
         phases = [

@@ -1,4 +1,4 @@
-"""Micro-batches made ahead are those that are asked for, in order, whatever was begun."""
+"""Micro-batches prepared ahead: the ones asked for, in order."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Activations computed again on the way back: the same run, held in less memory."""
+"""Recomputed activations: the same run in less memory."""
 
 import pytest
 import runs
@@ -60,7 +60,7 @@ def test_every_step_is_that_of_kept_activations(way, small_corpus, kept_run, tmp
 
 @pytest.mark.parametrize("way", WAYS)
 def test_fewer_activations_are_kept(way, one_process):
-    """Bytes that autograd holds between the forward and the backward pass."""
+    """Counted are bytes that autograd holds between forward and backward pass."""
     import torch
 
     from megaenc.backend import ParallelConfig

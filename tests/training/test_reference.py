@@ -1,4 +1,4 @@
-"""Training against an independent reference: transformers' model, torch's AdamW and a loop of a dozen lines."""
+"""Training compared with transformers' model, torch's AdamW and a plain loop."""
 
 import numpy as np
 import plain_loop
@@ -39,9 +39,8 @@ def test_losses_equal_those_of_a_plain_loop(schedule, small_corpus, teacher, tmp
         schedule.replace("{teacher}", str(teacher)),
     ]
     main([*flags, "--save", str(tmp_path / "run")])
-    main(
-        [*flags, "--lr", "1e-30", "--exit-interval", "1", "--save", str(tmp_path / "start")]
-    )  # below any rounding
+    # A rate below any rounding leaves the weights as they were.
+    main([*flags, "--lr", "1e-30", "--exit-interval", "1", "--save", str(tmp_path / "start")])
     to_hf(tmp_path / "start", tmp_path / "hf")
 
     model = EuroBertForMaskedLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
@@ -52,7 +51,6 @@ def test_losses_equal_those_of_a_plain_loop(schedule, small_corpus, teacher, tmp
     assert max(norms) > 0.5, "the clip never bit, so it was not tested"
     np.testing.assert_allclose([row["learning_rate"] for row in rows], RATES)
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
-    np.testing.assert_allclose(
-        rows[0]["loss"], losses[0], rtol=1e-6
-    )  # before rounding adds up over updates
+    # Step 1 comes before rounding adds up over steps.
+    np.testing.assert_allclose(rows[0]["loss"], losses[0], rtol=1e-6)
     np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)

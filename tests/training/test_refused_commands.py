@@ -1,4 +1,4 @@
-"""A command that is refused leaves the disk as it was: no folder, no lock, no file that says something else than before."""
+"""Refused commands, which leave the disk as it was."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from megaenc.training.run_dir import RunDir
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder: files with what is in them, folders with None."""
+    """Return everything below a directory: the content of files, None for directories."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.fixture
 def refused(short_run, tmp_path, refusal):
-    """Give a command, which must be refused in one line and change nothing in `tmp_path`; the line."""
+    """Return the error of a command that must change nothing in `tmp_path`."""
 
     def give(*flags) -> str:
         before = contents(tmp_path)
@@ -36,12 +36,12 @@ def refused(short_run, tmp_path, refusal):
 
 @pytest.fixture
 def copy(saved_run, tmp_path):
-    """The run, to be damaged."""
+    """A copy of the run, to be damaged."""
     return shutil.copytree(saved_run, tmp_path / "run")
 
 
 def test_a_parent_whose_weights_are_damaged(refused, copy, tmp_path):
-    """Found when the new run's folder is there already, several levels of it new."""
+    """The damage is found after the new run's directories were made."""
     flip_a_bit(sorted((copy / "checkpoints" / "iter_0000012").glob("*.distcp"))[0])
     save = tmp_path / "new" / "deeper" / "run"
     assert "its content changed" in refused("--init-from", copy, "--save", save)
@@ -51,7 +51,7 @@ def test_a_parent_whose_weights_are_damaged(refused, copy, tmp_path):
 
 
 def test_a_run_without_a_whole_checkpoint(refused, copy):
-    """Not even its config.yaml says what the refused command would have changed."""
+    """Its config.yaml stays as it was, too."""
     for step in (4, 8, 12):
         flip_a_bit(copy / "checkpoints" / f"iter_{step:07d}" / "common.pt")
     line = refused("--save", copy, "--micro-batch-size", "4", "--keep-last", "7")
@@ -65,7 +65,7 @@ def test_rows_that_no_run_writes(refused, copy):
 
 
 def from_another(run: Path, folder: Path) -> list[list]:
-    """The flags of a branch and of a start from weights."""
+    """Return the flags of a branch and of a start from weights."""
     return [
         ["--branch-from", run, "--branch-at", "8", "--save", folder / "b"],
         ["--init-from", run, "--save", folder / "i"],
@@ -125,7 +125,7 @@ def test_a_run_json_that_is_a_pipe(refused, copy, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_at_any_moment_of_the_start(short_run, small_disk):
-    """Room for a number of blocks, from none to enough for all: refused in one line, and nothing is left but what was there."""
+    """From no free block to enough of them: one line, and nothing new is left."""
     run = small_disk / "new" / "run"
     plan = plan_of(*short_run)
     size = 64 << 10

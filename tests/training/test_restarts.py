@@ -1,4 +1,4 @@
-"""Under torchrun a run goes on by itself when a worker or a node is lost, and is not begun again when it was to stop."""
+"""Runs under torchrun that survive lost workers and nodes, and end when they must."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ LONGER = [
 
 
 def flags(small_corpus, folder, *more):
-    """For the pretraining command: twenty float32 steps with a checkpoint each five."""
+    """Flags of twenty float32 steps with a checkpoint each five."""
     return [
         *small_corpus.flags,
         *runs.SHORT_RUN,
@@ -51,7 +51,7 @@ def flags(small_corpus, folder, *more):
 
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus, tmp_path_factory):
-    """The run of two processes that nothing happens to."""
+    """A run of two processes without a fault."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     runs.script(runs.PRETRAIN, flags(small_corpus, folder), processes=2)
     return FaultRun(folder)
@@ -111,7 +111,7 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
 
 
 class Nodes:
-    """Agents of torchrun, each with one rank, that make up one run on `count` nodes; killed at the end, whatever happens.
+    """Agents of torchrun with one rank each, on `count` nodes; killed at the end.
 
     `store_outside`: a process of its own holds the rendezvous, instead of the first agent.
     """
@@ -151,7 +151,7 @@ class Nodes:
         ]
 
     def _start(self, name, command):
-        """What it says goes to a file of its name."""
+        """Start an agent whose output goes to a file of its name."""
         command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]  # see docs/faults.md
         self.agents[name] = start(command, str(self.folder), self.folder.with_name(name))
         self.wait_for(self._listens)  # the first to come holds the rendezvous
@@ -175,12 +175,12 @@ class Nodes:
             time.sleep(0.1)
 
     def end(self, name):
-        """The exit code of an agent."""
+        """Return the exit code of an agent."""
         self.wait_for(lambda: self.agents[name].poll() is not None)
         return self.agents[name].returncode
 
     def said(self):
-        """Everything that all agents and workers have printed."""
+        """Return the output of all agents and workers."""
         return "".join(self.folder.with_name(name).read_text() for name in self.agents)
 
     def __enter__(self):
@@ -197,7 +197,7 @@ class Nodes:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["second", "first, which holds the rendezvous"])
 def test_a_node_that_is_lost_is_started_again(lost, small_corpus, undisturbed, tmp_path):
-    """The other waits for it; but without a rendezvous it ends, and is started again too."""
+    """The other one waits for it, or is started again too if it loses the rendezvous."""
     folder = tmp_path / "run"
     fault = "lose_launcher:any:12"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:
@@ -222,7 +222,7 @@ def test_a_node_that_is_lost_is_started_again(lost, small_corpus, undisturbed, t
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(small_corpus, tmp_path):
-    """Also the first one, where the rendezvous is elsewhere."""
+    """This holds for the first node too if the rendezvous is elsewhere."""
     folder = tmp_path / "run"
     reference = tmp_path / "undisturbed"
     runs.script(runs.PRETRAIN, flags(small_corpus, reference, *LONGER), processes=2)

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been, and a run folder holds one run."""
+"""Resumed runs, which go on as if never stopped, and one run a directory."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from megaenc.training.command import main
 
 
 def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(short_run, saved_run, tmp_path):
-    """Steps that were logged and not saved, half a line, and files half-written beside."""
+    """Left are logged steps that were not saved, half a line and half-written files."""
     folder = shutil.copytree(saved_run, tmp_path / "run")
     for name, row in (
         ("metrics", {"loss": 1.0}),

@@ -1,4 +1,4 @@
-"""What a full disk makes of the rows of a run folder."""
+"""Rows of a run directory on a full disk."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from megaenc.training.run_lock import RunLock
 
 
 def opened(path) -> RunDir:
-    """A run folder whose rows can be read and written; nothing else of it is there."""
+    """A run directory with nothing but rows, which can be read and written."""
     folder = object.__new__(RunDir)
     folder.path, folder.lock = path, RunLock(path)
     return folder
 
 
 def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
-    """Rank 0 alone notices while training: an error that all ranks are taken to have would leave them waiting for it."""
+    """Only rank 0 fails in `sync`, so a LocalInputError must end the other ranks too."""
     folder = opened(tmp_path)
     (tmp_path / METRICS_FILE).write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
@@ -85,7 +85,7 @@ def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
-    """As by a command that was refused: the file that it has locked is no longer the lock."""
+    """A refused command removes it: the file that was locked is no longer the lock."""
     first = RunLock(tmp_path / "a" / "b")
 
     def give_up() -> None:

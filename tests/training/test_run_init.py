@@ -1,4 +1,4 @@
-"""Up to which step two schedules train the same."""
+"""The step up to which two schedules train the same."""
 
 import pytest
 from counting import counted
@@ -27,7 +27,8 @@ def difference(one, other, last, seeds=(1, 1)):
         # A share that falls over 40 steps and one that falls over 20 part at the second step.
         (("mlm(mask=0.4->0.2):1.0", 40), ("mlm(mask=0.4->0.2):1.0", 20), 15, 2),
         (("mlm(mask=0.4->0.2):10,mlm:30", 40), ("mlm(mask=0.4->0.2):10,clm:10", 20), 10, None),
-        # The draws of a mixture follow from the step: the same in a phase of another length, and with weights of another size.
+        # The draws of a mixture follow from the step: the same in a phase of another length, and
+        # with weights of another size.
         (("mix(clm:1,mlm:3):1.0", 40), ("mix(clm:0.25,mlm:0.75):18,mlm:2", 20), 18, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""The same run after a stop: bit by bit what a run without one does, and the same in another layout."""
+"""Stopped runs: equal to whole ones bit by bit, also across layouts."""
 
 import pytest
 import runs
@@ -52,7 +52,7 @@ RUNS = {
 
 
 def check(flags, interval, legs, processes, folder) -> None:
-    """Start a run `legs` times until it is complete, and compare it with one that was never stopped."""
+    """Start a run `legs` times until it is complete; compare it with an unstopped one."""
     stopping = [*flags, "--exit-interval", str(interval)]
     legs = [Job(folder / "run", stopping, processes)] * legs
     other = [*flags, "--no-use-distributed-optimizer", "--tensor-model-parallel-size", "1"]
@@ -78,7 +78,7 @@ def test_a_teacher(distilled, tmp_path):
 
 @pytest.mark.slow
 def test_interleaved_stages_of_torchruns_processes(small_corpus, tmp_path):
-    """Each process has an order of its own for sets, which forks have not."""
+    """Each process orders sets in its own way, which forks do not."""
     flags = [*small_corpus.flags, *SPLIT, *INTERLEAVED, "--save"]
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "whole")], processes=2)
     runs.script(

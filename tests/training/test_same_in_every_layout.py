@@ -1,4 +1,4 @@
-"""The same run in another layout: every step and the last validation are those of one process."""
+"""The same run in every layout: all steps and the last validation are equal."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,8 @@ ALONE = [
 ALL_ROWS = {"--sequence-parallel", "--pipeline-model-parallel-layout"}
 PSEUDO = ["--eval-pseudo-perplexity-passes", "2"]
 
-# Of four ranks several share a weight; padded, two of them have parts of the embedding alone, and none of the norms.
+# Of four ranks several share a weight; padded, two of them have parts of the embedding alone, and
+# none of the norms.
 OF_OPTIMIZERS = {
     "TP2": (2, TP2),
     "PP2": (2, PP2),
@@ -133,7 +134,7 @@ SLOW = {
 
 
 def check(flags, layouts, folder, tolerance=1e-5) -> str:
-    """Run `flags` in one process and in each layout, and compare every one with the first. Returns what they printed."""
+    """Run `flags` in one process and in each layout, compare, and return the output."""
     jobs = [Job(folder / "one", flags)]
     for name, (processes, more) in layouts.items():
         jobs.append(Job(folder / name, [*flags, *more], processes))
@@ -152,7 +153,7 @@ def check(flags, layouts, folder, tolerance=1e-5) -> str:
 
 
 def last_scores(folder) -> dict[str, float]:
-    """What the last validation found, by its text, objective and kind of score."""
+    """Return the last validation's scores by text, objective and kind."""
     row = runs.validations(folder)[-1]
     return flatten_row(row["objectives"], row["held_out"])
 
@@ -177,7 +178,7 @@ def test_every_objective_is_among_them():
 
 @pytest.mark.slow
 def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
-    """Without switches of objectives the rounding stays ten times below this tolerance."""
+    """Without switches of objectives rounding stays ten times below this tolerance."""
     jobs = []
     for number, objective in enumerate(ALONE):
         schedule = ["--objective-schedule", objective.format(teacher=teacher), "--lr", "5e-4"]
@@ -230,7 +231,10 @@ def test_a_teacher(distilled, tmp_path):
 
 @pytest.mark.slow
 def test_random_lengths_of_a_blend_with_a_corpus_in_blocks(small_corpus, tmp_path):
-    """One of so many documents, of one to five tokens, that they are shuffled in blocks; losses by position and corpus too."""
+    """One corpus has so many documents of 1 to 5 tokens that it is shuffled in blocks.
+
+    Losses are by position and corpus too.
+    """
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, MOST_SHUFFLED + 1)
     tokens = rng.integers(8, 400, lengths.sum()).astype(np.uint16)

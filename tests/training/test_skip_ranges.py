@@ -1,4 +1,4 @@
-"""Packs that are left out: a run that was told so from the beginning, or later, reads the others in the same order."""
+"""Skipped packs: all others are read in the same order."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ RUN = [
 
 
 def random_packs(number: int) -> SkippedPacks:
-    """Up to six ranges of up to eight samples, among the first 60."""
+    """Return up to six ranges of up to eight samples, among the first 60."""
     draws = uniforms(number, "skipped", 13)
     ranges = [
         (int(60 * a), int(60 * a) + int(8 * b))
@@ -36,7 +36,7 @@ def random_packs(number: int) -> SkippedPacks:
 
 
 def read(packs: SkippedPacks, first: int) -> list[int]:
-    """The samples from `first` on that are not left out."""
+    """Return the samples from `first` on that are not skipped."""
     left_out = {sample for start, last in packs.ranges for sample in range(start, last + 1)}
     return [sample for sample in range(first, 200) if sample not in left_out][:60]
 
@@ -82,7 +82,7 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
 
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
-    """All 12 steps, told from the beginning to leave out pack 37 of step 5 and packs 80 to 83."""
+    """All 12 steps with pack 37 of step 5 and packs 80 to 83 skipped from the start."""
     folder = tmp_path_factory.mktemp("without") / "run"
     flags = [
         *small_corpus.flags,
@@ -102,7 +102,7 @@ def without(small_corpus, tmp_path_factory):
 def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(
     small_corpus, without, tmp_path, monkeypatch, capfd, refusal
 ):
-    """As if it had been left out from the beginning; without the flag a run leaves out what it did."""
+    """Without the flag a resumed run keeps skipping the same packs."""
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--save-interval", "3"]
     spoil({37: "loss"}, monkeypatch.setattr)

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is no finite number changes nothing, is counted, and ends the run beyond a limit, naming its pack."""
+"""Steps with NaN or infinite loss or gradient: skipped, counted, limited."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ RUN = [
 
 
 def state_after(folder, step):
-    """What a checkpoint holds of model and optimizer, by file, and how many updates the optimizer has made."""
+    """Return a checkpoint's state by file, and the optimizer's number of updates."""
     checkpoint = folder / "checkpoints" / f"iter_{step:07d}"
     shards = {file.name: file.read_bytes() for file in checkpoint.glob("*.distcp")}
     return shards, json.loads((checkpoint / "index.json").read_text())["optimizer_step"]
@@ -65,7 +65,8 @@ def test_nothing_changes_and_the_pack_is_named(
 
 LAYOUTS = {
     "tensor": (["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"], "ranks 0-1"),
-    # Pack 37 is the sixth of its step: the third micro-batch, which the first of two data-parallel ranks reads.
+    # Pack 37 is the sixth of its step: the third micro-batch, which the first of two data-parallel
+    # ranks reads.
     "data": (["--use-distributed-optimizer", "--no-bf16"], "rank 0"),
     "interleaved": (
         [
@@ -114,7 +115,7 @@ def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_
 
 
 def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypatch, refusal):
-    """It is there when the step is made and gone when its packs are run again."""
+    """The NaN of a step is gone when its packs are run again."""
     spoil({37: "loss"}, monkeypatch.setattr)
     from megaenc.training.distributed import nonfinite
 
@@ -146,7 +147,7 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
 
 
 def test_a_gradient_alone_is_never_reduced(small_corpus, engine_of):
-    """Also where reductions are started by the backward pass itself, which needs an accelerator."""
+    """The backward pass may start reductions itself, which needs an accelerator."""
     engine = engine_of(*small_corpus.flags, *RUN, "--no-bf16")
     groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
     finalize = engine.config.finalize_model_grads_func

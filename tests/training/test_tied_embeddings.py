@@ -1,4 +1,4 @@
-"""The export of a new model with one matrix for the embedding and the output layer, and ModernBERT's layers around it."""
+"""Exports of new models with tied embeddings and ModernBERT's layers."""
 
 import runs
 
@@ -24,7 +24,7 @@ MODERNBERT = [
 
 
 def test_a_new_modernbert_goes_out_as_one(small_corpus, tmp_path):
-    """With windows shorter than its texts, and one matrix for the embedding and the output layer."""
+    """Its windows are shorter than the texts, and its embeddings are tied."""
     from transformers import ModernBertForMaskedLM
 
     main([*small_corpus.flags, *TIED, *MODERNBERT, "--save", str(tmp_path / "run")])

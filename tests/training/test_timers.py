@@ -1,4 +1,4 @@
-"""Where the time goes and how much memory there is: the highest of all ranks, on each row."""
+"""Time and memory on each row: the highest of all ranks."""
 
 import re
 import time
@@ -48,7 +48,7 @@ def test_every_key_is_documented(timed_run):
 
 @pytest.mark.multiprocess
 def test_rates_are_flops_over_seconds(timed_run):
-    """A device's share of what two processes executed; the utilization is that over one and the same peak."""
+    """The rate is that of one device of two; the utilization divides it by the peak."""
     for before, row in pairwise(timed_run):
         rate = (row["flops"] - before["flops"]) / row["step_seconds"] / 2 / 1e12
         assert row["tflops_per_second"] == pytest.approx(rate)

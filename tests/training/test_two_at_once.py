@@ -1,4 +1,4 @@
-"""Two runs that are started on one folder at the same time: one has it, the other ends with one line and changes nothing."""
+"""Two runs started in one directory at once: one gets it, the other is refused."""
 
 import fcntl
 import os
@@ -19,7 +19,10 @@ IN_USE = "another process is training in this directory; wait for it or choose a
 
 
 def test_one_of_those_that_come_at_once_has_the_folder(short_run, tmp_path):
-    """Twenty races of four: into new folders and into those of a run. One that gets it keeps it until all have tried."""
+    """Four commands race twenty times, for new directories and for existing runs.
+
+    The one that gets it keeps it until all have tried.
+    """
     plan = plan_of(*short_run, "--save", tmp_path)
     together = threading.Barrier(4)
 
@@ -48,7 +51,7 @@ def test_a_command_on_a_folder_in_use_is_one_line(short_run, tmp_path, refusal):
 def test_a_run_that_has_lost_its_lock_stops_before_it_writes(
     short_run, tmp_path, monkeypatch, refusal
 ):
-    """Somebody removes `.lock` while it trains; saves renew it before, because purges of old files would remove it."""
+    """Saves touch `.lock`, so that no purge of old files removes it."""
     train_step = Engine.train_step
     lock = tmp_path / "run" / ".lock"
     times = []

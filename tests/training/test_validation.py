@@ -1,4 +1,4 @@
-"""Validation: the same questions in every run, so that the curves of any two can be laid over each other."""
+"""Validation with the same questions in every run, so that curves are comparable."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ def test_rows_of_metrics_show_every_phase(change, rows, short_run):
 
 
 def test_runs_that_share_nothing_but_the_data_are_asked_the_same(short_run, tmp_path):
-    """Objective, packing and micro-batch differ; before the first step the model, and so its answers, are the same."""
+    """Before step 1 runs of any objective, packing and micro-batch score the same."""
     first = [*short_run, "--exit-interval", "1", "--save"]
     main([*first, str(tmp_path / "one"), "--objective-schedule", "mlm(mask=0.2)"])
     main([*first, str(tmp_path / "other"), "--packing", "random-length", "--micro-batch-size", "4"])
@@ -65,12 +65,13 @@ def test_runs_that_share_nothing_but_the_data_are_asked_the_same(short_run, tmp_
         actual = one["objectives"][objective]
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert actual["most_frequent"] == expected["most_frequent"]
+    # Curves may be plotted over any of these.
     assert one.keys() >= {
         "step",
         "tokens",
         "predicted_tokens",
         "flops",
-    }  # what curves can be laid over each other by
+    }
 
 
 @pytest.fixture
@@ -90,7 +91,10 @@ def two_corpora(blend):
 
 
 def by_single_tokens(encoder, packs, samples, objective):
-    """By group [summed loss, tokens], from the logits of one pack after the other; the first range has 16 positions."""
+    """Return [summed loss, tokens] by group from the logits of one pack at a time.
+
+    The first range has 16 positions.
+    """
     sums = defaultdict(lambda: np.zeros(2))
     for sample in range(samples):
         pack = packs[sample]
@@ -142,7 +146,7 @@ def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(
 
 
 def test_one_range_and_one_corpus_are_not_told_apart(short_run, engine_of):
-    """Losses by group would repeat the loss; a corpus without held-out tokens in the packs is no group either."""
+    """Losses by group would repeat the loss; a corpus without held-out text has none."""
     engine = engine_of(*short_run)
     for scores in Validator(engine.plan)(engine)["objectives"].values():
         assert scores.keys() == {"loss", "accuracy", "most_frequent"}
@@ -164,7 +168,7 @@ def test_thousands_of_corpora_take_no_memory_for_each_token(two_corpora):
 
 
 def exact_loss(encoder, packs, samples, vocabulary, shift):
-    """Salazar et al.'s definition: of each token, the document without it, in a forward pass of its own."""
+    """Return Salazar et al.'s loss: each token is predicted in a pass of its own."""
     total = 0.0
     tokens = []
     for pack in map(packs.__getitem__, range(samples)):
@@ -228,7 +232,7 @@ def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(short_run
     ],
 )
 def test_what_is_validated_is_no_part_of_a_run(flags, texts, short_run):
-    """So that a run begun without it can be resumed with it."""
+    """A run that began without validation can be resumed with it."""
     plain = plan_of(*short_run)
     asked = plan_of(*short_run, *flags)
     assert asked.identity == plain.identity

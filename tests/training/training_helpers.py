@@ -1,4 +1,4 @@
-"""Plans of runs, for the tests that look into them, and more corpora."""
+"""Plans of runs for tests, and more corpora."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from megaenc.training.planning import build_plan
 
 
 def plan_of(*flags) -> Plan:
-    """The plan of a run with these flags."""
+    """Return the plan of a run with these flags."""
     return build_plan(parse_config([str(flag) for flag in flags], "test"))
 
 
 def make_corpus(prefix: Path, tokenizer: Path, documents: int, seed: int = 0) -> str:
-    """The prefix of a new corpus of made-up documents, each with its end."""
+    """Write a corpus of made-up documents, each with its end; return its prefix."""
     text = runs.write_text(prefix.with_suffix(".jsonl"), documents=documents, seed=seed)
     flags = [
         "--input",

@@ -1,4 +1,4 @@
-"""The pretraining command where two backends can be tried, of which one ignores masks on the last rank."""
+"""The pretraining command with two backends, one of them wrong on the last rank."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The pretraining command where a stand-in for an accelerator's memory fits 9 packs at once on the first rank and 5 on others."""
+"""The pretraining command, with memory for 9 packs on rank 0 and for 5 on others."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""Pretraining on packs that go wrong: `bad_packs.py '{"97": "loss"}' FLAGS...` spoils the micro-batches that hold sample 97.
+"""Pretraining on bad packs: `bad_packs.py '{"97": "loss"}' FLAGS...`.
 
-`loss`: it is NaN; `gradient`: it is infinite while the loss is not; a number: the loss is multiplied by it. With KILLED in the
-environment the process is killed once a rewind has written down what it leaves out.
+Micro-batches that hold sample 97 are spoiled. `loss`: it is NaN; `gradient`: it is infinite while
+the loss is not; a number: the loss is multiplied by it. With KILLED in the environment the process
+is killed once a rewind has written its list of skipped packs.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 
 def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
-    """Let the engine of this process find `packs` as they should not be; `put` is setattr or monkeypatch's."""
+    """Spoil `packs` for the engine of this process; `put` is a kind of setattr."""
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
@@ -33,9 +34,8 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
 
     def spoiled(hidden_NH, weight_VH, predictions, *others, **options):
         labels = predictions.labels
-        how = (
-            labels.spoiled if torch.is_grad_enabled() else 1
-        )  # held-out packs have the same numbers
+        # Held-out packs have the same numbers, and stay as they are.
+        how = labels.spoiled if torch.is_grad_enabled() else 1
         if how == "gradient":
             hidden_NH.register_hook(lambda gradient: gradient * float("inf"))
         elif how != 1:

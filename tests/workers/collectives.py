@@ -1,4 +1,4 @@
-"""Every collective and message of a process, seen below torch's own functions."""
+"""A recorder of a process's collectives and messages, below torch's functions."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ RECEIVED = "recv_"  # the other end of a message that counts where it is sent
 
 
 class Recorder(TorchDispatchMode):
-    """Calls `record` with kind, process group and bytes of each, between its beginning and its end."""
+    """Calls `record` with kind, process group and bytes of each collective or message."""
 
     def __init__(self, record: Callable[[str, dist.ProcessGroup, int], None]):
         super().__init__()

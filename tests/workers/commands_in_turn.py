@@ -1,9 +1,9 @@
-"""Runs command lines one after the other, each in a fork of this process: `commands_in_turn.py JOBS RESULTS`.
+"""Command lines run in turn, each in a fork: `commands_in_turn.py JOBS RESULTS`.
 
-JOBS is JSON of `folder`, `seconds` and `commands`, lists of words. Each command runs in `folder` as if typed there; what it
-creates or changes in `folder` is listed and undone. `keep` (a number): so many of the first commands may change the folder.
-RESULTS gets a line of JSON for each command: its exit code, or null if it took too long; standard error; the changes; the
-seconds that it took.
+JOBS is JSON of `folder`, `seconds` and `commands`, lists of words. Each command runs in `folder` as
+if typed there; its changes in `folder` are listed and undone, except those of the first `keep`
+commands. RESULTS gets a line of JSON for each command: its exit code, or null if it took too long;
+standard error; the changes; the seconds that it took.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ ALSO = (
 
 
 def prepare() -> None:
-    """Do once what every fork would do: import all, and build the parsers, which keep what they find out about the flags."""
+    """Import everything and build the parsers, which all forks share."""
     prepare_megatron()
     for name in (*ALSO, *(place.partition(":")[0] for place, _ in cli.COMMANDS.values())):
         importlib.import_module(name)
@@ -55,7 +55,7 @@ def prepare() -> None:
 
 
 def listing(folder: Path) -> dict[str, tuple]:
-    """Return kind, size and time of change of everything below `folder`, by its path in there."""
+    """Return kind, size and modification time of everything in `folder` by path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -71,7 +71,7 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 
 def run(words: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
-    """Run one command; return its exit code, None after `seconds`, and its standard error."""
+    """Run a command; return its exit code and standard error, None after `seconds`."""
     with tempfile.TemporaryFile() as err:
         server = os.getpid()
         child = os.fork()
@@ -122,7 +122,7 @@ def same(path: Path, pristine: Path) -> bool:
 
 
 def undo(changes: list[str], folder: Path, pristine: Path) -> None:
-    """Give `folder` back the paths named in `changes`, as they are in `pristine`."""
+    """Restore the paths named in `changes` of `folder` from `pristine`."""
     for name in changes:
         path, source = folder / name, pristine / name
         if path.is_dir() and not path.is_symlink():

@@ -1,7 +1,7 @@
-"""What one rank sends in a step of the pretraining command: `communication.py STEP FOLDER FLAGS...`.
+"""Messages of one rank in one step: `communication.py STEP FOLDER FLAGS...`.
 
-Every collective and message from the beginning of STEP to that of the next one is written to FOLDER/rank_N.json, with its kind,
-its group and its bytes, unless the rank is alone in the group.
+Every collective and message from the beginning of STEP to that of the next one is written to
+FOLDER/rank_N.json, with its kind, its group and its bytes, unless the rank is alone in the group.
 """
 
 import json
@@ -17,7 +17,7 @@ from megaenc.dist_env import get_rank
 
 
 def name_of(wanted):
-    """What a group of megatron-core is for."""
+    """Return the purpose of a group of megatron-core."""
     from megatron.core import parallel_state as groups
 
     several = {

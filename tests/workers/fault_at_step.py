@@ -1,7 +1,7 @@
-"""Pretraining that goes wrong once: argv[1] is `FAULT:RANK:STEP:FILE`, the rest are flags.
+"""Pretraining with one fault: `fault_at_step.py FAULT:RANK:STEP:FILE FLAGS...`.
 
-RANK may be `any`; FILE is made when the fault happens, and tells later attempts not to. `dawdle` is no fault: a node by itself
-takes half a second for each step from STEP on.
+RANK may be `any`; FILE is made when the fault happens, and tells later attempts not to repeat it.
+`dawdle` is no fault: a node by itself takes half a second for each step from STEP on.
 """
 
 import ctypes
@@ -17,38 +17,38 @@ from megaenc.training.command import main
 
 
 def stand_still() -> None:
-    """As reading from a file system that has gone away does."""
+    """Hang as a read from a lost file system does."""
     threading.Event().wait()
 
 
 def hold_the_lock() -> None:
-    """As a call into C that does not come back and keeps the interpreter to itself."""
+    """Hang in C as a call that never releases the interpreter."""
     ctypes.PyDLL(None).pause()
 
 
 def die() -> None:
-    """As the kernel ends a process when memory runs out."""
+    """End as the kernel ends a process when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt() -> None:
-    """As Ctrl-C does."""
+    """Raise SIGINT as Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def terminate() -> None:
-    """As a scheduler or a launcher does."""
+    """Raise SIGTERM as a scheduler or a launcher does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def lose_launcher() -> None:
-    """As a node goes away: torchrun, and with it this process."""
+    """End torchrun and with it this process, as if the node were lost."""
     os.kill(os.getppid(), signal.SIGKILL)
     threading.Event().wait()
 
 
 def strike(fault: str, step: int, mark: Path) -> None:
-    """Let `fault` happen where this rank reads its packs for `step`, unless it has happened before."""
+    """Cause `fault` once, where this rank reads its packs for `step`."""
     now = []
     update, read = engine.Engine.train_step, micro_batches.build_micro_batch
 
@@ -66,7 +66,7 @@ def strike(fault: str, step: int, mark: Path) -> None:
 
 
 def dawdle(first: int) -> None:
-    """Leave a node that is to join the time to do so."""
+    """Give a node time to join."""
     update = engine.Engine.train_step
 
     def update_slowly(self, number, *rest):

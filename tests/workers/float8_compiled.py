@@ -1,4 +1,4 @@
-"""Triton's kernels become programs for the accelerators that have float8."""
+"""Triton kernels, compiled for the accelerators that have float8."""
 
 import torch
 from triton.backends.compiler import GPUTarget

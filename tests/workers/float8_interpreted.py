@@ -1,4 +1,7 @@
-"""Triton's kernels, interpreted, do what torch's do: bit by bit, but for rounding, which the interpreter has wrong."""
+"""Triton's kernels, interpreted: equal to torch's bit by bit, except for rounding.
+
+The interpreter rounds wrongly.
+"""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""Pretraining on a disk that is full where argv[1] says, from the second save on: `RANK:FUNCTION`, the rest are flags."""
+"""Pretraining on a disk that fills up: `full_disk.py RANK:FUNCTION FLAGS...`.
+
+The function has no space from the second save on.
+"""
 
 import errno
 import os
@@ -11,7 +14,7 @@ FUNCTIONS = {"shard": "write_chunks", "metadata": "publish_chunks"}
 
 
 def fill(name: str) -> None:
-    """Let the second call, and all after it, of a function that writes files of a checkpoint run out of space."""
+    """Let a function that writes files of a checkpoint fail from its second call on."""
     from megaenc.training.checkpoint import manager
 
     before, calls = getattr(manager, name), []

@@ -1,4 +1,4 @@
-"""A model that two ranks share, with kernels of its own and with torch's operations: loss and gradients are the same."""
+"""Fused kernels on two tensor-parallel ranks: torch's loss and gradients."""
 
 import numpy as np
 import torch
@@ -18,9 +18,8 @@ def main() -> None:
     from megaenc.objectives import Attention
 
     draw = np.random.default_rng(0)
-    tokens, labels = (
-        torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11)
-    )  # the second rank has 22 ids of 150
+    # The second rank has 22 ids of 150.
+    tokens, labels = (torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11))
 
     def outcome(kernels: KernelConfig, **options: str | bool) -> tuple[bool, list[torch.Tensor]]:
         shape = ModelConfig(2, 48, 80, 4, 2, **options)

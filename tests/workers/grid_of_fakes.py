@@ -1,4 +1,4 @@
-"""A grid of runs that take no time, as a program: `MODEL OUTPUT [flags of the grid]`."""
+"""A grid of runs that take no time: `grid_of_fakes.py MODEL OUTPUT [flags]`."""
 
 import sys
 

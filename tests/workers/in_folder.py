@@ -1,4 +1,4 @@
-"""Runs a command as if typed in another folder: `in_folder.py FOLDER pretrain --config ...`."""
+"""A command run in another directory: `in_folder.py FOLDER pretrain ...`."""
 
 import os
 import sys

@@ -1,6 +1,7 @@
-"""Runs one after the other under one torchrun, each by as many of its processes as it wants: `in_turn.py JOBS.json`.
+"""Runs in turn under one torchrun: `in_turn.py JOBS.json`.
 
-Between two runs all processes leave the process groups; those of the next join new ones, laid out as it says.
+Each uses as many of its processes as it wants. Between two runs all processes leave the process
+groups; those of the next run join new ones, with its layout.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from megaenc.training.command import main
 
 @contextlib.contextmanager
 def beginning_with(weights: str | None) -> Iterator[None]:
-    """Let engines that are built meanwhile have the weights in this file."""
+    """Start engines that are built in this block with the weights in this file."""
     if weights is None:
         yield
         return
@@ -45,14 +46,17 @@ def beginning_with(weights: str | None) -> Iterator[None]:
 
 
 def run_all(jobs: list[dict]) -> None:
-    """`jobs`: the fields of each `runs.Job`."""
+    """Run `jobs`, the fields of each `runs.Job`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     launcher = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # Each run has a store of its own.
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "localhost",
-    }  # each run has a store of its own
-    stores = []  # kept open: torch remembers the port of a closed one, and fails if the system hands it out again
+    }
+    # They stay open: torch remembers the port of a closed one, and fails if the system hands it
+    # out again.
+    stores = []
     for number, job in enumerate(jobs):
         if rank == 0:
             if job["copy_of"]:

@@ -1,9 +1,10 @@
-"""A run of one process that is killed before each kind of operation on its folder, once: `killed_before.py BELOW FLAGS...`.
+"""Kills before each kind of operation on files: `killed_before.py BELOW FLAGS...`.
 
-Each start is killed right before the first operation of a kind that no start before it was killed at, until one comes to the end
-of the run. Operations elsewhere than in BELOW, a folder in --save or nothing for all of it, do not count. A line of JSON a kill,
-in the file beside --save: the kind, and what is wrong with the checkpoints that can be seen then. All starts are forked from this
-process, which has imported everything and has no other thread: so each takes a second.
+Each start is killed right before the first operation of a kind that no earlier start was killed at,
+until one completes the run. Operations outside BELOW, a directory in --save or nothing for all of
+it, do not count. The file next to --save gets a line of JSON for each kill: the kind, and what is
+wrong with the visible checkpoints. All starts are forked from this process, which has imported
+everything and has no other thread: so each takes a second.
 """
 
 import json
@@ -28,7 +29,7 @@ PARTICULARS = re.compile(r"\.[0-9a-f]{32}|\.\d+-[0-9a-f]{8}|(?<=iter_)\d+")
 
 
 def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
-    """What Python is about to do, where it changes what is in `folder`."""
+    """Return the kind of an operation that changes files in `folder`, else None."""
     writes = (
         event == "open"
         and isinstance(arguments[2], int)
@@ -43,7 +44,10 @@ def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
 
 
 def start(flags: list[str], folder: str, below: str, known: set[str], report: int) -> int:
-    """Run in a fork, killed before the first operation that is not `known`, which goes to `report`; returns its exit code."""
+    """Run in a fork until an operation not in `known`; return the fork's exit code.
+
+    The fork writes the operation's kind to `report` and is killed before it.
+    """
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -64,7 +68,7 @@ def start(flags: list[str], folder: str, below: str, known: set[str], report: in
 
 
 def run(below: str, flags: list[str]) -> None:
-    """Until a start comes to the end."""
+    """Start the run until it completes."""
     import_all()
     detect_backend().peak_flops(torch.float32)  # measured once, for all starts
     folder, known = flags[flags.index("--save") + 1], set()

@@ -1,6 +1,6 @@
-"""Whether each rank holds what it loads: `loaded_state.py RUN,RUN,... STEP FLAGS...` compares every element, bit by bit.
+"""Loaded state compared bit by bit: `loaded_state.py RUN,RUN,... STEP FLAGS...`.
 
-Each rank prints how many it holds, and how many bytes of tensors it has read.
+Each rank prints how many elements it holds, and how many bytes of tensors it has read.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 
 
 def held_chunks(tensor):
-    """The chunks of all that the rank holds, not only of its share, with new memory."""
+    """Return chunks of all that the rank holds, not only its part, in new memory."""
     values = torch.full_like(tensor.values, 7.0)
     own = range(tensor.start, tensor.start + values.numel())
     return values, list(dataclasses.replace(tensor, values=values, own=own).chunks())

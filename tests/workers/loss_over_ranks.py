@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that is spread over all ranks, and its gradients, are those of torch on all logits."""
+"""The loss over a vocabulary split over all ranks, compared with torch's."""
 
 import torch
 import torch.nn.functional as F

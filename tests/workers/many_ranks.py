@@ -1,9 +1,12 @@
-"""One rank of many, alone: `RANK=R WORLD_SIZE=N many_ranks.py FOLDER NAME FLAGS...` runs the pretraining command as rank R of N.
+"""One rank of many, alone: `RANK=R WORLD_SIZE=N many_ranks.py DIR NAME FLAGS...`.
 
-torch's fake process group stands in for the others, who answer as this rank would; a rank other than 0 receives what rank 0
-broadcast in an earlier call with the same FOLDER and NAME. On rank 0 all ranks' chunks are written, zeros in the place of others'
-state: the ranges are those that the optimizer would give each. FOLDER/NAME_R.json has, by phase (`start`, `load`, `step 1`,
-`save 3`, ...), collectives, groups, accesses to the store and to files of the run, and bytes of files written.
+It runs the pretraining command as rank R of N. torch's fake process group stands in for the others,
+who answer as this rank would; a rank other than 0 receives what rank 0 broadcast in an earlier call
+with the same DIR and NAME. On rank 0 all ranks' chunks are written, with zeros in the place of
+others' state, in the ranges that the optimizer would give each.
+
+DIR/NAME_R.json has, by phase (`start`, `load`, `step 1`, `save 3`, ...), collectives, groups,
+accesses to the store and to files of the run, and bytes of files written.
 """
 
 import collections
@@ -23,7 +26,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from collectives import Recorder
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers the backend
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers it
 
 from megaenc.backend import prepare_megatron
 from megaenc.console import silence_libraries
@@ -42,7 +45,7 @@ FILE_EVENTS = {
 
 
 class Ledger:
-    """What this rank does in each phase with files in `shared` and otherwise."""
+    """Counts of what this rank does in each phase, also with files in `shared`."""
 
     def __init__(self, shared: Path):
         self.shared = str(shared.resolve())
@@ -111,7 +114,7 @@ class LedgerStore(dist.HashStore):
 
 
 def chunks_of(engine, rank: int) -> list:
-    """The chunks that data-parallel rank `rank` saves."""
+    """Return the chunks that data-parallel rank `rank` saves."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from megaenc.training.checkpoint.state_tensors import list_engine_state
@@ -146,7 +149,7 @@ def chunks_of(engine, rank: int) -> list:
 
 
 def pretend_to_save(ledger: Ledger) -> None:
-    """Let rank 0 write the chunks of all ranks, and others theirs into a folder that rank 0 has published already."""
+    """Let rank 0 write all ranks' chunks, and others into a published directory."""
     from megaenc.training.checkpoint import manager
 
     write = manager.write_chunks
@@ -185,7 +188,7 @@ def pretend_to_save(ledger: Ledger) -> None:
 
 
 def pretend_to_have_groups(ledger: Ledger, sent: Path) -> None:
-    """Replace process groups and store by fakes; broadcast objects go to files in `sent`."""
+    """Replace process groups and store by fakes; files in `sent` hold broadcasts."""
     from megaenc.backend import initialize
     from megaenc.training.distributed import collectives, watchdog
 
@@ -219,9 +222,8 @@ def pretend_to_have_groups(ledger: Ledger, sent: Path) -> None:
             file.write_bytes(pickle.dumps(object_list))
         elif src != get_rank():
             object_list[:] = pickle.loads(file.read_bytes())
-        broadcast(
-            list(object_list), src=get_rank(), group=group
-        )  # counts; a fake one changes nothing
+        # Calling it counts it; a fake broadcast changes nothing.
+        broadcast(list(object_list), src=get_rank(), group=group)
 
     dist.broadcast_object_list = broadcast_as_rank_0
 

@@ -1,4 +1,4 @@
-"""Four ranks ask each other what `megaenc.backend.reductions` and `call_on_all` answer."""
+"""Four ranks that check `megaenc.backend.reductions` and `call_on_all`."""
 
 import torch
 

@@ -1,7 +1,8 @@
-"""Pretraining on a disk that takes its time: `slow_disk.py UPDATES SECONDS FLAGS...`.
+"""Pretraining on a slow disk: `slow_disk.py UPDATES SECONDS FLAGS...`.
 
-The writing of a rank's chunks begins when UPDATES more updates have been made, or after SECONDS; rank 0 says which had been.
-With KILLED in the environment, the process is killed where it would begin to write the chunks of that step.
+Ranks begin to write their chunks after UPDATES more steps or after SECONDS; rank 0 prints which.
+With KILLED in the environment, the process is killed where it would begin to write the chunks of
+that step.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Pretraining in which one rank is slow: `slow_rank.py RANK:SECONDS FLAGS...`, which sleeps before each micro-batch."""
+"""Pretraining with a slow rank: `slow_rank.py RANK:SECONDS FLAGS...`.
+
+The rank sleeps before each micro-batch.
+"""
 
 import os
 import sys

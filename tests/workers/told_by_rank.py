@@ -1,4 +1,7 @@
-"""The command, told more on its last rank than on the others: `told_by_rank.py FLAGS... --last-rank FLAGS...`."""
+"""A command with more flags on its last rank: `told_by_rank.py FLAGS...`.
+
+The last rank's flags follow `--last-rank`.
+"""
 
 import sys
 

@@ -12,7 +12,7 @@ from megaenc.training.command import main
 
 @pytest.fixture
 def stop_at_loss(monkeypatch):
-    """The example, as if its package was installed."""
+    """The example callback, as if its package was installed."""
     monkeypatch.syspath_prepend(runs.ROOT / "examples" / "callback_plugin")
     from stop_at_loss import StopAtLoss
 

@@ -1,4 +1,4 @@
-"""Every number of the run folder stands in TensorBoard and in Weights & Biases too, also where steps were made again."""
+"""Numbers of a run at TensorBoard and Weights & Biases, repeated steps included."""
 
 import shutil
 import threading
@@ -22,7 +22,7 @@ from megaenc.training.config_groups import MonitoringConfig
 
 @pytest.fixture(scope="module")
 def shown_run(short_run, tmp_path_factory):
-    """Stopped after step 12, gone on with from the checkpoint of step 10: steps 11 and 12 were made twice."""
+    """A run stopped after step 12 and resumed from step 10: steps 11 and 12 run twice."""
     folder = tmp_path_factory.mktemp("shown") / "run"
     flags = [*short_run, "--save", str(folder), "--save-interval", "10"]
     flags += [
@@ -100,7 +100,8 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     )
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
-    wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
+    # Its own process may still be writing; it ends here if none is left at the end of a run.
+    wandb.teardown()
     [(_, config, rows)] = wandb_records(tmp_path)
     assert (config["seed"], rows) == (1, [{"step": 3, "train/loss": 0.1}])
     assert f"logging to {tmp_path / 'wandb'}, `wandb sync` uploads it" in capfd.readouterr().out

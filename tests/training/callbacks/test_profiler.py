@@ -12,7 +12,7 @@ from megaenc.training.command import main
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
-    """Steps 3 to 6: the run ends after step 4, on rank 0, and goes on with two ranks, of which the last is profiled."""
+    """Steps 3 to 6 span a resume, after which the second of two ranks is profiled."""
     folder = tmp_path / "run"
     flags = [*short_run, "--save", str(folder), "--eval-interval", "0", "--profile"]
     flags += ["--profile-step-start", "3", "--profile-step-end", "6", "--exit-interval", "4"]

@@ -1,4 +1,4 @@
-"""The rank that holds the others up is named, in whatever layout they wait for it."""
+"""Reports of the rank that holds up the others, in every layout."""
 
 import json
 from statistics import median, mode
@@ -30,7 +30,8 @@ def test_the_slow_rank_is_named_in_its_place(short_run, tmp_path):
         (16, 4),
         (20, 4),
     ]
-    # A busy machine may slow another rank, or this one's probe, for an interval or two; not for most of them.
+    # A busy machine may slow another rank, or this one's probe, for an interval or two; not for
+    # most of them.
     assert mode(report["slowest_rank"] for report in found) == 1
     assert mode(report["ranks"][0]["slow_in"] for report in found) == "data"
     assert median(report["slowest_ratio"] for report in found) > 1.5
@@ -71,7 +72,7 @@ def test_a_rank_is_compared_with_the_median_of_its_stage(ranks, ratios, slow_in)
 
 
 def test_forward_passes_of_training_alone_are_timed(monkeypatch):
-    """On an accelerator, by events; here they stand at 0, 1, 2, ... milliseconds."""
+    """An accelerator times by events; here they stand at 0, 1, 2, ... milliseconds."""
     clock = iter(range(100))
 
     class Event:

@@ -1,4 +1,4 @@
-"""Chunks of tensors: how ranges are cut, what the files hold, and who can read them."""
+"""Chunks of tensors: their ranges, their files, and other readers of them."""
 
 import json
 import random
@@ -22,7 +22,7 @@ SHAPES = [
 
 
 def place(shape, whole=None, offset=None, **more):
-    """The place of a matrix in a whole one."""
+    """Return the place of a matrix in a whole one."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     return ShardedTensor(
@@ -31,7 +31,7 @@ def place(shape, whole=None, offset=None, **more):
 
 
 def write(folder, whole, bounds):
-    """Write a matrix as one of a few ranks after the other with ranges of its flat elements, which end at `bounds`."""
+    """Write a matrix as a few ranks would, with flat ranges that end at `bounds`."""
     from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
     from megaenc.training.checkpoint.state_tensors import MAX_CHUNK_BYTES, cut_range
 
@@ -97,7 +97,7 @@ def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
 
 
 def test_torch_and_megatron_read_the_same(saved_run):
-    """All that a run saves, layers one above the other in one tensor."""
+    """Compared are all tensors of a run, with layers stacked in one tensor."""
     from megatron.core import dist_checkpointing
 
     folder = saved_run / "checkpoints" / "iter_0000012"
@@ -153,7 +153,7 @@ WHOLE = [
 
 @pytest.mark.parametrize(("boxes", "shape"), WHOLE)
 def test_chunks_must_hold_each_element_once(boxes, shape):
-    """Whole tensors pass; without a chunk, with one twice, or with one that is longer, they do not."""
+    """A missing chunk, a repeated one and one that is too long are refused."""
     from megaenc.training.checkpoint.chunk_files import check_coverage
 
     check_coverage(entries(*boxes, shape=shape))
@@ -192,7 +192,7 @@ def test_shares_without_the_distributed_optimizer_are_equal(monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_machine(tmp_path):
-    """The error of an open file names no file; the checkpoint is not called damaged."""
+    """The system's error names no file; the checkpoint is not called damaged."""
     from megaenc.training.checkpoint_dir import CheckpointReadError, file_digest, name_machine
 
     reader = open_reader(tmp_path, write(tmp_path, torch.randn(8, 6), []))

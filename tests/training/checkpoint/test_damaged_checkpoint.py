@@ -1,4 +1,4 @@
-"""A damaged newest checkpoint is named, the one before it is used; without another the run ends with one line."""
+"""Resuming if the newest checkpoint is damaged, with and without an older one."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ TRACKER = "checkpoints/latest_checkpointed_iteration.txt"
 
 @pytest.fixture
 def copy(saved_run, tmp_path):
-    """The run, its checkpoints to be damaged."""
+    """A copy of the run, its checkpoints to be damaged."""
     return shutil.copytree(saved_run, tmp_path / "run")
 
 
@@ -32,7 +32,7 @@ def flags(corpus, folder: Path) -> list[str]:
 
 
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
-    """The checksum of every file."""
+    """Return the checksum of every file."""
     files = [path for path in folder.rglob(pattern) if path.is_file()]
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -65,7 +65,7 @@ def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
 
 @pytest.mark.multiprocess
 def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
-    """A shard that the last rank verifies is changed, and in another checkpoint what the run has come to."""
+    """One checkpoint has a damaged shard of the last rank, the other a damaged state."""
     folder = tmp_path / "run"
     command = [
         *flags(small_corpus, folder),
@@ -99,7 +99,7 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
 
 
 def test_a_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
-    """Any that is looked at; of the other files only the sizes are."""
+    """Every eleventh bit of state.json is tried."""
     checkpoints = CheckpointDir(
         shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints")
     )
@@ -147,7 +147,7 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
 def test_the_checkpoint_of_another_run_is_refused_and_all_stay_as_they_are(
     small_corpus, copy, refusal
 ):
-    """Even where the one before it would do: it is no damage but a mistake."""
+    """The run does not fall back to an older one: this is a mistake, no damage."""
     change_state(checkpoint(copy, 12), lambda state: state["identity"].update(hidden_size=32))
     before = digests(copy / "checkpoints")
     line = refusal(main, flags(small_corpus, copy))

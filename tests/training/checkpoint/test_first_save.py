@@ -1,4 +1,4 @@
-"""A save before the first update, in which the optimizer has no state yet: what it leaves is as good as any other."""
+"""A checkpoint saved before the first step, when the optimizer has no state yet."""
 
 import pytest
 import runs

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is unpickled to load it, and an index that no save wrote is refused."""
+"""Hostile checkpoints: no pickle is loaded, and forged indexes are refused."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from megaenc.training.command import main
 
 
 class Hostile:
-    """Creates the folder `path` when it is unpickled."""
+    """An object that creates the directory `path` when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,10 +35,9 @@ def folder(saved_run, tmp_path):
 
 
 def test_no_pickle_of_a_checkpoint_is_opened(short_run, saved_run, folder, tmp_path, monkeypatch):
-    """Hostile files for torch and megatron-core, and archives, with the right checksums: resume and export are the same."""
-    monkeypatch.setenv(
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"
-    )  # torch would then unpickle anything
+    """With hostile pickles and right checksums, resume and export are unchanged."""
+    # torch would unpickle anything with it.
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     traces = tmp_path / "traces"
     hostile = pickle.dumps(Hostile(traces))
     pickle.loads(hostile)
@@ -80,7 +79,7 @@ MORE_CHUNKS = {
 
 
 def change_chunk(index: dict, name: str) -> str:
-    """Change the first chunk or copy it with a change; returns the words that say so."""
+    """Change the first chunk or append a changed copy; return the words of the error."""
     first = index["chunks"][0]
     if name in MORE_CHUNKS:
         fields, words = MORE_CHUNKS[name]

@@ -1,6 +1,7 @@
-"""Saved in one layout, loaded in any other and continued in another, with the optimizer's state.
+"""Checkpoints of one layout, loaded and continued in another.
 
-What each rank holds after a load is compared with the files, bit by bit, under optimizers of other states than AdamW's.
+After a load, the state of each rank is compared with the files bit by bit, also under optimizers
+with other state than AdamW's.
 """
 
 import json
@@ -44,7 +45,7 @@ RUN = [
 
 
 def save_in_all(layouts: dict, flags: list[str], stop: int, root, others: list[Job]) -> dict:
-    """Save a run after step `stop` in each of the layouts, then run `others`; returns the folder of each."""
+    """Save a run after step `stop` in each layout, run `others`, return all folders."""
     jobs = []
     for name, (processes, more) in layouts.items():
         jobs.append(Job(root / name, [*flags, *more, "--exit-interval", str(stop)], processes))
@@ -54,7 +55,7 @@ def save_in_all(layouts: dict, flags: list[str], stop: int, root, others: list[J
 
 @pytest.fixture(scope="module")
 def folders(small_corpus, tmp_path_factory):
-    """By how it was saved; by how saved and continued, each layout in the next one; and `whole`, which was never stopped."""
+    """Runs saved in each layout, each resumed in the next one, and one without a stop."""
     root = tmp_path_factory.mktemp("reshard")
     flags = [*small_corpus.flags, *RUN, "--no-bf16"]
     continued = {}
@@ -68,7 +69,7 @@ def folders(small_corpus, tmp_path_factory):
 
 
 def test_each_way_follows_the_run_that_never_stopped(folders):
-    """Each has made every step once, and has saved the stop and the end."""
+    """Each run has every step once, and checkpoints of the stop and the end."""
     ways = [name for name in folders if isinstance(name, tuple)]
     assert len(ways) == len(LAYOUTS)
     for way in ways:
@@ -77,7 +78,7 @@ def test_each_way_follows_the_run_that_never_stopped(folders):
 
 
 def assert_held(flags, processes, folders, step, twice=False):
-    """Each rank holds what is in the checkpoint of `step`, and all together have read each byte of it once.
+    """Assert that ranks hold checkpoint `step` and have read each of its bytes once.
 
     `twice`: the last pipeline stage may have read a tied embedding as well.
     """
@@ -140,7 +141,7 @@ ODD = [
     ids=["untied", "tied"],
 )
 def test_each_rank_holds_what_was_saved(optimizer, tied, small_corpus, tmp_path):
-    """In bf16, with float32 master weights."""
+    """The model is in bfloat16, with float32 master weights."""
     flags = [*small_corpus.flags, *RUN, *ODD, "--bf16", "--optimizer", optimizer, *tied]
     saved = save_in_all(REPLICAS, flags, 2, tmp_path, [])
     for layout, sources in SOURCES.items():

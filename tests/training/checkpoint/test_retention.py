@@ -1,4 +1,4 @@
-"""--keep-last and --keep-every: what goes after a save, and what never does."""
+"""Removal of checkpoints after a save by --keep-last and --keep-every."""
 
 import errno
 import os
@@ -57,7 +57,7 @@ def test_steps_that_a_run_has_gone_back_from_stay(folder):
 
 
 def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
-    """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
+    """After a rewind from step 40 to 30, --keep-last 2 keeps 30 and 50."""
     monkeypatch.setattr(manager, "saw_same_data", lambda plan, state: state["step"] != 40)
     assert left_after(folder, plan=object(), keep_last=2) == [30, 50]
 
@@ -75,9 +75,8 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
-    monkeypatch.setattr(
-        manager.shutil, "rmtree", lambda *how, **more: None
-    )  # as a kill there would have it
+    # A kill at this point has the same effect.
+    monkeypatch.setattr(manager.shutil, "rmtree", lambda *how, **more: None)
     assert left_after(folder, keep_last=4) == [20, 30, 40, 50]
     monkeypatch.undo()
     assert [path.name[:14] for path in folder.glob(".*")] == [".iter_0000010."]

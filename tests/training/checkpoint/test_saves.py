@@ -1,4 +1,4 @@
-"""A save, at once or with --async-save while updates go on: no error, signal, kill or full disk does harm to it."""
+"""Saves, synchronous or not, that survive errors, signals, kills and full disks."""
 
 import json
 import os
@@ -21,7 +21,7 @@ EVERY = [*runs.SHORT_RUN, "--train-iters", "12", "--save-interval", "4"]
 
 
 def assert_same_runs(folder: Path, other: Path) -> None:
-    """The same rows, and checkpoints of the same files with the same bytes."""
+    """Assert the same rows, and checkpoints with the same files and bytes."""
     assert runs.curve(folder) == runs.curve(other)
     for step in (4, 8, 12):
         path = CheckpointManager(folder / "checkpoints").path(step)
@@ -34,7 +34,7 @@ def assert_same_runs(folder: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_checkpoint_is_that_of_its_step(small_corpus, tmp_path):
-    """Written when two more updates have changed the weights; a save that is due waits for the one before."""
+    """It is written two steps later; a save that is due waits for the one before."""
     flags = [*small_corpus.flags, *EVERY, "--bf16", "--use-distributed-optimizer", "--save"]
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "waiting")], processes=2)
     folder = tmp_path / "run"
@@ -68,7 +68,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(small_corpus, tmp_path):
     ("where", "more"), [("1:shard", []), ("0:metadata", []), ("1:shard", ["--async-save"])]
 )
 def test_full_for_one_rank_ends_both_with_one_line(where, more, small_corpus, tmp_path):
-    """Rank 0 writes the indexes alone, while the other waits for it: it has to be told."""
+    """Only rank 0 writes the indexes: it must tell the other rank, which waits."""
     flags = [*small_corpus.flags, *EVERY, "--no-bf16", *more, "--save", str(tmp_path / "run")]
     flags += ["--tensor-model-parallel-size", "2"]
     result = runs.script(
@@ -134,7 +134,7 @@ def test_an_error_does_not_lose_a_save_that_was_begun(engine, tmp_path, monkeypa
 
 
 def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypatch):
-    """Written before the checkpoint has its name, it would name nothing after a kill between the two."""
+    """The tracker is written last, so that it names a checkpoint after any kill."""
     from megaenc.training.checkpoint import manager
 
     write = manager.atomic_write

@@ -1,4 +1,4 @@
-"""What each rank sends in a step, layout by layout, is what shapes say must be sent, and nothing else."""
+"""Messages of each rank in a step, compared with those that shapes require."""
 
 import json
 from collections import Counter
@@ -16,8 +16,9 @@ RUN = [
     *runs.SHORT_RUN, "--objective-schedule", "mlm", "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
     "--eval-interval", "0", "--log-interval", "4",
 ]  # fmt: skip
-# Of SHORT_RUN: hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs of a batch and of a
-# micro-batch; rows of embedding and head (400 tokens, to a multiple of 256), bytes of a bfloat16.
+# Of SHORT_RUN: hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs
+# of a batch and of a micro-batch; rows of embedding and head (400 tokens, to a multiple of 256),
+# bytes of a bfloat16.
 H, F, Q, K, S, BATCH, MICRO, V, W = 64, 160, 64, 32, 128, 8, 2, 512, 2
 
 
@@ -86,9 +87,10 @@ LAYOUTS = {
 
 
 def necessary(layout: Layout, stage: int, predicted: int) -> dict:
-    """(kind, group): (times, bytes) of a step of one rank; the bytes of a collective are those of the whole tensor.
+    """Return {(kind, group): (times, bytes)} of one rank's step.
 
-    They count once: a ring of n ranks sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an all-reduce.
+    The bytes of a collective are those of the whole tensor, counted once: a ring of n ranks sends
+    (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an all-reduce.
     """
     t, first, last = layout.tensor, stage == 0, stage == layout.stages - 1
     layers, micro_batches = layout.layers // layout.stages, BATCH // MICRO // layout.data
@@ -102,12 +104,15 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
             sums[kind, group] += number * size
 
     if layout.sequence:
-        # Forward the rows are gathered before each pair of products and scattered after it; the embedding scatters, the head
-        # gathers. Backward the same the other way round, but that each first product gathers its rows, which it has not kept,
-        # once more for its weight's gradient: memory for communication. The head's backward is a split.
+        # Forward the rows are gathered before each pair of products and scattered after it; the
+        # embedding scatters, the head gathers. Backward the same the other way round, but that each
+        # first product gathers its rows, which it has not kept, once more for its weight's
+        # gradient: memory for communication. The head's backward is a split.
         gathers = layers * (2 + again + 2 + 2) + first + last
         send("all-gather", "tensor", t, hidden, micro_batches * gathers)
-        if layout.float8:  # inputs of products are gathered as bytes, both times, and of their parts' maxima the largest counts
+        # Inputs of products are gathered as bytes, both times, and the largest maximum of their
+        # parts is taken.
+        if layout.float8:
             sums["all-gather", "tensor"] -= micro_batches * layers * (2 + 2) * hidden // 2
             send("all-reduce", "tensor", t, 4, micro_batches * layers * 2)
         send(
@@ -117,16 +122,17 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
             hidden,
             micro_batches * (layers * (2 + again + 2) + first),
         )
-        send(
-            "all-reduce", "tensor", t, 4 * H * (2 * layers + last)
-        )  # norms, whose gradients are of a part of the rows
+        # Gradients of norms are of a part of the rows.
+        send("all-reduce", "tensor", t, 4 * H * (2 * layers + last))
     else:
         send("all-reduce", "tensor", t, hidden, micro_batches * (layers * (2 + again + 2) + first))
-        if (
-            last and t > 1
-        ):  # after its attention the last layer computes only what is predicted; one exchange is before
+        # After its attention the last layer computes only what is predicted; one exchange is
+        # before.
+        if last and t > 1:
             sums["all-reduce", "tensor"] -= (3 + again) * (micro_batches * S - predicted) * H * W
-    if last:  # four float32 of the softmax from each rank for each prediction, and the gradient of its hidden state
+    # Each rank sends four float32 of the softmax for each prediction, and the gradient of its
+    # hidden state.
+    if last:
         times["all-gather", "tensor"] += micro_batches * (t > 1)
         times["all-reduce", "tensor"] += micro_batches * (t > 1)
         sums["all-gather", "tensor"] += (t > 1) * predicted * 4 * 4 * t
@@ -154,14 +160,16 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
         send("all-reduce", "model", t * layout.stages, 4)  # the gradient's norm
     if layout.muon:
         layer = H * (Q + 2 * K) + Q * H + 3 * H * F  # four matrices
-        if layout.shared:  # momenta to the rank that computes with a matrix, updates back: of all matrices on all ranks
+        # Momenta go to the rank that computes with a matrix, updates come back.
+        if layout.shared:
             send("all-to-all", "data", layout.data, W * layers * layer, 1)
             send("all-to-all", "data", layout.data, W * layers * layer, 1)
             times["all-to-all", "data"] = 2 * 4 * layers // layout.data
         else:
             send("broadcast", "data", layout.data, 0, 4 * layers)
             sums["broadcast", "data"] += W * layers * layer
-    # Loss, right predictions, predictions, divisor, operations; whether one of three signals or the time ends the run.
+    # Loss, right predictions, predictions, divisor, operations; whether one of three signals or the
+    # time ends the run.
     send("all-reduce", "world", layout.processes, 8 * (5 + 4))
     return {key: (number, sums[key]) for key, number in times.items() if number}
 
@@ -199,7 +207,7 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
 
 @pytest.mark.slow
 def test_overlapped_communication_trains_the_same(small_corpus, tmp_path):
-    """Products add weight gradients to the buffers that are reduced while others are computed: none may be sent too early."""
+    """No buffer is reduced before products have added all weight gradients to it."""
     plain = Layout(data=2, shared=True)
     for name, more in (("plain", ()), ("overlapped", (REDUCE, GATHER))):
         flags = [

@@ -1,7 +1,8 @@
-"""What a rank does at the start, in a step, at a save and at a load is as much among many ranks as among few.
+"""The work of one rank at start, step, save and load, among few and many ranks.
 
-But rank 0 reads the index of each rank's chunks to publish a checkpoint, and sends that of all when it is loaded; and a straggler
-report gathers the seconds of all ranks.
+It does not grow with their number, except that rank 0 reads the index of each rank's chunks to
+publish a checkpoint and sends all of them when it is loaded, and that a straggler report gathers
+the seconds of all ranks.
 """
 
 import json
@@ -18,13 +19,14 @@ RINGS = {"step": {"all-gather calls": 1, "reduce-scatter calls": 1}}
 LOADED = RINGS | {"load": {"all-gather calls": 1}}
 REPORT = ("first", "step 2")  # of stragglers
 GATHERS = ("all-gather calls", "gather calls", "scatter calls", "reduce-scatter calls")
-# What the first rank does for each rank: it publishes the chunks of all, sends their places and looks at all files.
+# What the first rank does for each rank: it publishes the chunks of all, sends their places and
+# looks at all files.
 LINEAR = ("file open", "file stat", "file remove", "chunks", "index bytes")
 GATHERED = (("resumed", "start", "broadcast bytes"), (*REPORT, "all-gather bytes"))
 
 
 def run_rank(rank, ranks, name, small_corpus, folder):
-    """Of each phase of one rank's run: how much of everything; and what it printed."""
+    """Return one rank's counts by phase, and its output."""
     flags = [
         *small_corpus.flags, *runs.SHORT_RUN, "--global-batch-size", str(ranks), "--micro-batch-size", "1", "--train-iters", "6",
         "--objective-schedule", "mlm", "--lr", "1e-9", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
@@ -52,7 +54,7 @@ SIZES = (64, 4096)
 
 
 def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(small_corpus, tmp_path):
-    """Of the first and the last rank, of a new and a resumed run."""
+    """Counted are the first and the last rank, of a new and of a resumed run."""
     for name in STEPS:
         for at in (0, -1):
             records = []
@@ -93,7 +95,7 @@ def compare(name, at, phases_of_few, phases):
 
 
 def check_files_of_the_last_rank(phases):
-    """It opens its own and those with its share."""
+    """Assert that the last rank opens few files, and none in a step."""
     for phase, counts in phases.items():
         files = sum(count for key, count in counts.items() if key.startswith("file "))
         assert files <= (0 if phase.startswith(("step", "end")) else 24), phase

@@ -1,4 +1,4 @@
-"""Processes that were told different things train nothing."""
+"""Processes with different flags train nothing."""
 
 import pytest
 import runs

@@ -1,4 +1,4 @@
-"""On a signal, or after a time, a run finishes its step, saves, and ends with exit code 75 on every rank; it can go on."""
+"""Runs that a signal or a time limit ends: they save and exit with code 75."""
 
 import signal
 import sys
@@ -9,6 +9,7 @@ import runs
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.distributed.signals import EXIT_STOPPED
 
+# A run that ends only when it is told to.
 LONG = [
     "--no-bf16",
     "--train-iters",
@@ -17,7 +18,7 @@ LONG = [
     "1",
     "--eval-interval",
     "0",
-]  # ends only when it is told to
+]
 FAULT = runs.WORKERS / "fault_at_step.py"
 
 

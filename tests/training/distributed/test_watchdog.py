@@ -1,4 +1,4 @@
-"""A run that stands still ends with every rank's stacks and exit code 70; what is merely slow to begin is left alone."""
+"""Runs that hang: they end with all ranks' stacks and exit code 70."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SECONDS = 6  # a step takes a hundredth of it
 
 
 def hang(small_corpus, folder, fault):
-    """Two ranks, the second of which hangs in step 5: what was printed, and the line of it that matters."""
+    """Hang the second of two ranks in step 5; return the output and its error line."""
     flags = [
         *small_corpus.flags,
         *runs.SHORT_RUN,
