@@ -52,7 +52,10 @@ def test_the_gradient_of_a_token_that_is_seen_often_is_summed_in_float32():
 
 @pytest.mark.slow
 def test_importing_transformers_after_the_adapters_works():
-    code = "from megaenc.backend import prepare_megatron; prepare_megatron(); from transformers import EuroBertModel"
+    code = (
+        "from megaenc.backend import prepare_megatron; prepare_megatron(); "
+        "from transformers import EuroBertModel"
+    )
     subprocess.run(
         [sys.executable, "-W", "error::UserWarning:megaenc", "-c", code], check=True, timeout=120
     )
@@ -65,24 +68,20 @@ def test_adamw_is_torchs():
     """
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(7, 5, generator=generator), torch.randn(3, generator=generator)]
-    here, there = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
-    common = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
-    groups = [{"params": [p]} for p in here], [{"params": [p]} for p in there]
-    ours, torchs = (
-        GroupStepAdamW(groups[0], lr=1e-2, **common),
-        torch.optim.AdamW(groups[1], lr=1e-2, foreach=False, **common),
-    )
+    own_weights = [torch.nn.Parameter(x.clone()) for x in start]
+    torch_weights = [torch.nn.Parameter(x.clone()) for x in start]
+    common = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    ours = GroupStepAdamW([{"params": [p]} for p in own_weights], **common)
+    torchs = torch.optim.AdamW([{"params": [p]} for p in torch_weights], foreach=False, **common)
     for step in range(5):
-        for optimizer, parameters in ((ours, here), (torchs, there)):
-            for parameter in parameters:
-                parameter.grad = torch.sin(parameter.detach() * (step + 1)) * (
-                    1000.0 + step if optimizer is ours else 1.0
-                )
+        ours.grad_scale = 1000.0 + step
+        for optimizer, scale in ((ours, ours.grad_scale), (torchs, 1.0)):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (step + 1)
-            ours.grad_scale = 1000.0 + step
+                [parameter] = group["params"]
+                parameter.grad = torch.sin(parameter.detach() * (step + 1)) * scale
             optimizer.step()
-    for a, b in zip(here, there, strict=True):
+    for a, b in zip(own_weights, torch_weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert [group["step"] for group in ours.param_groups] == [5, 5]
     assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in ours.state.values())

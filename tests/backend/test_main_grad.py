@@ -1,7 +1,5 @@
 """Weight gradients that products add to buffers, equal to sums of gradients."""
 
-import copy
-
 import pytest
 import runs
 import torch
@@ -52,23 +50,19 @@ def add_afterwards(engine):
     "flags", [["--no-bf16"], ["--bf16"], ["--no-bf16", "--no-untie-embeddings-and-output-weights"]]
 )
 def test_the_sums_are_those_of_gradients_added_afterwards(flags, small_corpus):
-    (here, added), (there, never) = (
-        gradients(small_corpus, flags, way) for way in (lambda engine: None, add_afterwards)
-    )
-    matrices = {name for name in here if "linear" in name}
-    assert added == (
-        matrices
-        if "--no-untie-embeddings-and-output-weights" in flags
-        else matrices | {"output_layer.weight"}
-    )
-    assert not never
-    for name, gradient in here.items():
-        difference = float((gradient - there[name]).norm() / there[name].norm())
+    fused, fused_names = gradients(small_corpus, flags)
+    plain, plain_names = gradients(small_corpus, flags, add_afterwards)
+    expected = {name for name in fused if "linear" in name}
+    if "--no-untie-embeddings-and-output-weights" not in flags:
+        expected.add("output_layer.weight")
+    assert fused_names == expected
+    assert not plain_names
+    for name, gradient in fused.items():
+        difference = float((gradient - plain[name]).norm() / plain[name].norm())
         # In bfloat16 the host rounds each product as before; the head's is no longer rounded after
         # its parts are added up.
-        assert difference <= (
-            2e-3 if name == "output_layer.weight" and "--bf16" in flags else 1e-6
-        ), name
+        tolerance = 2e-3 if name == "output_layer.weight" and "--bf16" in flags else 1e-6
+        assert difference <= tolerance, name
 
 
 def test_products_in_float32_are_exact_sums(small_corpus, monkeypatch):
@@ -118,10 +112,8 @@ def test_the_check_at_the_start_tells_exact_sums_from_rounded_ones(one_process, 
     from megaenc.backend import main_grad
     from megaenc.model.kernels.selftest import LayerWidths, check_kernel
 
-    widths, plain = (
-        LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128),
-        copy.copy(main_grad.accumulate_matmul),
-    )
+    widths = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
+    plain = main_grad.accumulate_matmul
 
     def in_float32(total, a, b, *, in_float32):
         product = a.float() @ b.float()

@@ -56,17 +56,21 @@ def test_interleaved_parts_are_dealt_out_in_turns():
     ("layers", "stages", "options", "complaint"),
     [
         (2, 3, {}, "--pipeline-model-parallel-size: found 3, expected at most the 2 layers"),
-        (4, 1, dict(num_layers_per_virtual_pipeline_stage=1), "found --pipeline-model-parallel-size 1, expected 2 or more"),
-        (26, 4, dict(num_layers_per_virtual_pipeline_stage=3), "26 layers on 4 stages are not two or more chunks of 3 on each"),
+        (4, 1, dict(num_layers_per_virtual_pipeline_stage=1),
+         "found --pipeline-model-parallel-size 1, expected 2 or more"),
+        (26, 4, dict(num_layers_per_virtual_pipeline_stage=3),
+         "26 layers on 4 stages are not two or more chunks of 3 on each"),
         (8, 4, dict(num_layers_per_virtual_pipeline_stage=2), "not two or more chunks of 2"),
-        (4, 2, dict(pipeline_model_parallel_layout="Ett|tL"), "expected E, t for each of the 4 layers, then L"),
-        (4, 2, dict(pipeline_model_parallel_layout="Et|t|ttL"), "found 3 parts, expected 2 or a multiple of it, none of them"),
-        (4, 2, dict(pipeline_model_parallel_layout="Ett,ttL,x"), "expected E, t for each of the 4 layers, then L"),
+        (4, 2, dict(pipeline_model_parallel_layout="Ett|tL"),
+         "expected E, t for each of the 4 layers, then L"),
+        (4, 2, dict(pipeline_model_parallel_layout="Et|t|ttL"),
+         "found 3 parts, expected 2 or a multiple of it, none of them"),
+        (4, 2, dict(pipeline_model_parallel_layout="Ett,ttL,x"),
+         "expected E, t for each of the 4 layers, then L"),
         (4, 2, dict(pipeline_model_parallel_layout="Ett||t|tL"), "none of them empty"),
-        (
-            4, 2, dict(pipeline_model_parallel_layout="Ett|ttL", num_layers_per_virtual_pipeline_stage=1),
-            "found with --pipeline-model-parallel-layout",
-        ),
+        (4, 2, dict(
+            pipeline_model_parallel_layout="Ett|ttL", num_layers_per_virtual_pipeline_stage=1),
+         "found with --pipeline-model-parallel-layout"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(layers, stages, options, complaint):
@@ -96,7 +100,8 @@ def test_the_last_layer_selects_rows_if_the_output_layer_follows_on_its_stage(la
         (
             ParallelConfig(2, 1),
             3,
-            "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: .* multiple of 2",
+            "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: "
+            ".* multiple of 2",
         ),
         (ParallelConfig(2, 2), 2, "expected a multiple of 4"),
         (

@@ -25,8 +25,9 @@ def attempt(store, size):
 
 def test_each_attempt_has_one_name_that_no_other_had():
     store = dist.HashStore()
-    [first], [second], [third] = attempt(store, 3), attempt(store, 3), attempt(store, 2)
-    assert len({first, second, third}) == 3
+    names = [attempt(store, size) for size in (3, 3, 2)]
+    assert [len(name) for name in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
 
 
 def test_names_that_dead_processes_left_keep_nobody_from_meeting():
@@ -50,7 +51,8 @@ def test_no_process_looks_at_more_than_some_others():
         """A store that records which keys each thread has used."""
 
         def __init__(self):
-            self._store, self.keys = dist.HashStore(), defaultdict(set)
+            self._store = dist.HashStore()
+            self.keys = defaultdict(set)
 
         def __getattr__(self, name):
             def access(key, *values):

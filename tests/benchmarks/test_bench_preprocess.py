@@ -61,7 +61,7 @@ def test_ids_that_differ_end_it_before_anything_is_timed(
     monkeypatch.setattr(preprocess, "_run_turn", turn)
     line = refusal(preprocess.main, flags(small_corpus, tmp_path / "bench.json"))
     assert (
-        "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; expected the ids of megaenc: 5, 70, 0000"
-        in line
+        "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; "
+        "expected the ids of megaenc: 5, 70, 0000" in line
     )
     assert not (tmp_path / "bench.json").exists()

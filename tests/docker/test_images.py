@@ -108,11 +108,15 @@ def test_what_is_shown_can_be_trained_by_as_many_processes(path):
 @pytest.mark.system
 def test_health_trains_two_steps_and_says_so():
     """It trains with two processes."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     ran = subprocess.run(
         [ROOT / "docker/health.sh", "cpu"],
-        env=runs.surroundings() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": "2"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=runs.surroundings() | {"PATH": path, "NPROC": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert (ran.returncode, ran.stdout) == (0, "healthy: two steps trained, 2 x processor\n"), (
         ran.stderr
     )

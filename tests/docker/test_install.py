@@ -40,7 +40,8 @@ def environment(tmp_path):
         "import json, sys\n"
         "if '--version' not in sys.argv:\n"
         "    constraints = open(sys.argv[sys.argv.index('--constraint') + 1]).read()\n"
-        f"    print(json.dumps([sys.argv[1:], constraints]), file=open({str(tmp_path / 'asked')!r}, 'a'))\n"
+        "    print(json.dumps([sys.argv[1:], constraints]), "
+        f"file=open({str(tmp_path / 'asked')!r}, 'a'))\n"
     )
     for name, version in (
         ("torch", "2.12.0+rocm7.2.4"),

@@ -81,7 +81,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def configuration(folder: Path) -> str:
-    host, (controller, *nodes) = socket.gethostname().partition(".")[0], free_ports(3)
+    host = socket.gethostname().partition(".")[0]
+    controller, *nodes = free_ports(3)
     # cred_expire is how long a requeued job waits before it may begin again; Slurm takes no less
     # than 5 seconds.
     lines = f"""
@@ -350,5 +351,6 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
         slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert_completed(found, "0", log)
     assert "resuming after step 5" in log.read_text()
-    losses, expected = ([row["loss"] for row in runs.metrics(run)] for run in (folder, undisturbed))
+    losses = [row["loss"] for row in runs.metrics(folder)]
+    expected = [row["loss"] for row in runs.metrics(undisturbed)]
     assert losses == pytest.approx(expected, rel=1e-4)  # sums of one rank and of two

@@ -20,10 +20,11 @@ from faults.moments import FaultRun, Moment
 
 STEPS = 24
 MODEL = [
-    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
-    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "4",
-    "--train-iters", str(STEPS), "--objective-schedule", "clm:0.5,mlm:0.5", "--lr-warmup-iters", "2", "--eval-interval", "5",
-    "--eval-iters", "1", "--no-bf16",
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160",
+    "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "64",
+    "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(STEPS),
+    "--objective-schedule", "clm:0.5,mlm:0.5", "--lr-warmup-iters", "2",
+    "--eval-interval", "5", "--eval-iters", "1", "--no-bf16",
 ]  # fmt: skip
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LAYOUTS = {

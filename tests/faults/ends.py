@@ -18,7 +18,8 @@ def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
     if run.tracked() != step or step not in run.steps():
         return [
             *found,
-            f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}",
+            f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; "
+            f"expected {step}",
         ]
     here = _state(run, step)
     there = _state(reference, step)

@@ -61,13 +61,8 @@ def list_faults(path: Path, module: str) -> Iterator[Fault]:
         starts.append(starts[-1] + len(line))
 
     def describe(node: ast.expr, kind: str, changed: str) -> Fault:
-        first, last = (
-            starts[row - 1] + column
-            for row, column in (
-                (node.lineno, node.col_offset),
-                (node.end_lineno, node.end_col_offset),
-            )
-        )
+        first = starts[node.lineno - 1] + node.col_offset
+        last = starts[node.end_lineno - 1] + node.end_col_offset
         return Fault(module, node.lineno, kind, text[first:last].decode(), changed, first)
 
     tree = ast.parse(text)
@@ -232,7 +227,8 @@ def show_report(out: Path) -> None:
     rows = [
         json.loads(line) for line in (out / "report.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    of_package, of_file = defaultdict(list), Counter()
+    of_package = defaultdict(list)
+    of_file = Counter()
     for row in rows:
         of_package[name_package(row["module"])].append(bool(row["found"]))
         of_file.update({test.split("::")[0] for test in row["found"]})
@@ -241,7 +237,8 @@ def show_report(out: Path) -> None:
     for row in rows:
         if not row["found"]:
             print(
-                f"not found: {row['module']}:{row['line']} {row['kind']}: {row['before']} -> {row['after']}"
+                f"not found: {row['module']}:{row['line']} {row['kind']}: "
+                f"{row['before']} -> {row['after']}"
             )
     tried = of_file.keys() | {test.split("::")[0] for row in rows for test in row["passed"]}
     for file in sorted(tried, key=lambda file: (of_file[file], file)):

@@ -46,7 +46,9 @@ def wandb_records(folder):
     from wandb.sdk.internal.datastore import DataStore
 
     for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        store, run, rows = DataStore(), None, []
+        store = DataStore()
+        run = None
+        rows = []
         store.open_for_scan(str(file))
         while (data := store.scan_data()) is not None:
             record = Record.FromString(data)

@@ -119,7 +119,8 @@ def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
     [
         (
             "cudnn",
-            "--attention-backend cudnn: is not installed; expected a backend that works here, or auto",
+            "--attention-backend cudnn: is not installed; "
+            "expected a backend that works here, or auto",
         ),
         (
             "varlen",
@@ -127,7 +128,8 @@ def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
         ),
         (
             "auto",
-            f"--attention-backend auto: no attention backend works here: varlen is not used: {WRONG}; sdpa is not used: {WRONG}",
+            "--attention-backend auto: no attention backend works here: "
+            f"varlen is not used: {WRONG}; sdpa is not used: {WRONG}",
         ),
     ],
 )
@@ -191,9 +193,8 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(short_run, tmp_path)
         runs.WORKERS / "attention_by_rank.py", [*flags, str(tmp_path / "here")], processes=2
     )
     [line] = [line for line in ended.stdout.splitlines() if line.startswith("attention by")]
-    assert line.startswith("attention by flash is not used: values off by ") and line.endswith(
-        " on rank 1"
-    )
+    assert line.startswith("attention by flash is not used: values off by ")
+    assert line.endswith(" on rank 1")
     assert "under causal attention with heads 16 wide" in line
     assert "; attention by varlen)" in ended.stdout
     assert (

@@ -18,7 +18,8 @@ from megaenc.training.phases import build_batch_sizes
 
 AUTO = runs.WORKERS / "auto_batch.py"
 GROWING = [
-    *runs.SHORT_RUN, "--train-iters", "12", "--micro-batch-size", "1", "--rampup-batch-size", "2", "2", "30", "--no-bf16",
+    *runs.SHORT_RUN, "--train-iters", "12", "--micro-batch-size", "1",
+    "--rampup-batch-size", "2", "2", "30", "--no-bf16",
 ]  # fmt: skip
 
 
@@ -62,7 +63,10 @@ def test_the_start_names_the_nearest_batch_of_equal_shares(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     main([*short_run, "--global-batch-size", str(batch), "--dry-run"])
     output = capsys.readouterr().out
-    said = f"the ranks with most packs have {excess} % more than the mean, which all others wait for; {nearest} packs are equal"
+    said = (
+        f"the ranks with most packs have {excess} % more than the mean, "
+        f"which all others wait for; {nearest} packs are equal"
+    )
     assert ("packs are equal" in output) == (said in output) == bool(excess)
 
 
@@ -109,7 +113,8 @@ def test_sizes_are_those_of_megatron_core(rampup):
 
     full = 8 if rampup[0] == 2 else 128
     sizes = build_batch_sizes(full, rampup)
-    rule, read = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *rampup), 0
+    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *rampup)
+    read = 0
     for step in range(1, 60):
         rule.update(read, consistency_check=False)
         assert (
@@ -217,7 +222,8 @@ def test_each_phase_has_a_measured_micro_batch_of_its_own(small_corpus, tmp_path
         (
             main,
             [],
-            "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none",
+            "--micro-batch-size auto: fills the memory of an accelerator, "
+            "and this machine has none",
         ),
         (
             estimate_main,

@@ -81,7 +81,10 @@ def test_a_run_ends_before_all_corpora_do(group, refusal):
     last = samples // 8
     assert plan_of(*flags, last).corpus_usage
     message = refusal(main, [*flags, last + 5])
-    expected = f"--blend-max-epochs 2: all corpora end after {samples:,} packs, in step {last + 1:,} of {last + 5:,}"
+    expected = (
+        f"--blend-max-epochs 2: all corpora end after {samples:,} packs, "
+        f"in step {last + 1:,} of {last + 5:,}"
+    )
     assert (
         expected in message and f"expected a run or phase that ends with step {last:,}" in message
     )
@@ -114,8 +117,8 @@ def test_a_run_without_packs_to_spare_does_not_rewind(group, tmp_path, monkeypat
     main([*flags, "--rewind-skip-iters", "3", "--save", str(tmp_path / "run")])
     output = capsys.readouterr().out
     assert (
-        "step 36: no rewind, as the packs left would be too few: --blend-max-epochs 2: all corpora end after"
-        in output
+        "step 36: no rewind, as the packs left would be too few: --blend-max-epochs 2: "
+        "all corpora end after" in output
     )
     assert runs.metrics(tmp_path / "run")[-1]["step"] == 40
     assert json.loads((tmp_path / "run" / "run.json").read_text())["rewinds"] == []
@@ -129,7 +132,9 @@ def test_phases_have_temperatures_and_limits_of_their_own(group):
         {"objective": "mlm", "train_iters": 10, "blend_temperature": 0.3, "blend_max_epochs": 1},
     ]
     plan = plan_of(*group, "--phases", *map(json.dumps, phases))
-    first, second, third = (plan.data_at(step) for step in (1, 11, 21))
+    first = plan.data_at(1)
+    second = plan.data_at(11)
+    third = plan.data_at(21)
     for data, exponent in ((first, 0.7), (second, 0.3), (third, 0.3)):
         assert list(map(float, data.shares[:3])) == pytest.approx(
             list(0.6 * group_shares(data, exponent))

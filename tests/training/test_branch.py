@@ -112,7 +112,8 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
     [
         (
             ["--branch-at", "12"],
-            "has no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40",
+            "has no checkpoint of this step, "
+            "expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40",
         ),
         (
             ["--branch-at", "20"],
@@ -125,7 +126,8 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
         ),
         (
             ["--lr-warmup-iters", "0"],
-            "expected its own up to step 15: --lr 0.003 --lr-warmup-iters 4 and a decay of at most 6",
+            "expected its own up to step 15: "
+            "--lr 0.003 --lr-warmup-iters 4 and a decay of at most 6",
         ),
         (["--lr-wsd-decay-iters", "7"], "the learning rate of step 15 is 0.003 in"),
         (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
@@ -148,8 +150,8 @@ def test_a_decayed_checkpoint_is_refused_with_those_that_serve(
         branch_flags(small_corpus, parent, PARENT, tmp_path / "run", "--train-iters", "60", at=40),
     )
     assert (
-        "falls after step 31), and a branch continues at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or"
-        in line
+        "falls after step 31), and a branch continues at the peak; "
+        "expected one of the steps 5, 10, 15, 20, 25, 30, or" in line
     )
 
 

@@ -37,11 +37,14 @@ def test_last_of_a_repeated_flag_counts_for_the_preset_too():
 def test_a_given_field_replaces_its_alternative(tmp_path):
     """This holds on the command line, in a file over its base, and in a phase."""
     base = tmp_path / "base.yaml"
-    steps = "train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\nlr_wsd_decay_style: cosine\n"
-    base.write_text(f"{steps}branch_from: a\nbranch_at: 3\n")
+    base.write_text(
+        "train_iters: 7\nlr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\n"
+        "lr_wsd_decay_style: cosine\nbranch_from: a\nbranch_at: 3\n"
+    )
     over = tmp_path / "over.yaml"
     over.write_text(
-        "config: base.yaml\ntrain_tokens: 2048\nlr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n"
+        "config: base.yaml\ntrain_tokens: 2048\n"
+        "lr_warmup_fraction: 0.1\nlr_wsd_decay_fraction:\ninit_from: b\n"
     )
     words = ["--train-tokens", "2048", "--lr-warmup-fraction", "0.1", "--init-from", "b"]
     for argv in (["--config", str(over)], ["--config", str(base), *words]):
@@ -91,8 +94,9 @@ def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     assert yaml.safe_load((folder / "config.yaml").read_text())["train_iters"] == 4
     row = runs.metrics(folder)[-1]
     assert row.keys() >= {
-        "step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm", "tokens", "predicted_tokens",
-        "tokens_per_second", "model_flops_utilization", "step_seconds",
+        "step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm",
+        "tokens", "predicted_tokens", "tokens_per_second", "model_flops_utilization",
+        "step_seconds",
     }  # fmt: skip
     assert (row["step"], row["objective"], row["phase"], row["tokens"]) == (4, "mlm", 1, 4 * 8 * 64)
 

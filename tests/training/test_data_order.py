@@ -20,14 +20,13 @@ def test_order_knows_nothing_of_length_and_batch(flags, blend):
         *common, "--train-iters", "15", "--global-batch-size", "48", "--objective-schedule", "mlm"
     )
     for sample in range(0, 600, 7):
-        pack, other_pack = short.packs[sample], long.packs[sample]
-        assert np.array_equal(pack.tokens, other_pack.tokens) and np.array_equal(
-            pack.edges, other_pack.edges
-        )
+        pack = short.packs[sample]
+        other_pack = long.packs[sample]
+        assert np.array_equal(pack.tokens, other_pack.tokens)
+        assert np.array_equal(pack.edges, other_pack.edges)
         assert (pack.sample, pack.epoch) == (other_pack.sample, other_pack.epoch)
-    assert [short.first_sample(step) for step in (1, 2, 7)] == [0, 8, 48] and long.first_sample(
-        2
-    ) == 48
+    assert [short.first_sample(step) for step in (1, 2, 7)] == [0, 8, 48]
+    assert long.first_sample(2) == 48
 
 
 def test_a_budget_of_tokens_is_as_many_steps_as_it_takes():

@@ -109,12 +109,11 @@ def test_the_special_tokens_of_documents_are_reported(
             prefix.with_suffix(".json").unlink()
         lines = printed("--data-path", str(prefix), "--objective-schedule", "clm:1.0")
         assert f"special tokens of a document: ... {said}" in lines
-    none, eod = (str(tmp_path / f"{name}_text_document") for name in ("none", "eod"))
+    none = str(tmp_path / "none_text_document")
+    eod = str(tmp_path / "eod_text_document")
     line = refusal(main, ["--data-path", none, "--valid-data-path", f"web={eod}", *tokenizer])
-    assert (
-        f"--valid-data-path: {none} has --special-tokens none" in line
-        and f"{eod} has --special-tokens eod" in line
-    )
+    assert f"--valid-data-path: {none} has --special-tokens none" in line
+    assert f"{eod} has --special-tokens eod" in line
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
@@ -159,7 +158,8 @@ def test_a_billion_steps_are_not_counted_one_by_one(printed):
                 "--seq-length",
                 "8192",
             ],
-            "tokens (--global-batch-size x --seq-length a step); expected at most 4,611,686,018,427,387,904",
+            "tokens (--global-batch-size x --seq-length a step); "
+            "expected at most 4,611,686,018,427,387,904",
         ),
         (
             ["--rampup-batch-size", "2", "2", "1" + 18 * "0"],

@@ -130,7 +130,8 @@ def forward_and_backward(engine, objective, watched):
     from megaenc.objectives import Schedule
     from megaenc.training.micro_batches import MicroBatchSpec
 
-    plan, [model] = engine.plan, engine.chunks
+    plan = engine.plan
+    [model] = engine.chunks
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
     engine.zero_grad()
     batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(engine.device)
@@ -144,20 +145,20 @@ def forward_and_backward(engine, objective, watched):
 def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
     """Compute attention as torch's kernel for accelerators, but read the boundaries."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
-    assert (longest_q, longest_k) == (max(of_q), max(of_k))
-    queries, keys, values = (
-        x.transpose(0, 1)[None].split(sizes, 2) for x, sizes in ((q, of_q), (k, of_k), (v, of_k))
-    )
+        q_lengths = cu_q.diff().tolist()
+        k_lengths = cu_k.diff().tolist()
+    assert (longest_q, longest_k) == (max(q_lengths), max(k_lengths))
+    documents = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
     parts = []
-    for one, others, theirs in zip(queries, keys, values, strict=True):
-        rows, columns = one.size(2), others.size(2)
-        full_mask = torch.ones(rows, columns, dtype=torch.bool)
-        mask = full_mask.tril(columns - rows) if window_size == (-1, 0) else full_mask
+    for document in documents:
+        rows = len(document[0])
+        columns = len(document[1])
+        mask = torch.ones(rows, columns, dtype=torch.bool)
+        if window_size == (-1, 0):
+            mask = mask.tril(columns - rows)
+        inputs = [x.transpose(0, 1)[None] for x in document]
         parts.append(
-            F.scaled_dot_product_attention(
-                one, others, theirs, attn_mask=mask, scale=scale, enable_gqa=True
-            )
+            F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=scale, enable_gqa=True)
         )
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 

@@ -62,6 +62,7 @@ def test_runs_of_an_earlier_version_can_be_resumed(file, parent):
         text = text.replace(name, value)
     recorded = json.loads(text)["identity"]
     assert identity == recorded, (
-        f"{describe_difference(recorded, identity)}. Runs that users have begun would be refused to resume: keep a field out of "
+        f"{describe_difference(recorded, identity)}. "
+        "Runs that users have begun would be refused to resume: keep a field out of "
         "the identity (FREE) or its default as it was, or raise RUN_FORMAT"
     )

@@ -279,12 +279,14 @@ SCALING = ["--use-rope-scaling", "--rope-scaling-factor", "32"]
     [
         (
             SCALING,
-            "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0, or the new value given with --rotar",
+            "rotary_base is 500.0 there, 10000.0 here; "
+            "expected --rotary-base 500.0, or the new value given with --rotar",
         ),
         (["--config", "preset.yaml", *SCALING], "rotary_base is 500.0 there, 10000.0 here"),
         (
             BASE,
-            "use_rope_scaling is True there, False here; expected --use-rope-scaling, or the new value given",
+            "use_rope_scaling is True there, False here; "
+            "expected --use-rope-scaling, or the new value given",
         ),
         (
             [*BASE, "--use-rope-scaling"],

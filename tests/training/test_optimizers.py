@@ -27,9 +27,8 @@ def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
         2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),),
         1: lambda *_: (),
     }
-    matrices, vectors = (
-        [weight for weight in model.parameters() if weight.dim() == dim] for dim in (2, 1)
-    )
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() == 1]
     optimizer = optimizer_class(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **flags
     )
@@ -63,9 +62,8 @@ def train(model: torch.nn.ModuleDict, update) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     for step in range(1, 11):
         divisor = 1000.0 + step if isinstance(update, torch.optim.Optimizer) else 1.0
-        x, target = (
-            torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5)
-        )
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        target = torch.randn(8, 5, generator=generator, dtype=torch.float64)
         out = model["last"](torch.tanh(model["attention"](x)))
         model.zero_grad()
         ((out - target).square().mean() * (100.0 if step > 5 else 1.0) * divisor).backward()
@@ -83,8 +81,13 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
 
     The first moments need no correction then.
     """
-    lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
-    model, reference = small_model(), small_model()
+    lr = 0.01
+    beta1 = 0.9
+    beta2 = 0.95
+    eps = 1e-8
+    decay = 0.1
+    model = small_model()
+    reference = small_model()
     adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
     optimizer = build(optimizers, optimizers.StableAdamW, model, **adam)
     actual = train(model, optimizer)
@@ -95,7 +98,8 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
     clipped = []
 
     def step_by_the_paper(t: int) -> None:
-        b1, b2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in (beta1, beta2))
+        b1 = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+        b2 = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
         for weight, (v, u) in moments.items():
             g = weight.grad
             v.copy_(b1 * v + (1 - b1) * g)
@@ -136,18 +140,17 @@ def test_orthogonalization_knows_no_size_and_rounds_in_bfloat16(optimizers):
 
 def test_muon_by_singular_values(optimizers):
     """Queries, keys and values are separate matrices; the bias is AdamW's."""
-    lr, decay = 0.02, 0.1
+    lr = 0.02
+    decay = 0.1
     adam = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
-    model, reference = small_model(), small_model()
+    model = small_model()
+    reference = small_model()
     muon = build(optimizers, optimizers.Muon, model, **adam)
     muon.dtype = torch.float32
     actual = train(model, muon)
-    attention, bias, last = (
-        reference["attention"].weight,
-        reference["attention"].bias,
-        reference["last"].weight,
-    )
-    adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": 0.0})
+    attention = reference["attention"].weight
+    last = reference["last"].weight
+    adamw = torch.optim.AdamW([reference["attention"].bias], **adam | {"weight_decay": 0.0})
     momenta = {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
     blocks = torch.arange(12).view(3, 4)
     rows_of = {

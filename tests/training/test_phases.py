@@ -271,8 +271,10 @@ def test_a_dry_run_shows_each_phase_and_what_is_validated_on(
         ["4", "512", "40,000", "2"],
         ["4", "512", "40,000", "1"],
     ]
-    text = "validation: every 3 steps on the held-out text of each phase, in packs of the phase's length, under "
-    assert lines[-1].startswith(text)
+    assert lines[-1].startswith(
+        "validation: every 3 steps on the held-out text of each phase, "
+        "in packs of the phase's length, under "
+    )
     main([*named_sets, "--dry-run"])
     named = capsys.readouterr().out.splitlines()[-1]
     assert (
@@ -364,16 +366,25 @@ def test_a_file_with_phases_replaces_the_length_of_its_base(tmp_path):
     ("phases", "words"),
     [
         (["{train_iters: 3}"], "phase 1: field `objective`: missing"),
-        (["{objective: mlm, objective: clm, train_iters: 3}"], "(key `objective` is given twice), expected fields such as"),
-        (["{objective: mlm, train_iters: 3, train-iters: 4}"], "phase 1: field `train_iters` is given twice, in two spellings"),
-        (["{objective: mlm}"], "phase 1: found neither train_iters nor train_tokens, expected one of them"),
-        (["{objective: mlm, train_iters: 2, train_tokens: 5}"], "found train_iters and train_tokens"),
-        (["{objective: 'mlm:4', train_iters: 4}"], "expected one objective, mixture or sum without an amount"),
-        (["{objective: mlm, train_iters: 4, seq_len: 8}"], "field `seq_len` cannot change by phase; did you mean `seq_length`?"),
-        (["{objective: mlm, train_iters: 4, seq_length: long}"], "phase 1: field `seq_length`: found 'long', expected a int"),
-        (["{objective: mlm, train_iters: 4}", "{objective: mlm, train_iters: 4, micro_batch_size: 0}"],
+        (["{objective: mlm, objective: clm, train_iters: 3}"],
+         "(key `objective` is given twice), expected fields such as"),
+        (["{objective: mlm, train_iters: 3, train-iters: 4}"],
+         "phase 1: field `train_iters` is given twice, in two spellings"),
+        (["{objective: mlm}"],
+         "phase 1: found neither train_iters nor train_tokens, expected one of them"),
+        (["{objective: mlm, train_iters: 2, train_tokens: 5}"],
+         "found train_iters and train_tokens"),
+        (["{objective: 'mlm:4', train_iters: 4}"],
+         "expected one objective, mixture or sum without an amount"),
+        (["{objective: mlm, train_iters: 4, seq_len: 8}"],
+         "field `seq_len` cannot change by phase; did you mean `seq_length`?"),
+        (["{objective: mlm, train_iters: 4, seq_length: long}"],
+         "phase 1: field `seq_length`: found 'long', expected a int"),
+        (["{objective: mlm, train_iters: 4}",
+          "{objective: mlm, train_iters: 4, micro_batch_size: 0}"],
          "phase 2: field `micro_batch_size`: found 0, expected 1 to 10,000,000"),
-        (["{objective: mlm, train_iters: 4, lr_warmup_iters: 3, lr_wsd_decay_iters: 2}"], "phase 1: warm-up of 3 and decay of 2"),
+        (["{objective: mlm, train_iters: 4, lr_warmup_iters: 3, lr_wsd_decay_iters: 2}"],
+         "phase 1: warm-up of 3 and decay of 2"),
     ],
 )  # fmt: skip
 def test_wrong_phases_are_refused(phases, words):
@@ -388,7 +399,10 @@ def test_a_schedule_next_to_phases_is_refused_even_with_its_default_value(tmp_pa
     path = tmp_path / "run.yaml"
     phases = "phases: [{objective: mlm, train_iters: 3}]\n"
     schedule = PretrainConfig.objective_schedule
-    message = rf"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase"
+    message = (
+        rf"--objective-schedule: found {schedule} together with phases, "
+        "expected `objective` of each phase"
+    )
     path.write_text(f"{phases}objective_schedule: '{schedule}'\n")
     with pytest.raises(InputError, match=f"--config {path}: {message}"):
         parse_config(["--config", str(path)], "test")

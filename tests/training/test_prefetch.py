@@ -58,7 +58,10 @@ def test_the_thread_is_set_up_and_leaves_with_its_owner():
 
 
 def test_a_process_ends_though_more_was_begun_than_is_taken():
-    code = "from megaenc.training.micro_batches import Prefetcher\nprint(next(Prefetcher(abs).iterate(range(100), range(100, 200))))"
+    code = (
+        "from megaenc.training.micro_batches import Prefetcher\n"
+        "print(next(Prefetcher(abs).iterate(range(100), range(100, 200))))"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )

@@ -109,7 +109,10 @@ def test_a_run_of_another_format(number, refused, copy, tmp_path, refusal):
     facts |= {} if number is None else {"format": number}
     (copy / "run.json").write_text(json.dumps(facts))
     found = "none" if number is None else number
-    line = f"{copy / 'run.json'}: field `format`: found {found}, expected 1; another version of megaenc wrote this run"
+    line = (
+        f"{copy / 'run.json'}: field `format`: found {found}, expected 1; "
+        "another version of megaenc wrote this run"
+    )
     for flags in (["--save", copy], *from_another(copy, tmp_path)):
         assert line in refused(*flags)
     assert line in refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
@@ -130,7 +133,8 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(short_run, small_disk):
     plan = plan_of(*short_run)
     size = 64 << 10
     subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
-    filler, complaints = small_disk / "filler", set()
+    filler = small_disk / "filler"
+    complaints = set()
     for free in range(0, size, 4096):
         with open(filler, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, size - free)

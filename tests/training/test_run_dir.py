@@ -16,7 +16,8 @@ from megaenc.training.run_lock import RunLock
 def opened(path) -> RunDir:
     """A run directory with nothing but rows, which can be read and written."""
     folder = object.__new__(RunDir)
-    folder.path, folder.lock = path, RunLock(path)
+    folder.path = path
+    folder.lock = RunLock(path)
     return folder
 
 

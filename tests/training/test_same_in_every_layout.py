@@ -39,8 +39,9 @@ FOUR_LAYERS = [*RUN, "--num-layers", "4"]
 DROPOUT = [*RUN, "--attention-output-dropout", "0.1"]
 # One matrix for the embedding and the output layer, and ModernBERT's layers around it.
 TIED = [
-    *FOUR_LAYERS, "--no-untie-embeddings-and-output-weights", "--num-query-groups", "4", "--normalization", "LayerNorm",
-    "--norm-bias", "--activation", "gelu", "--embedding-norm", "--prediction-head", "--output-layer-bias",
+    *FOUR_LAYERS, "--no-untie-embeddings-and-output-weights", "--num-query-groups", "4",
+    "--normalization", "LayerNorm", "--norm-bias", "--activation", "gelu", "--embedding-norm",
+    "--prediction-head", "--output-layer-bias",
     "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
 ]  # fmt: skip
 # Second moments that last make StableAdamW clip; and there are two groups of parameters.
@@ -69,8 +70,9 @@ UNEQUAL += ["--init-method", "full_megatron"]
 OBJECTIVES = "mlm(mask=0.4->0.15):3,mix(clm:0.3,mlm:0.7):3,2x(clm:1,mntp:1)"
 # Each in a run of its own.
 ALONE = [
-    "clm", "mlm", "mlm(mask=0.3,span=3)", "mntp", "prefix_lm", "diffusion", "gpt_bert(causal=0.3)", "span_corruption",
-    "mlm(mask=0.3,unit=word)", "sum(clm:3,mlm(mask=0.3):10)", "distill(teacher={teacher},mask=0.3,top_k=8)",
+    "clm", "mlm", "mlm(mask=0.3,span=3)", "mntp", "prefix_lm", "diffusion", "gpt_bert(causal=0.3)",
+    "span_corruption", "mlm(mask=0.3,unit=word)", "sum(clm:3,mlm(mask=0.3):10)",
+    "distill(teacher={teacher},mask=0.3,top_k=8)",
 ]  # fmt: skip
 # With these flags the last layer computes all rows, not only those that are predicted.
 ALL_ROWS = {"--sequence-parallel", "--pipeline-model-parallel-layout"}
@@ -89,10 +91,18 @@ OF_OPTIMIZERS = {
 
 # By name: (flags, {layout: (processes, flags)}).
 RUNS = {
-    "usual": (FOUR_LAYERS, {"TP2 PP2": (4, [*TP2, *PP2]), "DP2": (2, SPLIT), "uneven chunks": (2, UNEVEN)}),
+    "usual": (
+        FOUR_LAYERS,
+        {"TP2 PP2": (4, [*TP2, *PP2]), "DP2": (2, SPLIT), "uneven chunks": (2, UNEVEN)},
+    ),
     "dropout": (
         DROPOUT,
-        {"SP": (2, SP), "PP2": (2, PP2), "DP2, other rows": (2, ["--micro-batch-size", "4"]), "recomputed": (1, RECOMPUTED)},
+        {
+            "SP": (2, SP),
+            "PP2": (2, PP2),
+            "DP2, other rows": (2, ["--micro-batch-size", "4"]),
+            "recomputed": (1, RECOMPUTED),
+        },
     ),
     "bfloat16": ([*RUN, "--bf16"], {"TP2": (2, TP2), "DP2": (2, SPLIT)}),
 }  # fmt: skip
@@ -198,10 +208,13 @@ def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "flags", "complaint"),
     [
-        (1, ["--num-layers-per-virtual-pipeline-stage", "0"], "--num-layers-per-virtual-pipeline-stage: found 0"),
-        (2, [*PP2, *RECOMPUTED, "--recompute-num-layers", "2", "--pipeline-model-parallel-layout", "Ettt|tL"],
+        (1, ["--num-layers-per-virtual-pipeline-stage", "0"],
+         "--num-layers-per-virtual-pipeline-stage: found 0"),
+        (2, [*PP2, "--pipeline-model-parallel-layout", "Ettt|tL", *RECOMPUTED,
+             "--recompute-num-layers", "2"],
          "found 2, expected a divisor of the 3 layers of a stage"),
-        (1, ["--overlap-param-gather"], "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        (1, ["--overlap-param-gather"],
+         "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_laid_out_is_refused(

@@ -31,10 +31,10 @@ def state_after(folder, step):
 
 
 def assert_step_5_was_left_out(folder) -> None:
-    (before, *updates), (after, *more), (later, *most) = (
-        state_after(folder, step) for step in (4, 5, 6)
-    )
-    assert updates + more + most == [4, 4, 5]
+    before, updates_before = state_after(folder, 4)
+    after, updates_after = state_after(folder, 5)
+    later, updates_later = state_after(folder, 6)
+    assert (updates_before, updates_after, updates_later) == (4, 4, 5)
     assert before == after
     assert all(later[name] != content for name, content in before.items())
     rows = runs.metrics(folder)
@@ -102,11 +102,12 @@ def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_
     )
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert line.startswith(
-        f"error: step 6: loss is NaN or infinite, from packs 46-47 of {small_corpus.prefix} on rank 1 ("
+        "error: step 6: loss is NaN or infinite, "
+        f"from packs 46-47 of {small_corpus.prefix} on rank 1 ("
     )
     assert (
-        "step skipped, 2 so far, --max-skipped-updates allows 1; give the same command with --skip-packs 46-47"
-        in line
+        "step skipped, 2 so far, --max-skipped-updates allows 1; "
+        "give the same command with --skip-packs 46-47" in line
     )
     assert (
         tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -130,8 +131,8 @@ def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypat
         main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
     )
     assert (
-        "from none of its 8 packs when each is run separately, which points to the hardware; in the step itself"
-        in line
+        "from none of its 8 packs when each is run separately, which points to the hardware; "
+        "in the step itself" in line
     )
     assert "of rank 0 (" in line
     assert "allows 0; give the same command again, on other machines" in line

@@ -17,8 +17,8 @@ TIED = [
 ]
 TIED += ["--no-untie-embeddings-and-output-weights"]
 MODERNBERT = [
-    "--normalization", "LayerNorm", "--norm-bias", "--activation", "gelu", "--embedding-norm", "--prediction-head",
-    "--output-layer-bias", "--num-query-groups", "4",
+    "--normalization", "LayerNorm", "--norm-bias", "--activation", "gelu", "--embedding-norm",
+    "--prediction-head", "--output-layer-bias", "--num-query-groups", "4",
     "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
 ]  # fmt: skip
 

@@ -113,9 +113,11 @@ def by_single_tokens(encoder, packs, samples, objective):
             token = at + objective.shift
             assert pack.tokens[token] == label
             position = token - max(edge for edge in pack.edges.tolist() if edge <= token)
-            low, high = 0, 15
+            low = 0
+            high = 15
             while position > high:
-                low, high = high + 1, 2 * high + 1
+                low = high + 1
+                high += low
             corpus = packs.sources[packs.corpus_of_sample(sample)]
             for group in ("all", f"{low}-{high}", corpus):
                 sums[group] += loss, 1

@@ -14,7 +14,8 @@ if __name__ == "__main__":
     from megaenc.objectives import Attention
     from megaenc.training.command import main
 
-    real_attention, real_requirement = backends.compute_attention, backends.missing_requirement
+    real_attention = backends.compute_attention
+    real_requirement = backends.missing_requirement
 
     def compute_attention(name, q, k, v, packing, scale=None, window=None):
         """Compute every backend as `sdpa`, `flash` without masks on the last rank."""

@@ -23,7 +23,8 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
     from megaenc.model import encoder
     from megaenc.training import micro_batches
 
-    make, loss_of = micro_batches.build_micro_batch, encoder.linear_cross_entropy
+    make = micro_batches.build_micro_batch
+    loss_of = encoder.linear_cross_entropy
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)

@@ -77,7 +77,8 @@ def run(words: list[str], folder: Path, seconds: float) -> tuple[int | None, str
         child = os.fork()
         if not child:
             become(words, folder, err.fileno(), server)
-        deadline, code = time.monotonic() + seconds, None
+        deadline = time.monotonic() + seconds
+        code = None
         while time.monotonic() < deadline:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
@@ -108,7 +109,7 @@ def become(words: list[str], folder: Path, err: int, server: int) -> None:
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
         code = 0
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -124,7 +125,8 @@ def same(path: Path, pristine: Path) -> bool:
 def undo(changes: list[str], folder: Path, pristine: Path) -> None:
     """Restore the paths named in `changes` of `folder` from `pristine`."""
     for name in changes:
-        path, source = folder / name, pristine / name
+        path = folder / name
+        source = pristine / name
         if path.is_dir() and not path.is_symlink():
             if not source.is_dir():
                 shutil.rmtree(path)
@@ -138,14 +140,14 @@ def undo(changes: list[str], folder: Path, pristine: Path) -> None:
 
 def main() -> None:
     """Run all of JOBS."""
-    jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[2]
+    jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     folder = Path(jobs["folder"])
     prepare()
     assert len(os.listdir("/proc/self/task")) == 1, (
         "a thread was started: it would be missing in a fork"
     )
-    with open(results, "w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as spare:
-        pristine, before = Path(spare) / "pristine", {}
+    with open(sys.argv[2], "w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as spare:
+        pristine = Path(spare) / "pristine"
         for number, words in enumerate(jobs["commands"]):
             if number == jobs["keep"]:
                 shutil.copytree(

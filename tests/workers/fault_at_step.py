@@ -50,7 +50,8 @@ def lose_launcher() -> None:
 def strike(fault: str, step: int, mark: Path) -> None:
     """Cause `fault` once, where this rank reads its packs for `step`."""
     now = []
-    update, read = engine.Engine.train_step, micro_batches.build_micro_batch
+    update = engine.Engine.train_step
+    read = micro_batches.build_micro_batch
 
     def update_and_tell(self, number, *rest):
         now[:] = [number]
@@ -62,7 +63,8 @@ def strike(fault: str, step: int, mark: Path) -> None:
             globals()[fault]()
         return read(*arguments)
 
-    engine.Engine.train_step, micro_batches.build_micro_batch = update_and_tell, read_or_fail
+    engine.Engine.train_step = update_and_tell
+    micro_batches.build_micro_batch = read_or_fail
 
 
 def dawdle(first: int) -> None:

@@ -13,7 +13,8 @@ TYPES = [(torch.float8_e4m3fn, torch.float8_e5m2)]
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # whose interpreter knows AMD's
     TYPES.append((torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
 for forward, gradient in TYPES:
-    own, plain = Float8Recipe(forward, gradient, triton=True), Float8Recipe(forward, gradient)
+    own = Float8Recipe(forward, gradient, triton=True)
+    plain = Float8Recipe(forward, gradient)
     for to in (forward, gradient):
         for dtype in (torch.float32, torch.bfloat16):
             # What float8 holds already, times a power of two: nothing is rounded.
@@ -24,7 +25,8 @@ for forward, gradient in TYPES:
             assert torch.equal(x.float() * 16, held[:, 208:416])
             top = own.amax(x)
             assert torch.equal(top, plain.amax(x))
-            mine, theirs = own.quantize(x, top, to), plain.quantize(x, top, to)
+            mine = own.quantize(x, top, to)
+            theirs = plain.quantize(x, top, to)
             assert torch.equal(mine[0].float(), theirs[0].float())
             assert torch.equal(mine[1], theirs[1])
             for rows in (1, 64, 100):

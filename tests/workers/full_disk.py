@@ -17,7 +17,8 @@ def fill(name: str) -> None:
     """Let a function that writes files of a checkpoint fail from its second call on."""
     from megaenc.training.checkpoint import manager
 
-    before, calls = getattr(manager, name), []
+    before = getattr(manager, name)
+    calls = []
 
     def full(*arguments):
         calls.append(1)

@@ -31,7 +31,8 @@ def beginning_with(weights: str | None) -> Iterator[None]:
     from megaenc.model.encoder import named_global_parameters
     from megaenc.training import engine
 
-    given, build = torch.load(weights), engine.build_model_chunks
+    given = torch.load(weights)
+    build = engine.build_model_chunks
 
     @torch.no_grad()
     def build_with_given_weights(*arguments, **options):
@@ -47,7 +48,8 @@ def beginning_with(weights: str | None) -> Iterator[None]:
 
 def run_all(jobs: list[dict]) -> None:
     """Run `jobs`, the fields of each `runs.Job`."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     launcher = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     # Each run has a store of its own.
     os.environ |= {

@@ -71,7 +71,8 @@ def run(below: str, flags: list[str]) -> None:
     """Start the run until it completes."""
     import_all()
     detect_backend().peak_flops(torch.float32)  # measured once, for all starts
-    folder, known = flags[flags.index("--save") + 1], set()
+    folder = flags[flags.index("--save") + 1]
+    known = set()
     with open(f"{folder}.kills", "w", encoding="utf-8") as kills:
         while True:
             told, report = os.pipe()

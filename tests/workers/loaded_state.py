@@ -33,7 +33,8 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
     from megaenc.training.checkpoint.state_tensors import list_engine_state
     from megaenc.training.engine import Engine
 
-    read_into, counts = chunk_files._read_into, []
+    read_into = chunk_files._read_into
+    counts = []
 
     def count_and_read(stream, view):
         counts.append(len(view))
@@ -41,10 +42,8 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
 
     chunk_files._read_into = count_and_read
     for folder in folders:
-        engine, checkpoints = (
-            Engine(plan, device, init_weights=False),
-            CheckpointLoader(Path(folder) / "checkpoints"),
-        )
+        engine = Engine(plan, device, init_weights=False)
+        checkpoints = CheckpointLoader(Path(folder) / "checkpoints")
         for tensor in list_engine_state(engine):
             tensor.values.fill_(float("nan"))
         counts.clear()
@@ -60,7 +59,8 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
             assert torch.equal(tensor.values, expected), f"{folder}: {name} on rank {get_rank()}"
             compared += expected.numel()
         print(
-            f"{Path(folder).name}: rank {get_rank()} holds {compared} elements as saved, has read {read} bytes",
+            f"{Path(folder).name}: rank {get_rank()} holds {compared} elements as saved, "
+            f"has read {read} bytes",
             flush=True,
         )
     backend.destroy_distributed()

@@ -3,7 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-ROWS, HIDDEN, VOCABULARY = 50, 16, 45
+ROWS = 50
+HIDDEN = 16
+VOCABULARY = 45
 
 
 def main() -> None:
@@ -19,10 +21,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     share = 64 // get_world_size()
-    hidden, weight = (
-        torch.randn(ROWS, HIDDEN, requires_grad=True),
-        torch.randn(64, HIDDEN, requires_grad=True),
-    )
+    hidden = torch.randn(ROWS, HIDDEN, requires_grad=True)
+    weight = torch.randn(64, HIDDEN, requires_grad=True)
     logits = hidden @ weight[:VOCABULARY].T
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = logits[:10].argmax(1)

@@ -36,7 +36,8 @@ def slow_down(updates: int, seconds: float) -> None:
     write = manager.write_chunks
 
     def slow(folder, rank, chunks):
-        step, deadline = int(folder.name.split("_")[1].split(".")[0]), time.monotonic() + seconds
+        step = int(folder.name.split("_")[1].split(".")[0])
+        deadline = time.monotonic() + seconds
         while made < step + updates and time.monotonic() < deadline:
             time.sleep(0.01)
         if os.environ.get("KILLED") == str(step):

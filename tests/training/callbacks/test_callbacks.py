@@ -131,7 +131,8 @@ def test_a_callback_ends_a_run_that_is_otherwise_the_same(
     [
         (
             "stop_at_loss",
-            "--callbacks: found 'stop_at_loss', expected fields such as {name: NAME, OPTION: VALUE}",
+            "--callbacks: found 'stop_at_loss', "
+            "expected fields such as {name: NAME, OPTION: VALUE}",
         ),
         ("{loss: 3}", "found no name, expected {name: NAME, OPTION: VALUE}"),
         (

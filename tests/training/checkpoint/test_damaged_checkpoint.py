@@ -139,7 +139,8 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
     assert stop.value.code == 2
     assert f"{checkpoint(copy, 12) / '.metadata'}: its content changed" in output.out
     assert output.err == (
-        f"error: {checkpoint(copy, 8) / 'state.json'}: No such file or directory; the checkpoint is incomplete; "
+        f"error: {checkpoint(copy, 8) / 'state.json'}: No such file or directory; "
+        "the checkpoint is incomplete; "
         f"no other is left; delete {copy / 'checkpoints'} to start over\n"
     )
 
@@ -152,8 +153,8 @@ def test_the_checkpoint_of_another_run_is_refused_and_all_stay_as_they_are(
     before = digests(copy / "checkpoints")
     line = refusal(main, flags(small_corpus, copy))
     assert (
-        f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here; remove it"
-        in line
+        f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, "
+        "64 here; remove it" in line
     )
     assert digests(copy / "checkpoints") == before
 

@@ -17,11 +17,9 @@ from megaenc.training.checkpoint.loader import CheckpointLoader
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-TP, PP, DISTRIBUTED = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--use-distributed-optimizer",
-)
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+DISTRIBUTED = "--use-distributed-optimizer"
 INTERLEAVED = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUTS = {
     "one": (1, []),

@@ -89,8 +89,8 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     [line] = errors(result)
     assert result.stderr == line + "\n"
     assert (
-        "cannot be written to: No space left on device; step 8 is not saved, step 4 is: give the same command again"
-        in line
+        "cannot be written to: No space left on device; "
+        "step 8 is not saved, step 4 is: give the same command again" in line
     )
     assert_only_step_4(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)

@@ -9,17 +9,26 @@ import runs
 
 pytestmark = pytest.mark.multiprocess
 
-TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-REDUCE, GATHER = "--overlap-grad-reduce", "--overlap-param-gather"
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+REDUCE = "--overlap-grad-reduce"
+GATHER = "--overlap-param-gather"
 STEP = 2
 RUN = [
-    *runs.SHORT_RUN, "--objective-schedule", "mlm", "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
+    *runs.SHORT_RUN, "--objective-schedule", "mlm", "--train-iters", "4",
+    "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
     "--eval-interval", "0", "--log-interval", "4",
 ]  # fmt: skip
-# Of SHORT_RUN: hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs
-# of a batch and of a micro-batch; rows of embedding and head (400 tokens, to a multiple of 256),
-# bytes of a bfloat16.
-H, F, Q, K, S, BATCH, MICRO, V, W = 64, 160, 64, 32, 128, 8, 2, 512, 2
+# Sizes of SHORT_RUN.
+H = 64  # hidden size
+F = 160  # inner size
+Q = 64  # queries of a layer
+K = 32  # keys of a layer
+S = 128  # tokens of a micro-batch
+BATCH = 8  # packs
+MICRO = 2  # packs
+V = 512  # rows of embedding and head: 400 tokens, to a multiple of 256
+W = 2  # bytes of a bfloat16
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,15 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
     The bytes of a collective are those of the whole tensor, counted once: a ring of n ranks sends
     (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an all-reduce.
     """
-    t, first, last = layout.tensor, stage == 0, stage == layout.stages - 1
-    layers, micro_batches = layout.layers // layout.stages, BATCH // MICRO // layout.data
+    t = layout.tensor
+    first = stage == 0
+    last = stage == layout.stages - 1
+    layers = layout.layers // layout.stages
+    micro_batches = BATCH // MICRO // layout.data
     hidden = S * H * W
     again = 2 * ("full" in layout.more) + ("mlp" in layout.more)
-    sums, times = Counter(), Counter()
+    sums = Counter()
+    times = Counter()
 
     def send(kind, group, ranks, size, number=1):
         if ranks > 1:

@@ -28,9 +28,11 @@ GATHERED = (("resumed", "start", "broadcast bytes"), (*REPORT, "all-gather bytes
 def run_rank(rank, ranks, name, small_corpus, folder):
     """Return one rank's counts by phase, and its output."""
     flags = [
-        *small_corpus.flags, *runs.SHORT_RUN, "--global-batch-size", str(ranks), "--micro-batch-size", "1", "--train-iters", "6",
-        "--objective-schedule", "mlm", "--lr", "1e-9", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
-        "--eval-interval", "0", "--log-interval", "1", "--max-skipped-updates", "100", "--use-distributed-optimizer",
+        *small_corpus.flags, *runs.SHORT_RUN, "--use-distributed-optimizer",
+        "--global-batch-size", str(ranks), "--micro-batch-size", "1", "--train-iters", "6",
+        "--objective-schedule", "mlm",
+        "--lr", "1e-9", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
+        "--eval-interval", "0", "--log-interval", "1", "--max-skipped-updates", "100",
         "--log-straggler", "--straggler-interval", "2", "--exit-interval", str(STEPS[name]),
     ]  # fmt: skip
     variables = {

@@ -94,7 +94,10 @@ def test_a_first_step_has_time_and_a_second_one_has_not(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     result = runs.script(tmp_path / "alone.py", [], expect=EXIT_HUNG, timeout=60)
     assert result.stdout == "the first step was let be\n"
-    expected = r"error: no progress for \d+ seconds: rank 0 in .*, step 2; stacks of all threads in standard error"
+    expected = (
+        r"error: no progress for \d+ seconds: rank 0 in .*, step 2; "
+        "stacks of all threads in standard error"
+    )
     assert re.search(expected, result.stderr), result.stderr
     assert 'alone.py", line 11 in <module>' in result.stderr
 
@@ -143,8 +146,10 @@ def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
     reports = {rank: waiting for rank in range(12) if rank not in (3, 9)}
     reports[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
     assert _format_hang(reports) == (
-        "error: no progress for 10 minutes: rank 9 silent (stacks follow on standard error, unless the process is gone); "
-        "rank 3 in read (packs.py:80), step 7; ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
+        "error: no progress for 10 minutes: rank 9 silent (stacks follow on standard error, "
+        "unless the process is gone); "
+        "rank 3 in read (packs.py:80), step 7; "
+        "ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
         "stacks of all threads in runs/a/stacks"
     )
 
