@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import runs
@@ -29,16 +30,16 @@ IDENTIFIERS = {
 }
 
 
-def walk() -> list[tuple[str, ast.AST]]:
-    """Return (file, node) of every node in the package."""
+def walk(files: list[Path]) -> list[tuple[str, ast.AST]]:
+    """Return (file, node) of every node in Python files."""
     return [
         (f"{path.relative_to(runs.ROOT)}", node)
-        for path in FILES
+        for path in files
         for node in ast.walk(ast.parse(path.read_text()))
     ]
 
 
-NODES = walk()
+NODES = walk(FILES)
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
@@ -56,10 +57,10 @@ def test_docstrings_open_with_a_verb_or_a_noun():
 
 
 def test_first_lines_of_docstrings_are_short():
-    """Of modules, classes and functions: at most 80 characters."""
+    """Of modules, classes and functions, those of tests too: at most 80 characters."""
     described = ast.Module | ast.ClassDef | ast.FunctionDef
     long = []
-    for file, node in NODES:
+    for file, node in [*NODES, *walk(sorted((runs.ROOT / "tests").rglob("*.py")))]:
         text = ast.get_docstring(node) if isinstance(node, described) else None
         if text and len(text.splitlines()[0]) > 80:
             long.append(f"{file}: {text.splitlines()[0]}")
