@@ -124,12 +124,12 @@ def _format_phases(run: PretrainStage) -> str:
 def format_phase(phase: PhaseWork) -> str:
     """Return the label of a phase, such as `CLM`, `MLM 40 %` or `MNTP 40 %`.
 
-    Other phases are labelled by their text in the schedule.
+    MLM and MNTP with other options than a fixed mask ratio, and other objectives, are labelled by
+    their text in the schedule.
     """
-    name = phase.text.partition("(")[0]
-    work, _ = phase.parts[0]
-    if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
-        return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
+    if match := re.fullmatch(r"(mlm|mntp)(\(mask=[^,>]*\))?", phase.text):
+        work, _ = phase.parts[0]
+        return f"{match[1].upper()} {100 * work.predicted / work.tokens:g} %"
     return "CLM" if phase.text == "clm" else phase.text
 
 

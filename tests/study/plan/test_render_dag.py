@@ -35,6 +35,13 @@ MLM 40 % to 300, ... 1 more to 400"""
     )
 
 
+def test_phases_with_other_options_than_the_mask_ratio_keep_them(tmp_path):
+    schedule = "mlm(mask=0.3):100,mlm(span=3):100,mntp(mask=0.4->0.2):100"
+    entry = {"size": "toy", "steps": 300, "name": "spans", "schedule": schedule}
+    (line,) = [line for line in format_tree(graph(tmp_path, entry)) if "spans" in line]
+    assert line.endswith("MLM 30 % to 100, mlm(span=3.0) to 200, mntp(mask=0.4->0.2) to 300")
+
+
 def test_no_line_to_a_branch_crosses_a_bar():
     plan = build_graph(read_manifest(manifests.STUDY / "paper.yaml"))
     rows = layout_rows(plan)
