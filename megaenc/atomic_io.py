@@ -43,17 +43,18 @@ def atomic_files(
 ) -> Iterator[list[Path]]:
     """Write `paths` together, under temporary paths that are renamed after the block.
 
-    Yields a temporary path for each. After the block all are synced to disk and renamed in order,
-    or removed on an error. New files appear together or not at all, but for a kill between two
-    renames: the last path marks the set as complete. Each existing file is replaced by itself, so a
-    set of them may be left half old and half new.
+    Yields a temporary path for each, next to it in its existing folder; the block must create all.
+    After the block they are synced to disk and renamed in order, or removed on an error. New files
+    appear together or not at all, but for a kill between two renames: the last path marks the set
+    as complete. Each existing file is replaced by itself, so a set of them may be left half old and
+    half new.
 
     Args:
         before_rename: Called when the files are synced and none is renamed; if it raises, nothing
             changes.
 
     Raises:
-        InputError: The folder cannot be written to.
+        InputError: A file cannot be written, or the block has not created it.
     """
     temporary = [temporary_path(path) for path in paths]
     try:
@@ -198,7 +199,8 @@ def convert_write_errors(
             without a number.
         kind: Class of the error; an InputError of another class is converted too.
         name_host: Whether the message names this machine.
-        final_paths: By temporary file the path that an OSError about it names instead of `path`.
+        final_paths: Final path by temporary file. An OSError about such a file is converted even if
+            `errnos` lacks its number, and the message then names the final path.
     """
     try:
         yield

@@ -94,9 +94,9 @@ def build_rich_console(**options: Any) -> Any:
 
 
 def print_rank_0(text: str) -> None:
-    """Print `text`, control characters escaped, on rank 0.
+    """Print `text` on rank 0, control characters other than newline and tab escaped.
 
-    Listeners of `capture_messages` get it too.
+    Listeners of `capture_messages` get the same text, on rank 0 too.
     """
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")

@@ -228,11 +228,17 @@ class SampleRandomness:
     epoch: int
 
     def words(self, purpose: str, count: int) -> np.ndarray:
-        """Return uint64[count], random words of the stream `purpose`."""
+        """Return uint64[count], the first random words of the stream `purpose`.
+
+        Equal calls return the same words.
+        """
         return random_words(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
     def uniforms(self, purpose: str, count: int) -> np.ndarray:
-        """Return float64[count], uniform in [0, 1), of the stream `purpose`."""
+        """Return the first `count` numbers of the stream `purpose`, float64 in [0, 1).
+
+        Equal calls return the same numbers.
+        """
         return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
     def bernoulli(self, purpose: str, count: int, probability: float) -> np.ndarray:

@@ -54,7 +54,7 @@ class Registry(Generic[T]):
         """Return the object called `name`, importing its package.
 
         Raises:
-            InputError: It is unknown, offered twice, or invalid.
+            InputError: It is unknown, offered twice or invalid, or its import has failed.
         """
         own = self._own.get(name)
         offers = [

@@ -14,9 +14,9 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 
 
 def escape_markdown(value: object) -> str:
-    """Return `value` as one line of plain Markdown text.
+    """Return `value` as one line of Markdown, in which some marks are escaped.
 
-    Links, code, HTML and table separators are escaped.
+    Those of links, code, HTML and table cells are; those of emphasis and blocks are not.
     """
     escaped = (
         _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")

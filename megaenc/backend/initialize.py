@@ -129,9 +129,10 @@ def destroy_distributed() -> None:
 
 
 def divide_cores_among_ranks() -> None:
-    """Set torch's thread count to the node's cores divided by its processes.
+    """Set torch's thread count to the node's usable cores divided by its processes.
 
-    A single process keeps OMP_NUM_THREADS.
+    With several processes this overrides OMP_NUM_THREADS, which torchrun sets to 1. A single
+    process keeps it if it is set.
     """
     # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:

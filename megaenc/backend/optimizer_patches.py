@@ -102,7 +102,8 @@ def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
 def install() -> None:
     """Make megatron-core support our optimizers in checkpoints, and use our norm.
 
-    Its own norm stays on a CPU, and everything stays if it has apex or Transformer Engine.
+    A norm that is already replaced stays, as on a CPU, whose patches come first. Nothing changes if
+    megatron-core has apex or Transformer Engine. Call it before an optimizer is built.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer

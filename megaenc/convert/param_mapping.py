@@ -74,7 +74,10 @@ class HeadQKVMapping(ParamMapping):
         return (self._reorder(tensor, model, (2, -1)),)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return linear_qkv: in queries and keys, the odd rows follow the even ones."""
+        """Return linear_qkv from NeoBERT's matrix, the only one of `tensors`.
+
+        In queries and keys, the odd rows follow the even ones.
+        """
         return self._reorder(tensors[0], model, (-1, 2))
 
     def _reorder(self, tensor: Tensor, model: ModelConfig, split: tuple[int, int]) -> Tensor:

@@ -211,7 +211,8 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
     """Remove the mask role from `tokenizer` if transformers would change the token.
 
     With a Qwen2 config.json transformers loads any tokenizer as Qwen2Tokenizer, which recreates
-    tokens with roles without lstrip. The token itself stays.
+    tokens with roles without their flags (lstrip, rstrip, single_word, normalized). A mask token
+    with any of these loses its role; the token itself stays.
 
     Args:
         model_type: Model type of the config.json.

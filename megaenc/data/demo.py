@@ -173,10 +173,13 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
 
 
 def find_demo_corpus(folder: Path) -> DemoPaths | None:
-    """Return the paths of the demo corpus in `folder`, or None if it is incomplete.
+    """Return the demo's paths in `folder`, or None if a JSONL file of it is missing.
+
+    The tokenizer and the preprocessed corpus may be missing.
 
     Raises:
-        InputError: A file of its names differs from `demo.json` or is not listed there.
+        InputError: `demo.json` is not of `megaenc demo`, or a JSONL file is there that differs from
+            it or is not listed there.
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]

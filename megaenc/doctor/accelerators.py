@@ -119,7 +119,8 @@ def check_driver(context: CheckContext) -> list[Finding]:
 def parse_nvidia_smi(output: str) -> list[Finding]:
     """Return findings on devices, driver, memory and errors from nvidia-smi's CSV.
 
-    It is a problem if no device is listed.
+    `output` answers a query of the fields _NVIDIA_QUERY with `csv,noheader,nounits`. It is a
+    problem if no line has these fields.
     """
     rows = [
         [cell.strip() for cell in line.split(",")]

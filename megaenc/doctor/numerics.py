@@ -191,9 +191,10 @@ def _has_no_fused_kernels() -> bool:
 
 
 def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
-    """Compare a fused kernel with torch in bfloat16 and float32.
+    """Compare a fused kernel's output and gradients with torch.
 
-    Wrong results are a problem; a kernel that cannot run is a note.
+    They are computed in bfloat16 and float32. Right results are ok, wrong ones a problem; a kernel
+    that cannot run is a note. There is no finding on a CPU without Triton's interpreter.
     """
     if _has_no_fused_kernels():
         return []

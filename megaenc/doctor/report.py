@@ -59,9 +59,10 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
 
 
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
-    """Merge the findings of all ranks by subject and name, with deviating ranks.
+    """Merge the findings of all ranks by subject and name, in order of appearance.
 
-    They are in order of appearance.
+    If ranks deviate, there is a second finding "NAME elsewhere" with their results. Differing ok
+    results deviate only if a `mismatch_level` is not ok.
     """
     by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
     ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)

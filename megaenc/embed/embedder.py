@@ -323,12 +323,13 @@ class Embedder:
         *,
         quiet: bool = False,
     ) -> list[np.ndarray]:
-        """Return the token ids of each text, int32[tokens], cut to `max_length`.
+        """Return the token ids of each text, int32[tokens], at most `max_length` each.
 
-        They include the tokenizer's own special tokens.
+        Special tokens, those of the config, are included and count. Prefixes of queries and
+        documents are not added.
 
         Args:
-            progress: Receives the number of tokenized texts.
+            progress: Called with the number of texts tokenized so far.
             quiet: Do not print how many texts are cut.
         """
         rows: list[np.ndarray] = []
@@ -365,14 +366,14 @@ class Embedder:
         *,
         unit_length: bool = True,
     ) -> Tensor:
-        """Return the embedding of each text, float32[texts, size].
+        """Return the embedding of each text, float32[texts, size], on the model's device.
 
         Embeddings have length 1, or are zeros for a text without tokens. Texts of similar length
         share a forward pass, the longest first.
 
         Args:
             rows: Token ids of each text, as `tokenize` returns them.
-            progress: Receives the number of embedded tokens.
+            progress: Called after each forward pass with the number of tokens embedded so far.
             unit_length: False leaves the pooled states as they are.
 
         Raises:

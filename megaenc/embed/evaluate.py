@@ -105,11 +105,11 @@ class RetrievalSet:
 def build_rows(
     data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True
 ) -> list[EvaluationRow]:
-    """Return the table row of each measure.
+    """Return the table row of each measure, in percent.
 
     Args:
-        values: Measure of each query by name, float64[queries].
-        interval: Bootstrap the queries for a 95 % interval.
+        values: Measure of each query by name, float64[queries], from 0 to 1.
+        interval: Bootstrap the queries for a 95 % interval; a single query has none.
     """
     rows = []
     for metric, by_query in values.items():

@@ -139,15 +139,17 @@ def mine_negatives(
 ) -> list[list[str]]:
     """Return the hard negatives of each pair, the most similar to the query first.
 
-    The search is exact. Ranks leave out the documents that a pair gives to the query, and its own
-    text; equal cosines rank by their order in `documents`.
+    They are the first `settings.negatives` documents of ranks `skip` + 1 to `depth` whose cosine is
+    at most `margin` of that of the pair's document; there may be fewer, or none. The search is
+    exact. Ranks leave out the documents that a pair gives to the query, and its own text; equal
+    cosines rank by their order in `documents`.
 
     Args:
         queries: Distinct queries.
-        documents: Distinct documents.
+        documents: Distinct documents, among them those of all pairs.
         query_vectors: Embeddings of length 1, float32[queries, hidden_size].
         document_vectors: Embeddings of length 1, float32[documents, hidden_size].
-        progress: Receives the number of queries that are done.
+        progress: Called with the number of queries done so far.
     """
     from megaenc.finetune.tasks.retrieval import iterate_cosines, rank_top_documents
 

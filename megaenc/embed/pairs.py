@@ -52,10 +52,12 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     """Return the distinct pairs of all sources, in order, and print their counts.
 
     A source is a file or BEIR folder, else a repository of the Hugging Face Hub, whose split
-    `train` is read: ORG/NAME or ORG/NAME:CONFIG, each with @REVISION.
+    `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION. Pairs that differ only
+    in their hard negatives are distinct. Unanswerable questions of SQuAD 2.0 are left out.
 
     Raises:
-        InputError: A source is missing or invalid, or there are fewer than two pairs.
+        InputError: A source is missing, invalid or without a pair, or there are fewer than two
+            distinct pairs.
     """
     if not sources:
         raise InputError(f"--data: missing, expected {EXPECTED_PAIRS}")

@@ -33,7 +33,7 @@ class NonFiniteTrainingError(ArithmeticError):
 
 
 def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
-    """Return the edges of an epoch's batches.
+    """Return the edges of an epoch's batches: 0, then the end of each batch in pairs.
 
     A last batch of one pair joins the one before, as it may have no negative.
     """
@@ -46,7 +46,7 @@ def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
 def iterate_contrastive_batches(
     data: ContrastiveData, config: ContrastiveConfig, first_step: int = 0
 ) -> Iterator[ContrastiveBatch]:
-    """Yield the batch of each step from `first_step`, counted from 0.
+    """Yield the batch of each step from `first_step`, counted from 0, to the last.
 
     Pairs are shuffled in every epoch. A batch without a negative, whose loss would be constant,
     takes the pairs of its neighbours in the epoch too.

@@ -39,7 +39,13 @@ class LayoutCase:
 
     @classmethod
     def from_config(cls, config: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
-        """Return the case of a pretraining config on a number of devices."""
+        """Return the case of a pretraining config on a number of devices.
+
+        It is not checked that the layout fits `gpus`.
+
+        Args:
+            vocab_size: Vocabulary without padding, which the case adds.
+        """
         return cls(
             shape=config.shape,
             vocab_size=vocab_size,
@@ -89,12 +95,18 @@ class LayoutCase:
 
     @property
     def packs_at_once(self) -> int:
-        """Return the packs of the largest micro-batch, at most --micro-batch-size."""
+        """Return the packs of a replica's largest micro-batch.
+
+        They are at most --micro-batch-size.
+        """
         return math.ceil(self.largest_share / self.micro_batches)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens of the largest micro-batch: packs x tokens of a pack."""
+        """Return the tokens of a replica's largest micro-batch, packs x `seq_length`.
+
+        Tensor-parallel ranks do not divide them (`sequence_shards` does).
+        """
         return self.packs_at_once * self.seq_length
 
     @property

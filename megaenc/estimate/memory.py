@@ -107,7 +107,7 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     """Return the bytes by part that a layer saves for backward per micro-batch.
 
-    They are those without recomputation.
+    They are those of one rank without recomputation.
 
     Args:
         host: Whether it is a CPU, where attention by sdpa saves its output twice.
@@ -142,9 +142,9 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 def stage_activation_bytes(
     case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None
 ) -> float:
-    """Return the bytes that a stage saves for backward per micro-batch.
+    """Return the bytes that a stage's layers save for backward per micro-batch.
 
-    Those that are recomputed do not count.
+    They are those of one rank. Recomputed activations, embedding, logits and loss do not count.
 
     Args:
         host: Whether it is a CPU.

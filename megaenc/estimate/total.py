@@ -112,8 +112,9 @@ def compute_idle_share(case: LayoutCase) -> float:
 def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
     """Return the seconds of a step of `flops` at `speed`, in FLOP/s of all devices.
 
-    Ranks with the largest share of the batch are waited for. Full recomputation repeats the forward
-    pass, a third of the work.
+    Ranks with the largest share of the batch are waited for, and the pipeline's idle time is
+    included, but no communication. Full recomputation repeats the forward pass, a third of the
+    work.
     """
     share = case.largest_share * case.data_parallel_size / case.global_batch_size
     repeated = 4 / 3 if case.layout.recompute_granularity == "full" else 1.0

@@ -36,7 +36,7 @@ class ObjectiveWork:
     def body_flops(self, shape: ModelConfig) -> float:
         """Return the FLOPs of the layers' matrix products in a pack, both passes.
 
-        All positions are computed in all layers.
+        All positions are computed in all layers; `unneeded_flops` is not subtracted.
         """
         return float(shape.layer_flops_per_token() * self.tokens)
 
@@ -52,7 +52,8 @@ class ObjectiveWork:
     def attention_flops(self, shape: ModelConfig) -> float:
         """Return all layers' attention FLOPs of a pack, both passes.
 
-        They follow from the squared lengths of documents and bidirectional parts.
+        They follow from the squared lengths of documents and bidirectional parts, and in local
+        layers from the pairs of tokens within the window.
         """
         each = shape.attention_flops(1, prefix=0) // shape.num_layers
         local = shape.local_layers
@@ -62,12 +63,19 @@ class ObjectiveWork:
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return the FLOPs of output layer and prediction head of a pack, both passes.
 
-        They are those of the predicted positions.
+        Only the predicted positions count.
+
+        Args:
+            vocab_size: Vocabulary without padding; unused if the objective has its own classes.
         """
         return float(shape.head_flops(self.classes or vocab_size, self.predicted))
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return all FLOPs of a pack, both passes, without recomputation or padding."""
+        """Return all FLOPs of a pack, both passes, without recomputation or padding.
+
+        Args:
+            vocab_size: As in `head_flops`.
+        """
         body = self.body_flops(shape) - self.unneeded_flops(shape)
         return body + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
 

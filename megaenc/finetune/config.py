@@ -135,5 +135,5 @@ class FinetuneConfig:
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate with the fewest digits that are exact, such as 2e-05."""
+    """Return a learning rate in scientific notation, exact and shortest: 2e-05."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

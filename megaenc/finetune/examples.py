@@ -25,7 +25,7 @@ _TRAIN_SHARE = 0.95
 
 
 class TaskFamily(StrEnum):
-    """Task family: one of SC, TC, QA and IR."""
+    """Enum of task families: SC and TC classify, QA extracts answers, IR retrieves."""
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification

@@ -256,10 +256,13 @@ def predict_masked_words(
 ) -> list[list[tuple[str, float]]]:
     """Return the three most likely guesses of each sentence's masked word, best first.
 
-    Unlike transformers' fill-mask pipeline, it accepts decoders.
+    Unlike transformers' fill-mask pipeline, it accepts decoders. Predictions are read at the mask.
+
+    Args:
+        model: Model from `load_masked_lm`, which moves shifted predictions (MNTP) to their tokens.
 
     Returns:
-        (token text, probability) pairs for each sentence.
+        (token text without spaces around it, probability from 0 to 1) pairs for each sentence.
     """
     import torch
 

@@ -204,7 +204,8 @@ class TextEncoder:
         first.
 
         Raises:
-            InputError: A text has no token, or a pair has no room.
+            InputError: A text has no token and gets no special token, or there are pairs and no
+                special token or no room for them.
         """
         rows = []
         truncated = 0

@@ -219,10 +219,14 @@ class Encoder(LanguageModule):
         return self.head(hidden, predictions) if self.post_process else hidden
 
     def head(self, hidden_S1H: Tensor, predictions: Predictions) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss or the logits at the positions of `predictions`.
+        """Return the summed loss or the logits at the positions of `predictions`.
+
+        Args:
+            hidden_S1H: Output of the layers; with sequence parallelism this rank's rows of it.
 
         Returns:
-            (loss, number correct), or without labels logits [N, V].
+            (summed loss, number correct), or without labels logits [N, V] of this rank's share of
+            the vocabulary.
         """
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that

@@ -143,7 +143,8 @@ def _recompute_saved(result: Tensor, function: Callable[[Tensor], Tensor], argum
 class PackedSelfAttention(SelfAttention):
     """Self-attention whose joint projection goes to the core attention whole.
 
-    The core attention splits and rotates it in one pass.
+    The core attention splits and rotates it in one pass. With norms of queries and keys it gets the
+    three tensors separately, as in megatron-core.
     """
 
     def get_query_key_value_tensors(

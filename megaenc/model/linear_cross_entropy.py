@@ -36,7 +36,11 @@ _CACHE_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class Predictions:
-    """Positions of a row whose outputs are scored, and their labels; N may be 0."""
+    """Positions of a row whose outputs are scored, with labels; N may be 0.
+
+    Label distributions may replace the labels; without either, logits are returned in place of
+    losses.
+    """
 
     positions: Tensor | None
     """int64[N], increasing; None for all positions"""

@@ -55,7 +55,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return x / rms(x) * weight, [..., H].
+        """Return x / rms(x) * weight, [..., H], or * (weight + 1) if `is_zero_centered`.
 
         With `residual`, return (residual + x, its norm), in one pass unless torch's own norm is
         used.

@@ -199,10 +199,10 @@ class Objective(ABC):
     def interpolate(self, end: "Objective", share: float) -> "Objective":
         """Return the objective at one point of a linear change of its options.
 
-        Integers are rounded, half up.
+        Integers are rounded, half up. Values stay between those of both ends.
 
         Args:
-            end: Objective at the end of the change.
+            end: Objective of the same class at the end of the change. Only numbers may differ.
             share: Place between this objective (0) and `end` (1).
 
         Raises:

@@ -79,16 +79,20 @@ class Distillation(MaskedLanguageModeling):
             )
 
     def files(self) -> tuple[Path, ...]:
-        """Return the config and weights of the teacher, and the file of `mlm`.
+        """Return the file of collocations of `unit`, if any, and those of the teacher.
+
+        They are the teacher's config and weights.
 
         Raises:
-            InputError: They cannot be read.
+            InputError: The teacher's folder cannot be read.
         """
         folder = _open_folder(self.teacher)
         return *super().files(), folder.config_file, *folder.files
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of `mlm` with the label distributions.
+        """Return the Targets of `mlm`, whose label distributions mix label and teacher.
+
+        The teacher is loaded once and runs here, on the CPU.
 
         Raises:
             InputError: The teacher is unusable.

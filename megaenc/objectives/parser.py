@@ -283,9 +283,13 @@ class _ScheduleParser:
     def close(self, opening: SourceText, expected: str, unclosed_before: str = ":") -> None:
         """Take the `)` that closes `opening`.
 
+        Args:
+            expected: Everything that may come here, the `)` included, for the error.
+            unclosed_before: Characters before which the error is that `opening` is never closed, as
+                at the end.
+
         Raises:
-            InputError: Another text follows. `opening` is called unclosed at the end and before
-                `unclosed_before`.
+            InputError: Another text follows.
         """
         if not self.take(")"):
             if self.is_at_end() or self.text[self.at] in unclosed_before:

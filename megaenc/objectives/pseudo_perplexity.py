@@ -61,7 +61,8 @@ class PseudoPerplexity(Objective):
     def describe(self, every: bool = False, end: Objective | None = None) -> str:
         """Return the key in validation.jsonl, `pseudo_perplexity(passes=8)`.
 
-        With a shift it is `pseudo_perplexity(passes=8,shift=1)`.
+        With a shift it is `pseudo_perplexity(passes=8,shift=1)`. `every` and `end` have no effect:
+        it always has the passes, and no schedule changes them.
         """
         return f"{self.name}(passes={self.passes}{f',shift={self.shift}' if self.shift else ''})"
 

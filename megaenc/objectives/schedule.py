@@ -238,16 +238,16 @@ class Schedule:
         return phase.text if phase.is_sum else self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by schedule text, in order.
+        """Return the distinct objectives in order, with the last values of their options.
 
-        Options that change have their last value.
+        Keys are their texts with these values, such as `mlm(mask=0.15)`.
         """
         return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by schedule text, in order.
+        """Return the distinct objectives in order, with the first values of their options.
 
-        Options that change have their first value.
+        Keys are their texts with these values, such as `mlm(mask=0.4)`.
         """
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 

@@ -58,9 +58,9 @@ def name_machine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_file(file: Path) -> Iterator[None]:
-    """Add the path of `file` to an OSError in the context.
+    """Raise an OSError of the context anew, with `file` as its path.
 
-    Errors of open files lack it.
+    It replaces the error's own path; errors of reading an open file have none.
     """
     try:
         yield

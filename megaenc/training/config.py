@@ -271,7 +271,10 @@ class PretrainConfig:
         return any(phase.settings.micro_batch_size == "auto" for phase in self.phase_configs)
 
     def with_micro_batch_sizes(self, sizes: Sequence[int]) -> "PretrainConfig":
-        """Return a copy with a number of packs for each phase as its micro-batch."""
+        """Return a copy with sizes[i] packs as micro-batch of phase i of --phases.
+
+        Without --phases, `sizes` has one number.
+        """
         if not self.phases:
             return dataclasses.replace(self, micro_batch_size=sizes[0])
         phases = [

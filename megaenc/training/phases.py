@@ -208,9 +208,12 @@ def parse_phase(text: str, source: str) -> dict[str, Any]:
 
 
 def phase_flags(settings: Any) -> list[str]:
-    """Return the fields of `settings` and their groups that may differ by phase.
+    """Return the names of the fields of `settings` that may differ by phase.
 
-    Their metadata decides it.
+    They have `phase` in their metadata. A nested dataclass is listed by its fields, not its name.
+
+    Args:
+        settings: Instance of a dataclass.
     """
     names = []
     for field in dataclasses.fields(settings):

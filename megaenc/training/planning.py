@@ -27,7 +27,8 @@ _NAMED_CORPORA = 6  # in lines about several
 def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -> Plan:
     """Return the Plan of the settings, which it checks.
 
-    Without --data-path it uses demo/, built if missing.
+    Each rank calls it for itself, before the process group exists. Without --data-path it uses
+    demo/, built if missing; a dry run builds nothing.
 
     Args:
         given: Fields whose values were given and are no defaults (None: all), which may change

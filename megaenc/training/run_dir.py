@@ -48,13 +48,13 @@ STACKS_DIR = "stacks"
 
 
 class RunDir:
-    """Context for the run directory `--save`, locked and written by rank 0.
+    """Context for the run directory `--save`, locked from its creation.
 
-    `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and
-    kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per logged step,
-    `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one per straggler
-    report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which is removed
-    again, with new and empty directories, if the run is refused before.
+    Only rank 0 creates one. `config.yaml` holds the flags (for --config), `run.json` metadata of
+    data, tokenizer and kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per
+    logged step, `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one
+    per straggler report, `checkpoints/` the checkpoints. Until `begin` only the lock is there,
+    which is removed again, with new and empty directories, if the run is refused before.
     """
 
     def __init__(self, path: Path, plan: "Plan"):

@@ -21,10 +21,11 @@ SAVE = "save"
 
 
 class StepTimers:
-    """Seconds spent in each part of a step on this rank.
+    """Seconds spent in each part of a step on this rank, summed since creation.
 
-    `wall` has wall-clock time, `processor` the CPU time of this thread. Parts end where a step
-    synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
+    `wall` has wall-clock time, `processor` the CPU time of this thread. In both, forward_backward
+    contains data. Parts end where a step synchronizes the device anyway: forward_backward at its
+    sums, optimizer at the gradient norm.
     """
 
     def __init__(self) -> None:

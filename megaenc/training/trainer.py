@@ -297,7 +297,8 @@ class Trainer:
     def validate(self, step: int) -> None:
         """Evaluate the model after `step` on the packs of its phase and log the scores.
 
-        Does nothing if validation is turned off or the phase has no text for it.
+        All ranks call this together, when a validation is due. Does nothing if validation is turned
+        off or the phase has no text for it.
         """
         if not self.plan.has_validation:
             return

@@ -103,8 +103,8 @@ def split_phases(
     fiftieth of the steps, as in an alternation.
 
     Args:
-        steps: Rows of metrics.jsonl.
-        start_progress: Progress before the first step, if not 0.
+        steps: Rows of metrics.jsonl, at least one.
+        start_progress: As in `draw_run`.
     """
     before = 0
     start = 0
@@ -154,9 +154,10 @@ def draw_run(
     loss of each corpus.
 
     Args:
-        steps: Rows of metrics.jsonl.
+        steps: Rows of metrics.jsonl, at least one.
         validation_rows: Rows of validation.jsonl.
-        start_progress: Progress before the first step, if not 0.
+        against: Field of the rows on the x axis.
+        start_progress: `step` and the field `against` before the first step; None: 0.
 
     Returns:
         A matplotlib Figure.

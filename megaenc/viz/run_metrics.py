@@ -194,7 +194,7 @@ def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
 def read_start_progress(run: str | Path) -> Row:
     """Return step, tokens, predicted_tokens and flops before a run's first step.
 
-    They are those of the parent for a branch, else 0.
+    They are those of the parent for a branch, else 0, also without a run.json.
 
     Raises:
         InputError: run.json is invalid, or lacks a field of the branch.

@@ -128,7 +128,7 @@ def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tu
 
 
 def build_table(summary: RunSummary) -> Any:
-    """Return a rich table of held-out loss and accuracy at both validations."""
+    """Return a rich table of held-out loss and accuracy, at first and last validation."""
     from rich import box
     from rich.table import Table
 

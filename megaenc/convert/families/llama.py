@@ -176,7 +176,11 @@ def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a config.json, the inverse of `read_fields`."""
+    """Return the fields head_dim, hidden_act and rope_parameters of a config.json.
+
+    It is the inverse of `read_fields`. `tokenizer` and `attention`, which other families need, are
+    unused.
+    """
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.use_rope_scaling:
         rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}

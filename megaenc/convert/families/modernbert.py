@@ -64,9 +64,9 @@ def find_other_shape(model: ModelConfig) -> str | None:
 
 
 def find_other_activation(model: ModelConfig) -> str | None:
-    """Return, as text, the activation of `model` if transformers lacks it, else None.
+    """Return `--activation NAME` of `model` if transformers lacks it, else None.
 
-    Transformers may also have another activation of this name.
+    An activation of the same name that computes something else counts as lacking.
     """
     return None if model.activation in ACTIVATIONS else f"--activation {model.activation}"
 
@@ -135,12 +135,13 @@ def read_layer_types(
     """Return the fields of ModelConfig for `layer_types` of a config.json.
 
     Args:
-        kinds: The `layer_types`.
-        bases: Rotary base of each kind of layer.
-        read_window: Returns the window of local layers.
+        kinds: The `layer_types`, each FULL or LOCAL.
+        bases: Rotary base by kind, of each kind that occurs.
+        read_window: Returns `window_size` of ModelConfig; called only with local layers.
+        file: File that errors name.
 
     Raises:
-        InputError: The global layers are not periodic.
+        InputError: A kind is unknown, or the global layers are not every n-th up to the last one.
     """
     if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(

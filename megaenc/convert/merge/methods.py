@@ -26,6 +26,7 @@ class MergedCheckpoint:
 
     Args:
         run: Run folder.
+        step: Step of the checkpoint.
         identity: Digest of the run's identity.
         sha256: Digest of the checkpoint's state.json.
         weight: Its weight in the average; None with TIES.

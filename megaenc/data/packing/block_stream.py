@@ -58,13 +58,13 @@ class BlockSource(Protocol):
         """Return the token offset of each block of `size` documents, then the end.
 
         Returns:
-            int64[blocks + 1].
+            int64[blocks + 1], from the start of the corpus.
         """
 
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
         """Return the token offset of each of `documents`, as int64 of the same shape.
 
-        `documents` are numbers from 0 to D (the end).
+        Offsets are from the start of the corpus. `documents` are numbers from 0 to D (the end).
         """
 
     def read_ranges(
@@ -72,7 +72,8 @@ class BlockSource(Protocol):
     ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i], concatenated as int64.
 
-        Each range lies within documents[i].
+        Offsets are in tokens from the start of the corpus, as in `document_offsets`. Each range
+        lies within documents[i].
         """
 
 
@@ -123,15 +124,18 @@ class BlockStream(TokenStream):
         return self.corpus.read_ranges(documents[first : last + 1], begins, counts), counts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all documents in the order of `epoch`.
+        """Return the numbers of all documents in the order of `epoch` (0, 1, ...).
 
         Only this method takes memory for each document.
+
+        Returns:
+            int64[documents].
         """
         groups = range(len(self._block_order(epoch)[1]))
         return np.concatenate([self._shuffle_group(epoch, group)[0] for group in groups])
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
-        """Return a random order of the `count` packs of `epoch`.
+        """Return a random order of the `count` packs of `epoch` (0, 1, ...).
 
         For many packs it is computed where it is read.
         """

@@ -167,9 +167,10 @@ class CorpusPackedDataset(ABC):
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
-    """Packs of one corpus cut from the stream every `seq_length` tokens, without loss.
+    """Endless packs of one corpus, cut from its stream every `seq_length` tokens.
 
-    There is an edge at each document end.
+    No token is lost or padded: a pack may go on into the next document and the next epoch. There is
+    an edge at each document end.
     """
 
     def epoch_of_sample(self, sample: int) -> int:

@@ -120,12 +120,14 @@ def write_missing(
 
 
 def merge_partitions(job: PreprocessJob, folder: WorkFolder) -> list[CorpusMetadata]:
-    """Merge the partitions, remove their folder and return the corpora's metadata.
+    """Merge all partitions in `folder`, remove it and return the corpora's metadata.
 
     If another process merges, wait for it.
 
     Raises:
-        FileNotFoundError: That process has removed the folder.
+        FileNotFoundError: Another process has merged and removed `folder`.
+        InputError: A partition is missing or has changed, outputs exist that are not of this merge,
+            or a file cannot be written.
     """
 
     def check(hashes: dict[str, str]) -> None:

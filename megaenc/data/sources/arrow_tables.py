@@ -191,6 +191,10 @@ def find_saved_dataset_files(
 ) -> list[SavedDatasetFile]:
     """Return a source per Arrow file of a data set that `save_to_disk` wrote.
 
+    Args:
+        split: Name of the split; `train` for a data set without splits.
+        keys: Columns of the texts.
+
     Raises:
         InputError: The data set, its `split` or its columns are unusable.
     """

@@ -191,6 +191,8 @@ class FileBlock(TextBlock):
 def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a plain, gzip or Zstandard file as a stream of UTF-8.
 
+    Its first bytes tell the compression, not its name.
+
     Yields:
         The raw file, whose `tell` counts bytes on disk, and the stream. They are the same object
         for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is

@@ -111,12 +111,15 @@ def resolve_special_tokens(
 ) -> SpecialTokens:
     """Return the special tokens of a mode for a tokenizer.
 
-    A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text
-    has a token. Without a mode it is the template, and `none` for a tokenizer without any token to
-    add.
+    `eod` appends the tokenizer's `eos_token`, or else its `sep_token`. `template`, and an empty
+    `mode`, give its template; if that adds nothing, `eod`. An empty `mode` is `none` for a
+    tokenizer without any token to add.
+
+    Args:
+        flag: Flag of the mode, which the error names.
 
     Raises:
-        InputError: A mode is given, by `flag`, and the tokenizer has no token to add.
+        InputError: The mode is `template` or `eod`, and the tokenizer has no token to add.
     """
     if mode == "none":
         return SpecialTokens()
@@ -154,7 +157,8 @@ def set_template(
 ) -> "PreTrainedTokenizerFast":
     """Return a copy of a tokenizer with `special` around a text or a pair.
 
-    The ids `between` stand between the texts of a pair.
+    The ids `between` stand between the texts of a pair. All token type ids are 0. The copy neither
+    truncates nor pads.
     """
     from tokenizers import Tokenizer
 

@@ -230,6 +230,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     The same `texts` give the same one. `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1)
     hides a token. Encoding and decoding preserve any text. Small corpora may give fewer ids. Longer
     words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training at once.
+
+    Args:
+        vocab_size: At least MIN_VOCABULARY, which is not checked: lower values give as many ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

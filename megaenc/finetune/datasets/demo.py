@@ -151,7 +151,8 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
     """Yield a row per paragraph of 10 to 100 words of (source, text) documents.
 
-    The label of a row is the package, with which the source begins.
+    Paragraphs are separated by an empty line. A row has "source", "id", "text" and "label", the
+    package, which is the part of the source before its first `/`.
     """
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
@@ -229,9 +230,11 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row per function: the first sentence as query, the next 6 as document.
+    """Yield a row per function: a sentence as query, the next 6 as document.
 
-    A row has "source", "id", "query" and "document"; documents have at least 12 words.
+    Sentences are those of the description, then of the parameters; any that occurred before is
+    skipped. A row has "source", "id", "query" and "document". A function whose document has fewer
+    than 12 words has no row.
     """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:

@@ -38,7 +38,10 @@ class GridProgress(ProgressLine):
         self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}
 
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
-        """Display the counts of jobs, the time left, and the progress of running jobs."""
+        """Display the counts of jobs, the time left, and the progress of running jobs.
+
+        `finished` does not include `failed`.
+        """
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}
         self._stage_starts = {stage: self._stage_starts.get(stage, now) for stage in stages}

@@ -59,10 +59,10 @@ class PackedTexts:
 
 
 def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
-    """Return `texts`, int[tokens] each, as PackedTexts on `device`.
+    """Return `texts`, int[tokens] each, shortest first, as PackedTexts on `device`.
 
     Raises:
-        ValueError: A text is empty, or the shortest is not first.
+        ValueError: There is no text, one is empty, or a longer text precedes a shorter one.
     """
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
@@ -185,7 +185,8 @@ class Backbone(nn.Module):
     def set_packed(self, packed: bool) -> None:
         """Switch to this project's packed attention, or back to the model's own.
 
-        The model's own attention gets padded batches.
+        The model's own attention gets padded batches. Whether the model supports packing is not
+        checked: `load_backbone` tests it.
         """
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
         self.is_packed = packed

@@ -185,10 +185,10 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Return the groups of two or more cells to average.
+    """Return the groups of two or more cells of a model and task family to average.
 
-    A group is the study's three data sets, or all if one of these is missing. There is one group,
-    or one for each training set if `has_repeated_datasets`.
+    A group is the family's three data sets in the study (STUDY_DATASETS), or all if one of these is
+    missing. There is one group, or one for each training set if `has_repeated_datasets`.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
     is_repeated = has_repeated_datasets(members)

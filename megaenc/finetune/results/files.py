@@ -378,9 +378,10 @@ def _compare_with_file(
 
 
 def read_result_tree(root: str | Path) -> list[Result]:
-    """Return the Result of every run folder below `root`, sorted by path.
+    """Return the Result of each finished or failed run below `root`, sorted by path.
 
-    Scores of single examples, gigabytes in the study's tree, are not parsed.
+    Runs are folders MODEL/FAMILY/DATASET/RUN; others, and unfinished runs, are left out. Scores of
+    single examples, gigabytes in the study's tree, are not parsed.
 
     Raises:
         InputError: There is no run, a run twice, or a file that no run wrote.
@@ -510,9 +511,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Return JSON text with all values of scores_i and metrics_i replaced.
+    """Return JSON text without scores of single examples, which is faster to parse.
 
-    A list of equals becomes "equal", others null.
+    Values of scores_i and metrics_i become null, or "equal" for a list of at least two equal
+    numbers, which may be a collapse.
     """
 
     def short(match: re.Match[bytes]) -> bytes:

@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of a split for results.json, with the values of each example."""
+    """Scores of a split for results.json, with score and metrics of each example."""
 
     scores_i: list[float]
     """The study's metric of each example, in order."""

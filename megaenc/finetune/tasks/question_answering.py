@@ -102,9 +102,10 @@ class QuestionAnswering(FinetuneTask):
         return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
-        """Return the Scores of the model on a split: position F1, exact match and word F1.
+        """Return the Scores of the model on a split, each from 0 to 1.
 
-        Exact match and word F1 are those of extracted answers. The baseline never answers.
+        The score is position F1. The metrics `exact_match` and `f1` (of words) are those of
+        extracted answers. The baseline never answers.
         """
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(
@@ -143,7 +144,12 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     """Return the text of the predicted answer of `row`.
 
-    The text is empty if no sub-token of its context is inside.
+    It is the run of positive log-odds in the context with the largest mean, empty without one.
+
+    Args:
+        context: Text of the row's context.
+        log_odds: float[sub-tokens of the row], the logit of inside minus that of outside, for the
+            question too.
     """
     start, end = data.columns["context"][row]
     span = find_best_span(log_odds[start:end])

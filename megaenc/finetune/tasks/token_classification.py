@@ -72,7 +72,7 @@ class TokenClassification(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]
     ) -> Scores:
-        """Return the Scores of the model on a split: tag F1 and span F1.
+        """Return the Scores of the model on a split, each from 0 to 1.
 
         The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans.
         The baseline is each word's usual tag.
@@ -139,7 +139,9 @@ class TokenClassification(FinetuneTask):
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
-    """Return each word's most frequent sub-token tag, the first of equals.
+    """Return each word's most frequent sub-token tag.
+
+    Of equally frequent tags it is the one that comes first in the word.
 
     Args:
         words: int[sub-tokens], the ascending word index of each sub-token.

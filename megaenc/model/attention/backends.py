@@ -179,7 +179,10 @@ def exclude_unmeasured_flash_attn(device: torch.device) -> None:
 
 
 def describe_backend(name: str, device: torch.device) -> str:
-    """Return the backend's name, with a release: `flash (flash-attn 4.0.0b36)`."""
+    """Return the backend's name, for flash with the release of its package.
+
+    For example `flash (flash-attn 4.0.0b36)`, but `sdpa`.
+    """
     if name != "flash":
         return name
     version = flash_attn_versions(device)[0]

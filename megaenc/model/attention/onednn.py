@@ -140,7 +140,12 @@ class PackLayout:
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
 
     def scatter(self, x: Tensor, width: int) -> Tensor:
-        """Return x of this layout as [S, heads, width]."""
+        """Return x of this layout as [S, heads, width], without its padding.
+
+        Args:
+            x: [rows of the layout, heads / groups * width], or a view of it.
+            width: Width of one head, into which the last dimension of `x` is split.
+        """
         rows = _select_rows(x.view(-1, x.size(-1)), self.layout_rows)
         return rows.view(len(self.layout_rows) // self.groups, -1, width)
 

@@ -53,9 +53,13 @@ class PaddedBatches:
         dtype: torch.dtype,
         window: int | None = None,
     ) -> "PaddedBatches":
-        """Return the PaddedBatches of a pack on a device, with masks in `dtype`.
+        """Return the PaddedBatches of a pack on a device.
 
         The host does not wait for the device.
+
+        Args:
+            dtype: Dtype of the masks, of 0 and -inf; causal attention without window has none.
+            window: Tokens to each side that are attended to; None: all.
         """
         spans = np.array(packing.spans())
         lengths = spans[:, 2] - spans[:, 0]

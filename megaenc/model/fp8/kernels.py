@@ -30,9 +30,11 @@ def amax(x: Tensor) -> Tensor:
 def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
     """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
+    The inverse scale, float32[], is NaN if `x` has NaN or infinity.
+
     Args:
-        top: Bits of the largest magnitude in `x`.
-        max_bits: Those of the largest number of `dtype`.
+        top: Bits, as float32, of the largest magnitude in `x`, int32[] from `amax`.
+        max_bits: Bits, as float32, of the largest number of `dtype`, from `max_value_bits`.
     """
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

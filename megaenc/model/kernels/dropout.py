@@ -13,9 +13,10 @@ from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 
 @triton.jit(do_not_specialize=("first", "limit"))
 def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLUMNS: tl.constexpr):
-    """Write x * `scale`, or 0 if the hash is below `limit`, to `out`.
+    """Write x * `scale`, or 0 if the hash is below `limit`, to the contiguous `out`.
 
-    A program computes a block of COLUMNS columns of one row.
+    A program computes a block of COLUMNS columns of one row. `low` and `high` point to a number for
+    each row; `first` is as in `drop`; `width` is the row's length.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,13 +35,14 @@ def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLU
 def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: float) -> Tensor:
     """Return hidden states [..., H] times `scale`, or 0 if the hash is below `limit`.
 
-    The result has the dtype of `x`. All hashed numbers are 32 bits that count as unsigned, in
-    signed numbers.
+    It has no gradient: `megaenc.model.functional.dropout` calls it in both passes. The result has
+    the dtype of `x`. All hashed numbers are 32 bits that count as unsigned, in signed numbers.
 
     Args:
         low: int32[rows], numbers of the rows that are added to those of the channels.
-        high: int32[rows], numbers of the rows by which the hash is multiplied.
-        first: Number of the layer, added to those of all channels.
+        high: int32[rows], odd numbers of the rows by which the hash is multiplied.
+        first: Offset of the layer, a multiple of its index, added to the numbers of all channels.
+        limit: Fraction of the elements that become 0, times 2**32.
     """
     rows_RH = flatten_rows(x)
     width = x.size(-1)

@@ -17,10 +17,10 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
 
     Args:
         text: NAME, NAME(OPTIONS) or MODULE:CLASS.
-        options: Options of MODULE:CLASS.
+        options: NAME=VALUE each, only for MODULE:CLASS.
 
     Raises:
-        InputError: The objective cannot be built.
+        InputError: The objective cannot be built, or `options` are given with a NAME.
     """
     words = dict(word.partition("=")[::2] for word in options)
     if "(" in text or ":" not in text:
@@ -53,6 +53,13 @@ def register_objective(text: str, options: Sequence[str]) -> str:
     """Return the schedule text of an objective given to the command.
 
     The class of a MODULE:CLASS is registered.
+
+    Args:
+        text: As in `load_objective`.
+        options: As in `load_objective`.
+
+    Raises:
+        InputError: As in `load_objective`.
     """
     objective = load_objective(text, options)
     if objective.name not in known():

@@ -180,9 +180,10 @@ class _LeakCounts:
             )
 
     def build_result(self) -> CheckResult:
-        """Return the check of leaks.
+        """Return the check of leaks, with `passed` None if there is nothing to test.
 
-        It fails if too many labels change the input at one place.
+        It fails if too many labels change the input at their own place, or at one same place
+        elsewhere.
         """
         if self.objective.classes:
             return CheckResult(

@@ -294,10 +294,10 @@ def judge_continued_pretraining(
 
 
 def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
-    """Test claim 5b: half of a continuation of CLM with MLM matches more MLM on MLM.
+    """Test claim 5b: half of a continuation with MLM makes CLM as good as MLM.
 
-    MLM on CLM must not be lower than more MLM on MLM by the margin, after about half as many steps
-    as in the longest continuation.
+    Both models are continued for the same number of steps, about half of the longest continuation
+    (HALF_SHARES). MLM on CLM must not be lower than more MLM on MLM by the margin.
     """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)

@@ -58,9 +58,10 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """Return the verdict, with " for these runs" if another run does not share it.
+        """Return the verdict, with " for these runs" if it may not hold for new ones.
 
-        A verdict that is `not resolved` or `no data` has no such addition.
+        That is so if `another_run`, the outcome for another pretraining run of the same recipes,
+        differs. `not resolved` and `no data` have no such addition.
         """
         is_general = self.another_run == self.verdict or self.verdict in ("not resolved", "no data")
         return self.verdict if is_general else f"{self.verdict} for these runs"
@@ -278,7 +279,8 @@ def judge(
 ) -> list[Verdict]:
     """Return the verdict on each part of the six claims (1a to 6c).
 
-    p is corrected by Holm over all of them. The example scores of all compared models are read.
+    It is `no data` where scores are missing. p is corrected by Holm over all parts, those of
+    `zero_shot` too. The example scores of all compared models are read.
 
     Args:
         noise: Noise between pretraining runs for models that were pretrained once; by default

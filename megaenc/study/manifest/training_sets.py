@@ -29,8 +29,13 @@ class TrainingSet:
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
     """Return a TrainingSet for each set that `grid` trains on.
 
+    Args:
+        data_dir: Folder of relative paths, where BEIR folders are recognized. Paths written with
+            NAME= or a slash need not exist.
+
     Raises:
-        InputError: A data set is unknown, or its name impossible.
+        InputError: A data set is unknown, its name cannot be that of a directory, or two task
+            families have a training set of the same name.
     """
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in grid.datasets:

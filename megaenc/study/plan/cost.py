@@ -59,7 +59,10 @@ class StudyCost:
 
 
 def compute_study_cost(graph: StageGraph) -> StudyCost:
-    """Return the StudyCost of a graph of stages."""
+    """Return the training, hours, disk and critical path that a graph of stages costs.
+
+    Finished stages count too. Hours are None if the manifest's hardware has no seconds of a run.
+    """
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():
         shared, unshared = groups[run.model.group]

@@ -87,7 +87,10 @@ def format_score(mean: float | None, half: float | None = None) -> CellValue:
 
 
 def format_cell(value: CellValue) -> str:
-    """Format a cell as text: integers with thousands separators, None as empty text."""
+    """Return a cell's text: integers with thousands separators, empty for None.
+
+    A text stays as it is, not escaped for Markdown or LaTeX.
+    """
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else value

@@ -166,9 +166,10 @@ def _format_seed_scores(
 def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> FigureSpec:
     """Build the figure of mean NDCG@10 over pretraining steps, a line per objective.
 
-    Panels are before and after contrastive training. Decayed models with a known recipe count, of
-    masked language models those at the reference mask ratio, and data sets that all of them have.
-    BM25 is a horizontal line.
+    Panels are before and after contrastive training. They have the decayed models with a known
+    recipe (of masked language models those at the reference mask ratio) that have scores on every
+    data set of `results`, after contrastive training for every seed. BM25 is a horizontal line. A
+    panel without models is left out; without any, the caption reports it.
     """
     key = "zero-shot"
     title = "Zero-shot retrieval"

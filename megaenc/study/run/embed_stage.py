@@ -107,7 +107,7 @@ class EmbedStage(StageRunner):
 
     @property
     def run_count(self) -> int:
-        """Return the number of contrastive trainings."""
+        """Return the number of planned contrastive trainings, one for each training seed."""
         return len(self.data.entry.training_seeds)
 
     @property
@@ -137,9 +137,10 @@ class EmbedStage(StageRunner):
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
     def prepare(self) -> None:
-        """Write name and size of the pairs to pairs.json, for `check`.
+        """Write name and bytes of the training pairs to pairs.json, for `check`.
 
-        Once a training has finished, nothing is written.
+        The bytes are left out before the pairs exist. Nothing is written once a training has
+        finished, or if the stage trains no model.
         """
         trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
         if trained and not any((folder / TRAINING_DETAILS).is_file() for folder in trained):

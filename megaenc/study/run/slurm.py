@@ -135,10 +135,10 @@ class StageTask:
 def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
     """Return the number of machines of a stage: processes / --slurm-gpus.
 
-    It is at least 1, and 1 without GPUs.
+    It is 1 if the processes fit one machine, or if --slurm-gpus is 0.
 
     Raises:
-        InputError: The number of processes is no multiple of --slurm-gpus.
+        InputError: More processes than --slurm-gpus are no multiple of it.
     """
     gpus = cluster.slurm_gpus
     if not gpus or stage.processes <= gpus:

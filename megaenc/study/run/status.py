@@ -122,9 +122,13 @@ def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
 
 
 def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None) -> str:
-    """Return one line on the study: stages by state, percentage, time left.
+    """Return one line on the study: stages by state, completed percentage, time left.
 
-    The time is left out if it is None or 0.
+    The percentage is the mean over stages, each with the same weight. The time is left out if it is
+    None or 0.
+
+    Args:
+        table: At least one row.
     """
     counts = Counter(row.state for row in table)
     words = ", ".join(

@@ -113,10 +113,10 @@ class ModelSelector:
 
     @functools.cached_property
     def dataset_spreads(self) -> dict[tuple[str, str], float]:
-        """Return the standard deviation of scores by (task family, data set).
+        """Return the standard deviation over models of scores, by (task family, data set).
 
-        It is over the decayed models that have not collapsed; below three of them there is no
-        entry.
+        It is over the decayed models that have not collapsed. There is no entry below three of
+        them, or if their scores are equal.
         """
         spreads = {}
         for family, name in self.evidence.datasets():
@@ -129,12 +129,14 @@ class ModelSelector:
         return spreads
 
     def standardise(self, contrast: "Contrast") -> "Contrast | None":
-        """Return the contrast with each score divided by the spread of its data set.
+        """Return the contrast with each score over its data set's standard deviation.
 
-        Averages are replaced by the scores of their data sets.
+        That is the one over models (`dataset_stds`). Averages are replaced by the scores of their
+        data sets.
 
         Returns:
-            The contrast in standard deviations; None if a spread is unknown.
+            The contrast in standard deviations; None if a standard deviation is unknown, or a data
+            set of an average has no score.
         """
         terms = {}
         for seed, of_seed in contrast.terms.items():

@@ -281,12 +281,15 @@ _QUANTILES = (np.arange(400) + 0.5) / 400
 def t_test_power(
     difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int
 ) -> float:
-    """Return the power, 0 to 1, of a t test at p < 0.05; NaN below two seeds.
+    """Return the power, 0 to 1, of a two-sided t test of a mean at p < 0.05.
 
-    It averages over 400 quantiles of the chi-squared distributed variance estimate.
+    The mean has to be significant over seeds, and over seeds and examples. Power is averaged over
+    400 quantiles of the chi-squared distributed variance estimate. It is NaN below two seeds or
+    without variance.
 
     Args:
-        parts: Variances of a mean over `parts_seed_count` seeds.
+        difference: True mean.
+        parts: Variances of a mean over `parts_seed_count` seeds; more seeds shrink that of seeds.
         seed_count: Number of seeds of the test.
     """
     seed_variance = parts.seed_variance * parts_seed_count / seed_count

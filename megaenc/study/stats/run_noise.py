@@ -42,14 +42,16 @@ class RunNoise:
     def variance(self, weights: Mapping[Place, float]) -> tuple[float, float]:
         """Return the variance of a weighted sum of scores, and its fine-tuning part.
 
-        Both are of the residuals. The variance between runs is the first less the second. Given
-        standard deviations count as fully correlated.
+        Both are estimated from the residuals. The variance between runs is the first less the
+        second. Given standard deviations replace the residuals and count as fully correlated; their
+        fine-tuning part is 0.
 
         Args:
             weights: Weight of each score by (task family, data set).
 
         Returns:
-            Both variances; two NaN for an unknown data set.
+            Both variances; NaN and NaN for an unknown data set, and NaN and 0 for a task family
+            without a given standard deviation.
         """
         if self.given:
             deviation = sum(

@@ -63,7 +63,11 @@ class Callback:
         """Observe the end of a step."""
 
     def before_validation(self, step: int) -> None:
-        """Observe that a pass over held-out text begins after `step`."""
+        """Observe that a validation after `step` begins.
+
+        It is called again before each further validation set, and each further pass of a
+        pseudo-perplexity.
+        """
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
         """Observe the `scores` after `step`, as in a row of validation.jsonl."""

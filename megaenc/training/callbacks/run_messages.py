@@ -73,7 +73,10 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
 
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
-    """Return a line for each batch whose largest share is far above the mean."""
+    """Return a line for each global batch size with very unequal shares of the ranks.
+
+    The rank with most packs has over 5 % more than the mean.
+    """
     ranks = settings.data_parallel_size(get_world_size())
     lines = []
     for batch in dict.fromkeys(

@@ -152,7 +152,9 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ranks: RANK_FIELDS[R].
 
     Returns:
-        Each rank's ratio to the median, float64[R], and the work in which it is slow, str[R].
+        Each rank's larger ratio to the median, of data and compute together or of the probe,
+        float64[R]; and the work that is furthest above its median, "data", "compute" or "the
+        probe", str[R], also for ranks that are not slow.
     """
     data_R = ranks["data_seconds"]
     compute_R = ranks["compute_seconds"]

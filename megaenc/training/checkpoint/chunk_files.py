@@ -80,7 +80,10 @@ class StoredChunk:
 
     @property
     def columns(self) -> range:
-        """Return the columns of the tensor that each row of the chunk has."""
+        """Return the columns of the tensor, its last dimension, that each row has.
+
+        It is range(1) for a vector, whose elements are rows.
+        """
         return range(self.global_offset[-1], self.corner[-1]) if len(self.shape) > 1 else range(1)
 
 

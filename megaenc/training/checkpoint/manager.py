@@ -247,9 +247,10 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
 
     def remove_attempt(self) -> None:
-        """Delete the directory of a save that an error of one rank has interrupted.
+        """Delete the directory of this rank's interrupted save, if there is one.
 
-        No other rank may still write to it.
+        Any rank may call it, once no other rank still writes there. Errors of the deletion are
+        ignored.
         """
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)

@@ -19,7 +19,8 @@ _NAMED_RANKS = 8
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     """Rerun each pack of `step` to find those with a non-finite loss or gradient.
 
-    All ranks call this together. Weights and optimizer are unchanged.
+    It is the step that the engine has just computed and not applied. All ranks call this together.
+    Weights and optimizer are unchanged; gradients are zero afterwards.
 
     Returns:
         Two texts, the cause and a remedy, the same on all ranks.

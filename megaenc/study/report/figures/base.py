@@ -201,9 +201,9 @@ def published_label(name: str) -> str:
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """Return a panel's title: the family's full name, and the data set's label.
+    """Return a panel's title: the task family's full name, and the data set's label.
 
-    The label is left out for the average.
+    The label is left out if `dataset` is AVERAGE.
     """
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
