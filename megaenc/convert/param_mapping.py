@@ -53,7 +53,10 @@ class QKVMapping(ParamMapping):
         return (torch.cat(matrices),) if len(self.hf) == 1 else matrices
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return linear_qkv: the rows of query, key and value, interleaved by group."""
+        """Return linear_qkv: the rows of query, key and value, interleaved by group.
+
+        `tensors` are as `to_hf` returns them.
+        """
         if len(self.hf) == 1:
             tensors = tensors[0].split(
                 [model.query_size, *[model.num_query_groups * model.head_dim] * 2]

@@ -405,6 +405,8 @@ class Embedder:
     ) -> tuple[Tensor, Tensor]:
         """Return the embeddings of queries and of documents, with their prefixes.
 
+        They are as `embed` returns them.
+
         Args:
             place: Beginning of the progress lines.
         """

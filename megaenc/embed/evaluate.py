@@ -137,7 +137,7 @@ def build_rows(
 def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
     """Return the percentile bootstrap 95 % interval (low, high) of a mean.
 
-    `values` is float64[n]. The draws are the same in every call.
+    It is in the unit of `values`, float64[n]. The draws are the same in every call.
     """
     random = np.random.default_rng(0)
     means = np.concatenate(
@@ -163,7 +163,7 @@ def rank_by_cosine(
     Args:
         queries: Embeddings of length 1, float32[queries, hidden_size].
         texts: Embeddings of the documents' texts, of the same kind.
-        progress: Receives the number of ranked queries.
+        progress: Called with the number of queries ranked so far.
         text_of: Row in `texts` of each document, so that equal texts have equal cosines; default:
             the document's own row.
     """
@@ -195,6 +195,9 @@ def rank_by_bm25(
     Documents are given by index, int64. Tokens and formula are those of Lucene's English analyzer
     as bm25s has them: words of two letters or more in lower case, without 33 stop words, cut by
     Porter's stemmer. A document without a word of the query is not retrieved.
+
+    Args:
+        progress: As in `rank_by_cosine`.
     """
     from nltk.stem.porter import PorterStemmer
 

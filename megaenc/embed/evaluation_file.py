@@ -42,7 +42,7 @@ class EvaluationRow:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Return all fields but the scores of queries."""
+        """Return all fields but the scores of queries, by name."""
         return {name: value for name, value in vars(self).items() if name != "scores"}
 
 

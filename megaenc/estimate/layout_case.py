@@ -116,7 +116,10 @@ class LayoutCase:
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of a micro-batch's hidden states after one layer."""
+        """Return the bytes of a micro-batch's hidden states after one layer.
+
+        As in `micro_batch_tokens`, tensor-parallel ranks do not divide them.
+        """
         return self.micro_batch_tokens * self.shape.hidden_size * self.value_bytes
 
     @property

@@ -101,7 +101,7 @@ class Estimate:
 
 
 def compute_idle_share(case: LayoutCase) -> float:
-    """Return the share of a step in which stages are idle.
+    """Return the share of a step, from 0 to 1, in which stages are idle.
 
     It is (p - 1) of m v + p - 1, with v chunks on each of p stages and m micro-batches.
     """
@@ -126,7 +126,8 @@ def estimate_layout(
 ) -> Estimate:
     """Return memory and time of a run in the layout `case`.
 
-    Time is FLOPs over `utilization` of the peak.
+    Args:
+        utilization: Fraction of the devices' peak FLOP/s that a step reaches.
     """
     memory = compute_max_memory(case, workload.works)
     speed = utilization * device.peak * case.gpus

@@ -226,7 +226,7 @@ class Encoder(LanguageModule):
 
         Returns:
             (summed loss, number correct), or without labels logits [N, V] of this rank's share of
-            the vocabulary.
+            the vocabulary, -inf in padding columns.
         """
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that
@@ -340,13 +340,13 @@ class OutputLayer(ColumnParallelLinear):
         weight: Tensor | None,
         predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss or the logits of hidden states.
+        """Return the summed loss or the logits of hidden states.
 
         Args:
             weight: Weight of the embedding if it is tied, else None.
 
         Returns:
-            (loss, number correct), or without labels logits [N, V].
+            As `Encoder.head`.
         """
         if predictions.labels is not None:
             # A tied weight also gets the embedding's gradient, which must not be mixed with an
@@ -381,6 +381,7 @@ def build_model_chunks(
     """Return this rank's model chunks, several if pipeline stages are interleaved.
 
     Args:
+        vocab_size: Vocabulary without padding, which the chunks add.
         seed: Seed of the initial weights; None: uninitialized.
 
     Raises:
@@ -436,6 +437,9 @@ def init_weights(
 
     Matrices are drawn by `seed` and `model.init_method`. Factors of norms are 1, biases and padding
     0.
+
+    Args:
+        vocab_size: Vocabulary without padding.
     """
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:

@@ -119,6 +119,9 @@ class Phase:
         """Return the objective that one of `choices` trains at a step.
 
         Its options are interpolated over the phase.
+
+        Args:
+            step: Step of the run, from `first_step` to `last_step`.
         """
         length = self.last_step - self.first_step
         return (
@@ -204,7 +207,7 @@ class Schedule:
     def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
         """Return (weight, objective) of each pass of a step, with interpolated options.
 
-        There are several only in a sum; otherwise the weight is 1.
+        There are several only in a sum; otherwise the weight is 1. Steps count from 1.
         """
         phase = self.phase_at(step)
         if phase.is_sum:
@@ -214,8 +217,10 @@ class Schedule:
     def objective(self, step: int) -> Objective:
         """Return the objective that a step trains, with interpolated options.
 
+        Steps count from 1.
+
         Raises:
-            ValueError: The step trains a sum of several.
+            ValueError: The step trains a sum of several, or is outside the schedule.
         """
         if self.phase_at(step).is_sum:
             raise ValueError(f"step {step} trains {self.text_at(step)}, expected one objective")
@@ -225,14 +230,14 @@ class Schedule:
     def describe_step(self, step: int) -> str:
         """Return the objectives that a step trains as text, with interpolated options.
 
-        Weights in a sum are left out.
+        Weights in a sum are left out. Steps count from 1.
         """
         return " + ".join(objective.describe() for _, objective in self.objectives(step))
 
     def text_at(self, step: int) -> str:
         """Return the schedule text of the objectives that a step trains, not interpolated.
 
-        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`.
+        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`. Steps count from 1.
         """
         phase = self.phase_at(step)
         return phase.text if phase.is_sum else self._draw_choice(step).text

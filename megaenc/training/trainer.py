@@ -230,6 +230,8 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """Train `step` and report it to the callbacks.
 
+        All ranks call this together. Steps count from 1.
+
         Raises:
             InputError: Too many steps were skipped.
         """
@@ -273,7 +275,7 @@ class Trainer:
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
 
-        The plan is written to the run directory.
+        All ranks call this together. The plan is written to the run directory.
 
         Returns:
             The plan; None if --max-rewinds is used up, or if the run would then have too few packs.
@@ -317,7 +319,7 @@ class Trainer:
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.
 
-        A running save is finished first; the new one only if `block`.
+        All ranks call this together. A running save is finished first; the new one only if `block`.
         """
         checkpoints = self._run.checkpoints
         if not checkpoints:

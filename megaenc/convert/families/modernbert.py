@@ -52,7 +52,7 @@ FIXED = {
 
 
 def find_other_shape(model: ModelConfig) -> str | None:
-    """Return, as text, a feature of `model` that ModernBERT lacks; None if it has all.
+    """Return a feature of `model` that ModernBERT lacks, as text, else None.
 
     Its heads have keys and values of their own and divide the hidden size.
     """
@@ -171,7 +171,11 @@ def read_layer_types(
 
 
 def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
-    """Return the base period in `rope_parameters` of layers of `kind`."""
+    """Return the base period in `rope_parameters` of layers of `kind`.
+
+    Raises:
+        InputError: The positions are scaled, or the base is no positive number.
+    """
     if rope.get("rope_type") != "default":
         text = shorten_repr(rope.get("rope_type"))
         raise InputError(f"{file}: field `rope_type` of {kind}: found {text}, expected default")
@@ -192,9 +196,9 @@ def read_tokens(value: Any, field: str, file: str) -> int:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return ModernBERT's other config.json fields, the inverse of `read_fields`.
+    """Return the fields of ModernBERT's config.json that `FIELDS` lacks.
 
-    Its decoder has the same fields.
+    It is the inverse of `read_fields`. ModernBERT's decoder has the same fields.
     """
     # Unused without local layers.
     window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)

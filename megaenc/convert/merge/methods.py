@@ -149,7 +149,7 @@ def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
 
 
 def trim_threshold(values: np.ndarray, density: float) -> float:
-    """Return the magnitude that the largest `density` of all `values` reach.
+    """Return the magnitude that the largest values reach, a fraction `density` of all.
 
     Equal values all reach it. `values` are reordered in place.
     """

@@ -236,7 +236,10 @@ class RateSensitivity:
 
     @property
     def spread(self) -> float:
-        """Return the highest mean score over the learning rates minus the lowest."""
+        """Return the highest mean score over the learning rates minus the lowest.
+
+        It is a fraction, as the scores are.
+        """
         return max(self.means.values()) - min(self.means.values())
 
     def count_near_best(self, within: float = 0.01) -> int:

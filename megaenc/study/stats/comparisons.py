@@ -52,7 +52,8 @@ class ModelSelector:
     def without(self, left_out: Collection[tuple[ModelKey, str]]) -> "ModelSelector":
         """Return a selector without the scores of some models in some task families.
 
-        Its models stay the same, and so do pairs, longest budgets, reference ratio and the unit SD.
+        Its models stay the same, and so do pairs, longest budgets, reference ratio and
+        `dataset_stds`.
         """
         models = copy.copy(self)
         models.evidence = replace(

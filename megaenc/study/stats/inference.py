@@ -365,7 +365,9 @@ def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """Return the share of collapsed runs with the ends of Wilson's 95 % interval.
+    """Return the share of collapsed runs, 0 to 1, with the ends of its interval.
+
+    The interval is Wilson's of 95 %.
 
     Returns:
         Share, lower end and upper end; three NaN without runs.

@@ -76,8 +76,8 @@ class StragglerDetector(Callback):
     def after_step(self, report: StepReport) -> None:
         """Add this rank's times of a step, and report the slowest ranks if due.
 
-        The first step is not measured. A line is printed for each rank that was slow in
-        CONSECUTIVE_REPORTS reports.
+        All ranks call this together. The first step is not measured. A line is printed for each
+        rank that was slow in CONSECUTIVE_REPORTS reports.
         """
         step = report.step
         engine = self.trainer.engine

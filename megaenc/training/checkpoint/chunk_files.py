@@ -93,7 +93,7 @@ _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write and sync the chunks of `rank`, and an index of them.
 
-    `publish_chunks` reads the index.
+    Each rank calls it. `publish_chunks` reads the index.
 
     Raises:
         OSError: A file cannot be written.
@@ -160,6 +160,8 @@ def _describe_chunk(
 
 def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all `ranks` and write their index.
+
+    One rank calls it, once all have written.
 
     Args:
         folder: Directory of the checkpoint.

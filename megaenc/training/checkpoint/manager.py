@@ -350,7 +350,7 @@ class CheckpointManager(CheckpointLoader):
     def remove_leftovers(self) -> None:
         """Delete what interrupted saves and deletions have left in the directory.
 
-        These are hidden directories and temporary files.
+        These are hidden directories and temporary files. For rank 0.
         """
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
             remove_path(stale)

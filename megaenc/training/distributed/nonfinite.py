@@ -78,6 +78,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
     """Print the cause of the skipped `step`.
 
+    All ranks call this together, after the step. See `diagnose_nonfinite_step`.
+
     Raises:
         InputError: `skipped_count` exceeds --max-skipped-updates, on all ranks.
     """
