@@ -315,7 +315,7 @@ def format_results(
     if suffix == ".json":
         return format_evaluation(rows, configs, origin)
     if suffix == ".csv":
-        values = [row.numbers for row in rows]
+        values = [row.fields_without_scores for row in rows]
         return tables.format_csv([values[0], *(of_row.values() for of_row in values)])
     parts = []
     for _, names, scores, counts, lines in _iterate_tables(rows):

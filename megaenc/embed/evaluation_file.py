@@ -41,7 +41,7 @@ class EvaluationRow:
     """The measure of each query of a BEIR folder, as a fraction."""
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def fields_without_scores(self) -> dict[str, Any]:
         """Return all fields but the scores of queries, by name."""
         return {name: value for name, value in vars(self).items() if name != "scores"}
 
@@ -98,7 +98,7 @@ def format_evaluation(
                 row.scores
             )
     parts = {
-        "rows": json.dumps([row.numbers for row in rows], indent=1),
+        "rows": json.dumps([row.fields_without_scores for row in rows], indent=1),
         "models": json.dumps(
             {name: dataclasses.asdict(config) for name, config in models.items()}, indent=1
         ),

@@ -207,7 +207,7 @@ def parse_phase(text: str, source: str) -> dict[str, Any]:
     return flags.parse_mapping(text, source, "{objective: mlm, train_iters: 100, seq_length: 512}")
 
 
-def phase_flags(settings: Any) -> list[str]:
+def phase_field_names(settings: Any) -> list[str]:
     """Return the names of the fields of `settings` that may differ by phase.
 
     They have `phase` in their metadata. A nested dataclass is listed by its fields, not its name.
@@ -219,7 +219,7 @@ def phase_flags(settings: Any) -> list[str]:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            names += phase_flags(value)
+            names += phase_field_names(value)
         elif "phase" in field.metadata:
             names.append(field.name)
     return names
@@ -228,7 +228,7 @@ def phase_flags(settings: Any) -> list[str]:
 def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "PretrainConfig":
     """Return the settings of a phase, its objective and flags over those of `config`."""
     values = parse_phase(text, source)
-    known = ("objective", *phase_flags(config))
+    known = ("objective", *phase_field_names(config))
     for name in values:
         if name not in known:
             near = closest_match(name, known)

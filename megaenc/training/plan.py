@@ -29,7 +29,7 @@ from megaenc.objectives import (
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
-from megaenc.training.phases import phase_flags
+from megaenc.training.phases import phase_field_names
 from megaenc.training.run_init import NEW_WEIGHTS, RUN_FORMAT, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
@@ -331,7 +331,7 @@ def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
     The identity's `phases` has them if they do.
     """
     entries = _identity_fields(settings)
-    return ("data", *(name for name in phase_flags(settings) if name in entries))
+    return ("data", *(name for name in phase_field_names(settings) if name in entries))
 
 
 def _identity_fields(settings: Any, is_part: bool = True) -> dict[str, Any]:

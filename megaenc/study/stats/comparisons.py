@@ -63,7 +63,7 @@ class ModelSelector:
             ],
         )
         models.left_out = frozenset(left_out)
-        models.dataset_spreads = self.dataset_spreads
+        models.dataset_stds = self.dataset_stds
         return models
 
     def match_pairs(
@@ -113,7 +113,7 @@ class ModelSelector:
         }
 
     @functools.cached_property
-    def dataset_spreads(self) -> dict[tuple[str, str], float]:
+    def dataset_stds(self) -> dict[tuple[str, str], float]:
         """Return the standard deviation over models of scores, by (task family, data set).
 
         It is over the decayed models that have not collapsed. There is no entry below three of
@@ -150,12 +150,10 @@ class ModelSelector:
                         self.evidence.find(score.model_key, name, score.family) for name in names
                     )
                 places = [(score.family, member.dataset) if member else None for member in members]
-                if not set(places) <= set(self.dataset_spreads):
+                if not set(places) <= set(self.dataset_stds):
                     return None
                 for member, place in zip(members, places, strict=True):
-                    terms[seed].append(
-                        (weight / len(members) / self.dataset_spreads[place], member)
-                    )
+                    terms[seed].append((weight / len(members) / self.dataset_stds[place], member))
         return replace(contrast, terms=terms, source=contrast.source or contrast.terms)
 
     def is_mlm_only(self, key: ModelKey) -> bool:
