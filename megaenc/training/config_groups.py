@@ -23,7 +23,6 @@ from megaenc.flags import (
     YamlMapping,
     setting,
 )
-from megaenc.training.callbacks.base import parse_callbacks
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,6 @@ class MonitoringConfig:
             save: Run directory; empty without one.
             steps: Number of steps of the run.
         """
-        parse_callbacks(self.callbacks)
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:
                 raise InputError(
