@@ -512,7 +512,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
                 changes[field.name] = replace(current)
             elif field.name in values:
                 place = f"{source}: field `{field.name}`"
-                changes[field.name] = _convert_value(place, types[field.name], values[field.name])
+                changes[field.name] = convert_value(place, types[field.name], values[field.name])
                 _check_number(place, bounds[field.name], changes[field.name])
         return dataclasses.replace(node, **changes)
 
@@ -557,7 +557,7 @@ def flatten(settings: Any) -> dict[str, Any]:
     return flat
 
 
-def _convert_value(place: str, kind: Any, value: Any) -> Any:
+def convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`.
 
     Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
@@ -593,7 +593,7 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
         return tuple(
             str(part)
             if get_args(kind)[0] is str and isinstance(part, (int, float))
-            else _convert_value(place, get_args(kind)[0], part)
+            else convert_value(place, get_args(kind)[0], part)
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):

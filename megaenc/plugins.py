@@ -68,7 +68,8 @@ class Registry(Generic[T]):
         if not offers:
             near = closest_match(name.lower(), self.names())
             hint = f"; did you mean `{near}`?" if near else ""
-            raise InputError(f"unknown {title}, expected one of {', '.join(self.names())}{hint}")
+            names = ", ".join(self.names()) or "those of installed packages, and none offers any"
+            raise InputError(f"unknown {title}, expected one of {names}{hint}")
         if own is not None:
             raise InputError(
                 f"{title}: {_format_package(offers[0])} offers it, "

@@ -9,7 +9,7 @@ class StopAtLoss(Callback):
     The loss is that of `objective`.
     """
 
-    def __init__(self, trainer, loss, objective="mlm"):
+    def __init__(self, trainer, loss: float, objective: str = "mlm"):
         super().__init__(trainer)
         self.loss = loss
         self.objective = objective

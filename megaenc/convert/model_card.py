@@ -63,7 +63,7 @@ class ExportProvenance:
         If none has it, it is the most frequent of all. Objectives with classes of their own are
         chosen only if no other predicts tokens.
         """
-        last = sorted(self.last_objectives, key=lambda objective: objective.classes > 0)
+        last = [one for one in self.last_objectives if not one.classes] or self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
@@ -330,12 +330,12 @@ def _format_prediction_shift(
 
     It also tells whether the attention of the export differs from that of training.
     """
-    if provenance.encoder_only:
-        return "The output layer is left out: this export gives hidden states."
     shift = objective.shift
     name = inline_code(objective.describe())
     parts = []
-    if attention == Attention.CAUSAL and shift == 1:
+    if provenance.encoder_only:
+        parts.append("The output layer is left out: this export gives hidden states.")
+    elif attention == Attention.CAUSAL and shift == 1:
         parts.append(
             "The output at position i predicts token i + 1, "
             "as transformers' causal language models do."
@@ -366,5 +366,6 @@ def _format_prediction_shift(
             f"It {was} under {objective.attention} attention, "
             f"and this export reads its text under {attention}."
         )
-    parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
+    if not provenance.encoder_only:
+        parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

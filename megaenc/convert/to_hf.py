@@ -275,6 +275,7 @@ class Exporter:
         """Raise InputError if the output layer has a nonzero bias and the family has none."""
         if (
             bias is None
+            or self.encoder_only
             or self.family.without_output_bias(self.run.model).output_layer_bias
             or not bias.any()
         ):

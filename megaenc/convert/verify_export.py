@@ -123,6 +123,7 @@ def verify_export(
     for name, digest in digests.items():
         if hashlib.sha256(memoryview(tensor_bytes(state[name]))).hexdigest() != digest:
             raise _VerificationError(f"`{name}` is not what was written")
+    del state  # it would keep weights that are cast or copied to a device
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
     tolerance = max(_TOLERANCE, _TOLERANCE * largest / 10)

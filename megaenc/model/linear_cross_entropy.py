@@ -99,7 +99,8 @@ def linear_cross_entropy(
         row_size = weight_VH.size(0) * hidden_NH.element_size()
         rows = rows_per_chunk(count, row_size, chunk_size or FUSED_CHUNK_BYTES)
     else:
-        rows = rows_per_chunk(count, weight_VH.size(0), chunk_size or CHUNK_LOGITS)
+        row_size = min(predictions.classes or weight_VH.size(0), weight_VH.size(0))
+        rows = rows_per_chunk(count, row_size, chunk_size or CHUNK_LOGITS)
     train = torch.is_grad_enabled()
     if predictions.per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")

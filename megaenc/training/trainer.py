@@ -8,9 +8,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torch.distributed import ReduceOp
+
 from megaenc.backend import Backend
+from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.console import print_rank_0
-from megaenc.errors import InputError
+from megaenc.errors import InputError, LocalInputError
 from megaenc.training.callbacks.base import Callback, StepReport, parse_callbacks
 from megaenc.training.callbacks.loss_spikes import RecentLosses, format_spike
 from megaenc.training.callbacks.metrics_logger import MetricsLogger
@@ -29,7 +32,7 @@ from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.nonfinite import report_skipped_step
 from megaenc.training.distributed.signals import SignalHandler
 from megaenc.training.distributed.watchdog import ProgressBeats, Watchdog
-from megaenc.training.engine import BatchSums, Engine
+from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import STACKS_DIR, RunDir
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
@@ -139,7 +142,7 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
             if is_last or _is_due(step, settings.eval_every):
                 trainer.validate(step)
             signal_reason = run.signals.stop_reason(report.result.votes)
-            stop_reason = signal_reason or trainer.stop_reason
+            stop_reason = signal_reason or trainer.stop_reason()
             must_exit = stop_reason or _is_due(step, output.exit_interval)
             if checkpoints and checkpoints.is_saving:
                 with trainer.pause_timers.measure(SAVE):
@@ -187,8 +190,7 @@ class Trainer:
         """The last step before the first one to train."""
         self.progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         """Tokens, FLOPs and other counts of the run."""
-        self.stop_reason = ""
-        """Why a callback ends the run; empty if none does."""
+        self._stop_reason = ""
         self.pause_timers = StepTimers()
         """Seconds of validations and saves since the last logged row."""
         self._run = run
@@ -224,8 +226,30 @@ class Trainer:
             self.callbacks.append(kind(self, **options))
 
     def request_stop(self, reason: str) -> None:
-        """End the run after this step, saved; all ranks must request it."""
-        self.stop_reason = reason
+        """End the run, saved, after the step that is trained now or next; for any rank."""
+        self._stop_reason = reason
+
+    def stop_reason(self) -> str:
+        """Return why a callback on any rank ends the run; empty if none does.
+
+        All ranks call this together.
+        """
+        if not self.plan.settings.monitoring.callbacks:
+            return ""
+        [is_requested] = reduce_over_ranks([bool(self._stop_reason)], ReduceOp.MAX)
+        return self._stop_reason or "a callback on another rank" * is_requested
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of all callbacks, on all ranks together.
+
+        Raises:
+            LocalInputError: A callback raised an InputError, maybe on this rank only.
+        """
+        for callback in self.callbacks:
+            try:
+                getattr(callback, hook)(*arguments)
+            except InputError as error:
+                raise LocalInputError(str(error)) from None
 
     def train_step(self, step: int) -> StepReport:
         """Train `step` and report it to the callbacks.
@@ -237,11 +261,10 @@ class Trainer:
         """
         plan = self.plan
         progress = self.progress
-        for callback in self.callbacks:
-            callback.before_step(step)
+        self.call("before_step", step)
         start = perf_counter()
         result = self.engine.train_step(
-            step, self._run.signals.votes, partial(self._before_optimizer, step)
+            step, self._run.signals.votes, partial(self.call, "before_optimizer", step)
         )
         seconds = perf_counter() - start
         metrics = result.metrics
@@ -252,25 +275,14 @@ class Trainer:
         progress["flops"] += metrics.flops
         progress["skipped_updates"] += not result.is_applied
         progress["loss_spikes"] += is_spike
-        report = StepReport(step, result, seconds, progress, deviations, is_spike)
-        for callback in self.callbacks:
-            callback.after_step(report)
+        report = StepReport(step, result, seconds, dict(progress), deviations, is_spike)
+        self.call("after_step", report)
         if not result.is_applied:
             self.watchdog.beat("diagnosis", step)
             report_skipped_step(self.engine, step, metrics, progress["skipped_updates"])
         if is_spike:
             print_rank_0(format_spike(plan, step, metrics.loss, deviations))
         return report
-
-    def _before_optimizer(self, step: int, metrics: BatchSums) -> None:
-        """Call this hook of the callbacks."""
-        for callback in self.callbacks:
-            callback.before_optimizer(step, metrics)
-
-    def _before_validation(self, step: int) -> None:
-        """Call this hook of the callbacks."""
-        for callback in self.callbacks:
-            callback.before_validation(step)
 
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
@@ -304,17 +316,16 @@ class Trainer:
         """
         if not self.plan.has_validation:
             return
-        self._before_validation(step)
+        self.watchdog.beat("validation", step)
         if not self._validator or self._validator.phase is not self.plan.settings.phase_at(step):
             self._validator = Validator(self.plan, step)
         if not self._validator.parts:
             return
+        before_pass = partial(self.call, "before_validation", step)
+        before_pass()
         with self.pause_timers.measure(EVALUATION):
-            scores = self._validator(
-                self.engine, before_pass=partial(self._before_validation, step)
-            )
-        for callback in self.callbacks:
-            callback.after_validation(step, scores)
+            scores = self._validator(self.engine, before_pass)
+        self.call("after_validation", step, scores)
 
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.
@@ -325,14 +336,13 @@ class Trainer:
         if not checkpoints:
             return
         with self.pause_timers.measure(SAVE):
-            for callback in self.callbacks:
-                callback.before_save(step)
+            self.watchdog.beat("writing", step)  # the previous save, if it is still running
             checkpoints.finish_save()
+            self.call("before_save", step)
             checkpoints.save(
                 self.engine, step, self.progress | {"losses": dict(self._losses.state)}, block
             )
-        for callback in self.callbacks:
-            callback.after_save(step)
+        self.call("after_save", step)
 
 
 def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(
     ]
     flags += [
         "--objective-schedule",
-        "mlm:1,sum(mlm:1,replaced_tokens:1):1,replaced_tokens:2",
+        "mlm:1,sum(clm:1,replaced_tokens:1):1,replaced_tokens:2",
         "--save-interval",
         "1",
     ]

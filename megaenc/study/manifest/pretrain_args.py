@@ -23,6 +23,7 @@ from megaenc.training.lr_schedule import (
 )
 
 RESERVED_FLAGS = {
+    "callbacks",
     "config",
     "objective_schedule",
     "phases",

@@ -93,6 +93,8 @@ def parse_callbacks(
 ) -> list[tuple[type[Callback], dict[str, Any]]]:
     """Return class and options of each callback of --callbacks.
 
+    Options whose parameters are annotated as bool, int, float or str are converted to these types.
+
     Raises:
         InputError: A callback is unknown, or its class does not accept the options.
     """
@@ -104,10 +106,16 @@ def parse_callbacks(
             raise InputError(
                 f"--callbacks {text}: found no name, expected {{name: NAME, OPTION: VALUE}}"
             )
-        kind = CALLBACKS.find(name)
         try:
-            inspect.signature(kind).bind(None, **options)
-        except TypeError as error:
+            kind = CALLBACKS.find(name)
+            signature = inspect.signature(kind)
+            signature.bind(None, **options)
+        except (InputError, TypeError) as error:
             raise InputError(f"--callbacks {text}: {error}") from None
+        for parameter in signature.parameters.values():
+            option = parameter.name
+            if option in options and parameter.annotation in (bool, int, float, str):
+                place = f"--callbacks {text}: {option}"
+                options[option] = flags.convert_value(place, parameter.annotation, options[option])
         callbacks.append((kind, options))
     return callbacks

@@ -139,6 +139,7 @@ def test_a_callback_ends_a_run_that_is_otherwise_the_same(
             "{name: stop_at_lose, loss: 3}",
             "unknown callback `stop_at_lose`, expected one of stop_at_loss; did you mean",
         ),
+        ("{name: stop_at_loss, loss: low}", "loss: found 'low', expected"),
         ("{name: stop_at_loss}", "missing a required argument: 'loss'"),
         (
             "{name: stop_at_loss, loss: 3, patience: 2}",
