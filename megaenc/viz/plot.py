@@ -365,6 +365,8 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
     """Return the run paths by name: the shortest path endings that differ.
 
+    All names have as many parts of the path; the order is that of `runs`.
+
     Raises:
         InputError: A run is given twice.
     """
@@ -390,7 +392,8 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     Pseudo-perplexities of as many passes share a panel, with each run's lowest loss of any shift.
 
     Args:
-        curves: Held-out curves by run name.
+        curves: Held-out curves by name of each run, at least one.
+        against: Quantity of the curves' x values, for the axes.
 
     Returns:
         A matplotlib Figure, and a line of text that describes it.
@@ -486,6 +489,9 @@ def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
     """Draw one run, or the held-out losses of several, to an image file.
+
+    Args:
+        output: .png, .pdf or .svg file; an existing one is replaced, a missing directory created.
 
     Returns:
         A line that describes the plot.

@@ -113,7 +113,9 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return the checked rows of metrics.jsonl of a run.
+    """Return the checked rows of metrics.jsonl of a run, by ascending step.
+
+    A loss that was NaN or infinite is None; an unfinished last line is left out.
 
     Args:
         more: Further fields that each row must have.
@@ -135,6 +137,9 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the checked rows of validation.jsonl of a run; empty without the file.
+
+    They are by ascending step. A score that was NaN or infinite is None; an unfinished last line is
+    left out.
 
     Args:
         more: Further fields that each row must have.
@@ -179,7 +184,7 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
     """Return `parameters` and `train_iters` of a run: model size and planned steps.
 
-    They are read from run.json.
+    They are read from run.json. Planned steps of a branch include those before it.
 
     Raises:
         InputError: The file is missing or invalid, or lacks a field.
@@ -221,7 +226,7 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
     """Return the progress and held-out loss at each validation by objective.
 
-    Validations without a loss are left out.
+    Validations without a loss are left out, and so are objectives that never have one.
 
     Args:
         validations: Rows of validation.jsonl.
@@ -249,6 +254,9 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
     """Return the seconds in training steps after step `before`.
 
     A step that was not logged counts as the next logged one.
+
+    Args:
+        steps: Rows of metrics.jsonl, all after `before`.
     """
     seconds = 0.0
     for row in steps:

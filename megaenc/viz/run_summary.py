@@ -40,9 +40,11 @@ class HeldOutGain:
 
     objective: str
     loss: tuple[float, float]
+    """first and last, in nats a predicted token"""
     accuracy: tuple[float, float]
+    """first and last, as fractions"""
     most_frequent: float
-    """accuracy of always predicting the most frequent label"""
+    """accuracy of always predicting the most frequent label, at the last validation"""
     corpora: dict[str, tuple[float, float]] = field(default_factory=dict)
     """loss at both validations on the held-out text of each corpus of a blend, by prefix"""
 
@@ -60,11 +62,16 @@ class RunSummary:
     """Key numbers of a run, and the change of its held-out losses."""
 
     step: int
+    """last logged step"""
     train_iters: int
+    """planned steps"""
     first_validation: int
+    """step of the first validation"""
     last_validation: int
+    """step of the last validation"""
     parameters: int
     tokens: int
+    """tokens up to `step`, with those of a branch's parent"""
     seconds: float
     """time in training steps, without those of a branch's parent"""
     branched_at: int
@@ -72,7 +79,7 @@ class RunSummary:
     tokens_before: int
     """tokens of the parent at that step"""
     gains: list[HeldOutGain]
-    """change between the two validations, by objective"""
+    """change between the two validations, for each objective with scores at both"""
     is_same_text: bool = True
     """whether both validations read the same packs"""
 

@@ -58,7 +58,10 @@ def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def format_count_ticks(axis: Any) -> None:
-    """Label the ticks of a matplotlib axis as numbers with an SI prefix, such as 1.5M."""
+    """Label the ticks of a matplotlib axis as numbers with an SI prefix, such as 1.5M.
+
+    `axis` is the `xaxis` or `yaxis` of axes.
+    """
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
@@ -74,7 +77,7 @@ def format_tick(count: float) -> str:
 def style_axes(*panels: Any) -> None:
     """Remove the top and right spines of axes, and add thin horizontal grid lines.
 
-    The lines are behind the data.
+    The lines are behind the data. `panels` are matplotlib Axes.
     """
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)

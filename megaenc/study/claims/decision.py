@@ -84,8 +84,8 @@ class PendingVerdict:
     def decide(self, p: float, tests: int = 1) -> Outcome:
         """Return the outcome for the corrected `p`.
 
-        It is `mixed` if the families or the decisive comparisons contradict the outcome or each
-        other.
+        It is `mixed` if significant families or decisive comparisons contradict the outcome or each
+        other. With p NaN it is `mixed` or `not resolved`.
 
         Args:
             tests: Number of claims over which the p of families and comparisons are corrected too.
@@ -108,7 +108,7 @@ def format_difference(difference: float, unit: Unit = "points") -> str:
 def format_p_value(p: float) -> str:
     """Format p with two significant digits, such as 0.023.
 
-    The text is `< 0.0001` for any smaller p, and `1` from 0.995.
+    The text is `< 0.0001` for any smaller p, and `1` from 0.995. NaN is for `format_p` only.
     """
     if p < 0.0001:
         return "< 0.0001"
@@ -124,12 +124,15 @@ def format_p(p: float) -> str:
 
 
 def direction_outcome(overall: Comparison) -> Outcome:
-    """Return `holds` for a positive difference, else `reversed`."""
+    """Return `holds` for a positive difference, else `reversed`, whatever its p."""
     return "holds" if overall.difference > 0 else "reversed"
 
 
 def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
-    """Return weights by which families, and the contrasts of each, count equally."""
+    """Return weights by which families, and the contrasts of each, count equally.
+
+    There is one per contrast, in order; they add up to 1.
+    """
     counts = Counter(contrast.family for contrast in contrasts)
     return [1 / (len(counts) * counts[one.family]) for one in contrasts]
 
@@ -195,10 +198,12 @@ def judge_direction(
     """Test that left is above right, for each contrast and pooled.
 
     Contrasts of several task families in points are pooled in standard deviations over the study's
-    models, of each data set, so that no wide data set decides; each family counts equally.
+    models, of each data set, so that no wide data set decides; each family counts equally. The
+    result has no comparisons without contrasts.
 
     Args:
         decisive: Contrasts that are pooled for p and outcome; by default all.
+        unit: Unit of the differences of `contrasts`.
     """
     borrowed = between_run_variance(contrasts)
     comparisons = adjust_comparisons(
@@ -245,6 +250,7 @@ def judge_equality(
     a family differs by more than its margin, by a one-sided test.
 
     Args:
+        contrasts: Of SC, TC, QA or IR, which have margins; if empty, the result has no comparisons.
         at_least: Test only that left is not lower than right by the margin.
     """
     if not contrasts:

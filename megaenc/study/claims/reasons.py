@@ -27,8 +27,11 @@ def format_reason(
     """Format the reason of a verdict: numbers, families, another run, and caveats.
 
     Args:
-        p: p of the claim, corrected over `claims`.
-        claims: Number of claims.
+        draft: Test for these trained models, with at least one comparison.
+        p: p of the claim, corrected over `claims`; NaN if unknown.
+        claims: Number of claims with a p.
+        verdict: Outcome for these trained models.
+        another_run: Outcome for another pretraining run, with the corrected p `p_another_run`.
         noise: Noise between pretraining runs.
     """
     families = []

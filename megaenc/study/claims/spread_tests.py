@@ -140,7 +140,7 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c: scores vary less over the mask ratios after CLM than without CLM.
 
-    Both sides have the same size, steps and ratios.
+    Both sides have the same size, steps and ratios, of which there are at least three.
     """
     models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(

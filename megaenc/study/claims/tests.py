@@ -72,7 +72,8 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
     """Test claim 1d or 1e: the gap between MLM and CLM narrows or widens with size.
 
     A gap must exist and change with the rank of the size: the larger p of both tests counts. The
-    result is empty below two sizes.
+    result has no comparisons below two sizes, and only a requirement if the order of the sizes is
+    unknown or their data sets differ.
 
     Args:
         widens: Whether the claim is that the gap widens; else it narrows.

@@ -277,7 +277,7 @@ class _TestedClaim:
 def judge(
     evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None
 ) -> list[Verdict]:
-    """Return the verdict on each part of the six claims (1a to 6c).
+    """Return the verdict on each part of the six claims (1a to 6c), in that order.
 
     It is `no data` where scores are missing. p is corrected by Holm over all parts, those of
     `zero_shot` too. The example scores of all compared models are read.
@@ -285,7 +285,7 @@ def judge(
     Args:
         noise: Noise between pretraining runs for models that were pretrained once; by default
             estimated from the curves over mask ratios.
-        zero_shot: Scores of zero-shot retrieval, which add claims of their own.
+        zero_shot: Scores of zero-shot retrieval, which add claims of their own (1f, 4c, 5c).
     """
     drafts: list[_TestedClaim] = []
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):

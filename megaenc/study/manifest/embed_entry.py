@@ -39,12 +39,12 @@ class EmbedEntry:
 
     @property
     def training_seeds(self) -> range:
-        """Return the seeds of contrastive training; empty without pairs to train on."""
+        """Return the seeds from 0 of contrastive training; empty without pairs."""
         return range(self.seeds if self.train else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the data sets in results."""
+        """Return the names that the data sets have in results, in their order."""
         return tuple(map(dataset_result_name, self.datasets))
 
 
@@ -55,8 +55,12 @@ def build_embed_entry(
 
     Relative paths start from `data_dir`; files need not exist yet.
 
+    Args:
+        values: Values of the section by key.
+
     Returns:
-        The entry, and the flags of contrastive training that the manifest sets.
+        The entry, with `data_dir` before its paths, and by field name the flags of contrastive
+        training that the manifest sets.
 
     Raises:
         InputError: A value is unknown, repeated, missing or impossible.

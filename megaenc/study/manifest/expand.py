@@ -97,12 +97,16 @@ class PlannedModel:
     others one.
     """
     warmup: int
+    """Number of warm-up steps."""
     decay: int
+    """Number of decay steps at the end of the run, at least 1."""
     after: str
     """Name of the model whose decayed weights are continued; "" for new weights."""
     checkpoints: tuple[int, ...]
+    """Steps of the run, before its decay, whose checkpoints are evaluated too."""
     group: str
     evaluate: bool
+    """True if the end of the run is evaluated."""
     inferred: bool
     distinguishing_flags: str
     """Differences that `key` cannot express, as `lr=0.002, weight_decay=0`, including those of the
@@ -125,7 +129,9 @@ class PlannedModel:
     def checkpoint_key(self, step: int) -> ModelKey:
         """Return the ModelKey of the run's checkpoint at `step`.
 
-        The key is not decayed and has the CLM and MLM steps up to `step`.
+        The key is not decayed and has the CLM and MLM steps up to `step`, which counts the run's
+        own steps from 1, without a parent's; the parent's are in the key as well. In mixtures,
+        parts of steps are rounded. Whether `step` is before the decay is not checked.
         """
         on_the_way = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
@@ -140,7 +146,7 @@ class PlannedModel:
         """Return each phase with the share of its steps that are in after + 1..last.
 
         Returns:
-            (phase, share) for all phases, with shares from 0 to 1.
+            (phase, share) for all phases in order, with shares from 0 (outside) to 1.
         """
         shares = []
         for phase in self.phases:
@@ -160,14 +166,18 @@ class PlannedModel:
 def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
-    """Return the models of all entries, parents first.
+    """Return the models of all entries, parents first, else in the order of `entries`.
+
+    Models that train differently under the same columns of a ModelKey get keys with their
+    differing flags as `schedule`.
 
     Args:
-        sizes: Flags of `megaenc pretrain` by size.
+        sizes: Flags of `megaenc pretrain` by size, which override those of `pretrain`.
         pretrain: Flags of `megaenc pretrain` of all models.
 
     Raises:
-        InputError: An entry is invalid, a name repeated, or the number of models too large.
+        InputError: An entry is invalid, a name of a model or checkpoint repeated, or the number of
+            models, checkpoints or phases too large; the message starts with the entry's place.
     """
     for size in sizes:
         _check_name("sizes", size)
@@ -482,8 +492,8 @@ def _count_clm_steps(phase: PhaseWork) -> float:
 def format_suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name.
 
-    It is `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` if
-    none is near.
+    It is `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` with
+    all known names if none is near.
     """
     near = closest_match(name, known)
     return f", did you mean {near}?" if near else f", expected one of {', '.join(known)}"

@@ -106,7 +106,11 @@ def format_model_name(key: ModelKey) -> str:
 
 
 def parse_model_name(name: str) -> ModelKey | None:
-    """Return the ModelKey of a name by `format_model_name`; None for any other name."""
+    """Return the ModelKey of a name by `format_model_name`; None for any other name.
+
+    It is None too for names with an objective schedule, with a suffix such as a learning rate, or
+    with two different mask ratios. Sizes that are numbers get capitals: 610m becomes 610M.
+    """
     match = _NAME.fullmatch(name)
     if not match:
         return None

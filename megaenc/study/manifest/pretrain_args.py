@@ -73,7 +73,7 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
 
 
 def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
-    """Return the PretrainConfig of flags over the preset of their `model`.
+    """Return the PretrainConfig of flags over the preset of their `model`, else tiny.
 
     bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run
     may be on another machine.
@@ -102,8 +102,8 @@ def check_run_config(run: PretrainConfig) -> None:
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Return flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    Paths are those of data_path, except weights, and of valid_data_path, and the tokenizer if it
-    exists in `data_dir`.
+    Paths are those of data_path, except weights, and of valid_data_path (after NAME=), and the
+    tokenizer if it exists in `data_dir`. Absolute paths stay, and so does `flag_values`.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:

@@ -124,14 +124,16 @@ class Manifest:
     def model_keys(self) -> dict[str, ModelKey]:
         """Return the ModelKey of every evaluated checkpoint by name.
 
-        Ends of models come first, then intermediate checkpoints.
+        Ends of models come first, then intermediate checkpoints; models with `evaluate` false have
+        only the latter.
         """
         return {name: key for name, key, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield (name, key, model, step) of every evaluated checkpoint.
 
-        Ends of models come first, then intermediate checkpoints.
+        The order is that of `model_keys`. `step` counts from the start of the model's own run, also
+        if it continues a parent.
         """
         for model in self.models:
             if model.evaluate:
@@ -141,7 +143,10 @@ class Manifest:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
 
     def vocab_size(self, model: PlannedModel) -> int:
-        """Return the vocabulary size of `model`: its own flag's, else that of `corpus`."""
+        """Return the vocabulary size of `model`, without the padding of training.
+
+        It is that of its flag, else that of `corpus`.
+        """
         return model.config.shape.vocab_size or self.corpus.vocab_size
 
 
@@ -164,6 +169,8 @@ class _ManifestFile:
 
 def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
     """Return the checked manifest in a YAML file.
+
+    Data are not read, and need not exist.
 
     Args:
         data_dir: Directory that relative data paths start from; None: that of the file.

@@ -20,17 +20,19 @@ class StudyScope:
     """Checkpoints, sizes, grid and data sets of a manifest; empty without one."""
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
-    """evaluated checkpoints by name, in the manifest's order"""
+    """evaluated checkpoints by name: ends of models in the manifest's order, then intermediate
+    ones"""
     sizes: tuple[str, ...] = ()
-    """names of the model sizes, by ascending number of parameters"""
+    """names of the sizes of all models, by ascending number of parameters"""
     grid: GridSpec | None = None
-    """learning rates and seeds of each model on each data set"""
+    """learning rates and seeds of each model on each data set; None if nothing is fine-tuned"""
     datasets: tuple[tuple[str, str], ...] = ()
-    """(task family, data set); the family is empty if only the data determines it"""
+    """(task family, data set) pairs of fine-tuning; the family is empty if only the data determines
+    it"""
     retrieval_sets: tuple[str, ...] = ()
     """data sets of zero-shot retrieval"""
     contrastive_seeds: tuple[int, ...] = ()
-    """seeds of contrastive training before zero-shot retrieval"""
+    """seeds, from 0, of contrastive training before zero-shot retrieval; empty without it"""
 
 
 EMPTY_SCOPE = StudyScope()

@@ -21,13 +21,15 @@ class TrainingSet:
     """Data set to fine-tune on, with those to evaluate on (several in retrieval)."""
 
     train_on: str
+    """name in results"""
     family: str
     """task family SC, TC, QA or IR; "" for local files, which determine it when they are read"""
     datasets: tuple[str, ...]
+    """names in results of the sets to evaluate on"""
 
 
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
-    """Return a TrainingSet for each set that `grid` trains on.
+    """Return a TrainingSet for each set that `grid` trains on, in order of appearance.
 
     Args:
         data_dir: Folder of relative paths, where BEIR folders are recognized. Paths written with
@@ -69,7 +71,7 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
 def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
     """Return `dataset`, PATH or NAME=PATH, with `data_dir` before PATH.
 
-    The name of a known data set is unchanged.
+    The name of a known data set is unchanged, and so is an absolute PATH.
     """
     if parse_dataset_name(dataset)[1] is None:
         return dataset

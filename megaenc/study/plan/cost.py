@@ -22,7 +22,8 @@ RESULT_BYTES = 272_000
 class StageChain(NamedTuple):
     """Chain of stages, each of which waits for the one before.
 
-    `stages` are ids; `hours` pass until the last stage ends, None if unknown.
+    `stages` are ids; `hours` pass until the last stage ends, None if the throughput of pretraining
+    is unknown. Unknown seconds of the other stages count as 0.
     """
 
     hours: float | None
@@ -43,9 +44,11 @@ class StudyCost:
     finetune_runs: int
     """Number of fine-tuning runs; retrieval trains once for all its data sets."""
     finetune_hours: float | None
+    """Device hours of all fine-tuning runs."""
     embed_runs: int
     """Number of contrastive trainings."""
     embed_hours: float | None
+    """Device hours of all contrastive trainings."""
     disk: dict[str, int]
     """Bytes by kind of a finished study; of checkpoints, the last of each run and those that other
     stages need.
@@ -61,7 +64,8 @@ class StudyCost:
 def compute_study_cost(graph: StageGraph) -> StudyCost:
     """Return the training, hours, disk and critical path that a graph of stages costs.
 
-    Finished stages count too. Hours are None if the manifest's hardware has no seconds of a run.
+    Finished stages count too. Hours are None if the manifest's hardware lacks the throughput or the
+    seconds of a run that they follow from.
     """
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():

@@ -42,11 +42,15 @@ class StageGraph:
 
     manifest: Manifest
     corpus: CorpusStage | None
+    """None if the study builds no corpus"""
     runs: dict[str, PretrainStage]
+    """by name of the model at the end"""
     exports: dict[str, ExportStage]
+    """by name of the evaluated checkpoint"""
     grids: dict[str, FinetuneStage]
     """by id, as a model has one for each training set"""
     embeds: dict[str, EmbedStage]
+    """by name of the evaluated checkpoint"""
 
     @property
     def stages(self) -> dict[str, StageRunner]:
@@ -67,12 +71,15 @@ def build_graph(
 ) -> StageGraph:
     """Return the graph of a study, whose runs branch off others with the same steps.
 
+    Finished stages are included; nothing is written.
+
     Args:
         study: Study directory; its existing runs keep their start, and others branch off them at
-            checkpoints that exist.
+            checkpoints that exist. None to read no directory, as for a plan.
         processes: Processes per pretraining run; 0: the manifest's devices.
         grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
-        data_flags: data_path and tokenizer of pretraining, replacing the manifest's.
+        data_flags: data_path and tokenizer of pretraining, replacing the manifest's; without effect
+            if the study builds its corpus.
     """
     starts = _plan_starts(manifest.models, study)
     study = study or Path()
@@ -299,9 +306,9 @@ def _find_branch_step(run: Path, step: int) -> int:
 def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
     """Return the number of first steps that two models have in common.
 
-    The models have equal flags and warm-up. Steps are common if their objectives are the same and
-    neither model has decayed. A phase within which an option changes is shared as a whole or not at
-    all.
+    Steps are common if their objectives are the same and neither model's rate has begun to decay.
+    A phase within which an option changes is shared as a whole or not at all. Flags, warm-up, seed
+    and parent are not compared: the caller makes sure that they are equal.
     """
     phases = model.phases
     other_phases = other.phases

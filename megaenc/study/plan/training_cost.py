@@ -15,9 +15,11 @@ class TrainingCost:
 
     steps: int = 0
     tokens: int = 0
+    """tokens of the packs, each once, also if a step reads its packs several times"""
     flops: float = 0.0
+    """FLOPs of forward and backward, for every time that packs are read"""
     device_hours: float | None = 0.0
-    """None if the throughput is unknown"""
+    """hours of one device, summed over devices; None if the throughput is unknown"""
 
     def __add__(self, other: "TrainingCost") -> "TrainingCost":
         """Return the sum of two costs; device hours are None if either is unknown."""
@@ -31,7 +33,10 @@ class TrainingCost:
 def compute_training_cost(
     manifest: Manifest, model: PlannedModel, after: int, last: int
 ) -> TrainingCost:
-    """Return the TrainingCost of steps after + 1..last of a model's run."""
+    """Return the TrainingCost of steps after + 1..last of a model's run.
+
+    Steps count from 1, without those of a model that it continues.
+    """
     config = model.config
     tokens_per_second = manifest.hardware.rate(model.key.size)
     packs = config.global_batch_size

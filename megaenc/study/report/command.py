@@ -114,6 +114,7 @@ class ReportInputs:
     lead: str
     evidence: Evidence
     flops: Mapping[ModelKey, float]
+    """training FLOPs by model; empty if unknown"""
     facts: Sequence[Fact]
     runs: Mapping[str, TrainedRun] = field(default_factory=dict)
     standard: Sequence[Evidence] = ()
@@ -122,7 +123,9 @@ class ReportInputs:
     published: Evidence | None = None
     """published tables to compare with; None for a report of those"""
     checks: Sequence[Table] = ()
+    """tables of missing runs"""
     notices: Sequence[str] = ()
+    """sentences on missing runs"""
 
 
 def build_report(config: ReportConfig) -> ReportPage:

@@ -57,7 +57,7 @@ its word after a count."""
 def render_page(report: ReportPage) -> str:
     """Render the report as one self-contained HTML page from report.html.j2.
 
-    All inserted text is escaped.
+    All inserted text is escaped. Nothing is written.
     """
     environment = Environment(
         loader=PackageLoader(__package__, ""),

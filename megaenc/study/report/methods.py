@@ -43,7 +43,8 @@ def published_facts() -> list[Fact]:
 def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
     """Return facts (name, text) on fine-tuning.
 
-    They are models, data sets, runs, seeds, learning rates and, if known, hours.
+    They are models, data sets, runs, seeds, learning rates and, if known, hours. Seeds and rates
+    are those of runs in `evidence`, the rest is of all `results`.
     """
     scope = evidence.scope
     finished = [one for one in results if one.test is not None]
@@ -125,11 +126,13 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
     """Read notes (name, text) from study.json next to `results` and from `about`.
 
+    Names get a capital, and spaces for underscores.
+
     Args:
-        about: NAME=TEXT of each note.
+        about: NAME=TEXT of each note, which replaces one of the same name.
 
     Raises:
-        InputError: A text has another form.
+        InputError: A text has another form, or study.json is no JSON object.
     """
     notes = provenance.read_provenance(results.parent / provenance.PROVENANCE_FILE)
     for text in about:
@@ -148,7 +151,7 @@ PUBLISHED_SEEDS = 5
 def normal_interval_coverage(seeds: int) -> float:
     """Return the probability that mean +- 1.96 standard errors covers the true mean.
 
-    It is 0.88 for five seeds.
+    Standard errors are estimated from the scores of `seeds`, at least two; for five it is 0.88.
     """
     return float(1 - 2 * stdtr(seeds - 1, -1.96))
 

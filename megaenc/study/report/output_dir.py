@@ -25,7 +25,10 @@ _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")
 
 
 def check_report_dir(output: Path) -> set[str]:
-    """Return the files of an earlier report in a directory, relative to it.
+    """Return the files of an earlier report in the tables and figures of a directory.
+
+    They are those in its files.txt, relative to it; empty for a new or empty directory. Nothing is
+    written.
 
     Raises:
         InputError: The path is a file or a symbolic link, or a directory that is neither empty nor
@@ -71,7 +74,7 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
 
     Args:
         earlier: Files of an earlier report, which are listed too.
-        names: Files of the report.
+        names: Files of the report in tables and figures, relative to `output`.
 
     Raises:
         InputError: A file that only `names` has exists, or the directory cannot be written.

@@ -42,7 +42,7 @@ class ControlComparison:
     """float[R], of the simultaneous 95 % intervals; NaN if no recipe has two runs, or if all runs
     of each are equal"""
     p: np.ndarray
-    """float[R]; NaN as above"""
+    """float[R], two-sided; NaN as above"""
     run_deviation: float
     """pooled standard deviation between the pretraining runs of a recipe"""
     df: int
@@ -56,7 +56,7 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
     control, 1955.
 
     Args:
-        recipes: Scores of each recipe, float[runs].
+        recipes: Scores of each recipe, float[runs], as fractions; at least one recipe.
         control: Scores of the control, float[runs].
     """
     groups = [*recipes, control]

@@ -95,7 +95,7 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 
 
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
-    """Build a table of the study's score for each kind of pretraining.
+    """Build a table of the study's score for each kind of pretraining that has models.
 
     Args:
         published: Published scores, shown below the same model; None for none.
@@ -252,8 +252,12 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """Return CSV text with a line per score and kind of pretraining.
 
-    Columns are those of the published file, then model, seeds, metric and runs. `collapsed_runs`
-    counts runs at the chosen rate, `ended_trainings` and `planned_trainings` those at all rates.
+    Columns are those of the published file, then model, seeds, metric and runs. `mean` and `ci95`
+    (half the interval) are percent. `collapsed_runs` counts runs at the chosen rate,
+    `ended_trainings` and `planned_trainings` those at all rates.
+
+    Args:
+        evidence: Scores in each metric.
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for each in evidence:
@@ -380,7 +384,7 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
     """Return the mean scores by learning rate, of rates with every seed only.
 
-    Failed runs count as the trivial baseline.
+    Scores are fractions. Failed runs count as the trivial baseline.
 
     Returns:
         The sensitivity; None below two such rates.

@@ -140,11 +140,13 @@ class GridStatus:
     dataset: str
     """name as in Score"""
     train_on: str
+    """training set"""
     collapsed_by_run: Mapping[tuple[float, int], bool]
     """for each ended run, by (rate, seed): whether it collapsed or failed"""
     failed_runs: int
     """number of runs whose loss became NaN"""
     planned_runs: int
+    """number of requested runs"""
     incomplete_rates: tuple[IncompleteRate, ...] = ()
     """learning rates without results of some seeds"""
 
@@ -244,7 +246,8 @@ class Evidence:
     def datasets(self) -> list[tuple[str, str]]:
         """Return the distinct (family, data set) pairs with a score.
 
-        In each family, the study's data sets come first, then others, then averages.
+        Families are in the order SC, TC, QA, IR, others. In each, the study's data sets come first,
+        then others, then averages.
         """
         by_family = datasets_by_family(
             ((score.family, score.dataset) for score in self.scores), STUDY_DATASETS
@@ -261,7 +264,8 @@ def read_evidence(
     """Read the scores of a results directory in one metric.
 
     Args:
-        model_keys: Key of each model by name.
+        model_keys: Key of each model by name; others are kept without a key.
+        metric: As Evidence.metric.
 
     Raises:
         InputError: There are no results, or no finished run has the metric.
@@ -282,6 +286,7 @@ def build_evidence(
 
     Args:
         resolve_model_key: Function from a model's name to its key, or to None.
+        metric: As Evidence.metric.
 
     Raises:
         InputError: No finished run has the metric.

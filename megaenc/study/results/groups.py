@@ -80,7 +80,10 @@ def recipe_label(model_key: ModelKey) -> str:
 
 
 def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[ModelKey]]:
-    """Return the keys of each recipe, by its key of pretraining seed 1."""
+    """Return the keys of each recipe, by its key of pretraining seed 1.
+
+    No model need have that seed. Recipes and their keys are in order of appearance.
+    """
     recipes: dict[ModelKey, list[ModelKey]] = {}
     for one in model_keys:
         recipes.setdefault(replace(one, seed=1), []).append(one)
@@ -125,13 +128,13 @@ def _is_single_objective(model_key: ModelKey) -> bool:
 def group_by_setup(
     model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()
 ) -> Groups:
-    """Return model keys by kind of pretraining; a key may be in several.
+    """Return model keys by kind of pretraining; a key may be in several, or in none.
 
     The kinds are "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt" and "other". Base
     models have one objective and the longest budget of their size that both objectives share. "pfs"
     adds the CLM and MLM models of the same budget to two-stage models, "cpt" adds the parents of
     continued models. Budgets and parents come from the `planned` models if there are any, so that a
-    model's tables do not change as more results arrive.
+    model's tables do not change as more results arrive. Kinds without models are left out.
 
     Args:
         size_order: All sizes, smallest first.
@@ -189,7 +192,8 @@ def group_by_setup(
 def parent_key(model_key: ModelKey) -> ModelKey:
     """Return the key of the model from which continued pretraining started.
 
-    It is decayed, and has no steps of continued pretraining.
+    It is decayed, and has no steps of continued pretraining. Schedule and seed stay those of
+    `model_key`, and the mask ratio too if the parent has MLM steps.
     """
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
@@ -215,7 +219,8 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
     """Return the distinct size names, smallest first.
 
-    They are sorted by `size_order` if it has all, else by numbers such as 210M.
+    They are sorted by `size_order` if it has all, else by numbers such as 210M; other names are
+    then last, in order of appearance.
     """
     names = list(dict.fromkeys(one.size for one in model_keys))
     return sorted(
@@ -273,7 +278,11 @@ def datasets_by_family(
 ) -> dict[str, list[str]]:
     """Return the distinct data sets of (family, data set) pairs by family.
 
-    In each family, those in `order` come first, then others, then averages.
+    Families are in the order SC, TC, QA, IR, others. In each, the data sets in `order` come first,
+    then others, then averages.
+
+    Args:
+        order: Data sets by family, in order.
     """
     by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
     for family, dataset in dict.fromkeys(pairs):

@@ -26,9 +26,13 @@ class TrainedRun:
     """Content of a run directory, without the logged steps of a branch's parent."""
 
     name: str
+    """name of the directory"""
     facts: Mapping[str, Any]
+    """content of run.json"""
     steps: list[Row]
+    """rows of metrics.jsonl, at least one"""
     validations: list[Row]
+    """rows of validation.jsonl"""
     start_progress: Row
     """step, tokens and FLOPs before its first step: 0, or the parent's at the branch"""
 
@@ -70,10 +74,12 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Read each run directory in a directory that has a logged step.
+    """Read the run directories in `folder` that have a logged step.
+
+    Others are left out.
 
     Returns:
-        The runs by name.
+        The runs by name, sorted by it.
 
     Raises:
         InputError: The directory cannot be read or has no such run, or a file is invalid.
@@ -107,8 +113,9 @@ def flops_by_model(
 ) -> dict[ModelKey, float]:
     """Return training FLOPs by model key, with those of ancestors in `runs`.
 
-    Models without a run of their own or without FLOPs are left out. An intermediate checkpoint
-    RUN-STEP has the FLOPs logged at that step.
+    They are cumulative, of both passes. Models without a run of their own or without FLOPs are left
+    out. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step, and is left out
+    without a row of it.
 
     Args:
         runs: Runs by name.
@@ -157,7 +164,10 @@ _IDS = 128_256
 
 
 def published_model_flops(model_key: ModelKey) -> float | None:
-    """Compute a published model's training FLOPs from its shape, 1,152 packs a step.
+    """Compute a published model's training FLOPs from its shape, both passes.
+
+    A step has 1,152 packs of 2,048 tokens in two documents. Continued models have the FLOPs of
+    their parents too.
 
     Returns:
         The FLOPs; None for an unknown size or a schedule.
@@ -186,7 +196,7 @@ def resolve_model_keys(
 ) -> dict[str, ModelKey]:
     """Return the model key by name, from `manifest_keys` or else parsed from the name.
 
-    Unknown names are left out.
+    Names without either are left out; the order is that of `names`.
     """
     model_keys = {name: manifest_keys.get(name) or parse_model_name(name) for name in names}
     return {name: model_key for name, model_key in model_keys.items() if model_key is not None}

@@ -31,9 +31,13 @@ class ZeroShotResults:
     """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking."""
 
     pretrained: Mapping[Place, QueryScores]
+    """scores by (model, data set, measure), without contrastive training"""
     trained: Mapping[Place, Mapping[int, QueryScores]]
+    """scores by (model, data set, measure), then by seed of contrastive training"""
     baselines: Mapping[Place, QueryScores]
+    """scores by (name in BASELINES, data set, measure)"""
     model_keys: Mapping[str, ModelKey]
+    """key of each model that has one, by name"""
     seeds: tuple[int, ...]
     """seeds of contrastive training that a complete model has; empty without training"""
     scope: StudyScope = EMPTY_SCOPE
@@ -45,7 +49,10 @@ class ZeroShotResults:
 
     @property
     def datasets(self) -> list[str]:
-        """Return the names of the data sets, in the manifest's order."""
+        """Return the names of the data sets with any score, in the manifest's order.
+
+        Without a manifest they are in order of appearance.
+        """
         named = dict.fromkeys(dataset for _, dataset, _ in (*self.pretrained, *self.trained))
         return [name for name in self.scope.retrieval_sets if name in named] or list(named)
 
@@ -60,6 +67,9 @@ class ZeroShotResults:
         Scores are those after contrastive training if any model has them, of models with every
         seed; else as pretrained, as one seed. Scores of queries are paired over models only if all
         models have the same queries and data.
+
+        Args:
+            kind: Kind of the intervals over seeds.
         """
         if self.is_trained:
             by_place = self.trained
@@ -98,7 +108,8 @@ class ZeroShotResults:
     def describe_missing(self) -> str:
         """Return a sentence that names the models with missing scores; "" without any.
 
-        Models, data sets and seeds are those that the manifest plans.
+        Models, data sets and seeds are those that the manifest plans; there are none without it.
+        The counts are of NDCG@10, one for each data set as pretrained and for each seed.
         """
         incomplete = []
         for model in self.scope.model_keys:

@@ -256,6 +256,7 @@ def print_summary(
     """Print failures, counts, and the report command if all stages are done.
 
     Args:
+        stages: Stages of this execution, each after those that it needs.
         failed: Reasons of failures by stage id.
         seconds: Duration of this execution.
 
@@ -285,13 +286,13 @@ def print_summary(
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
-    """Return the study directory --output as an absolute path.
+    """Return the study directory --output as an absolute path, without creating it.
 
     Args:
         command: Subcommand of `megaenc study` whose --help an error names.
 
     Raises:
-        InputError: `output` is empty or is a file.
+        InputError: `output` is empty, is a file, or is in one.
     """
     if not output:
         raise InputError(
@@ -314,6 +315,9 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 
     All stages are returned if `only` is empty. The id of a grid's stage also matches without its
     training set.
+
+    Args:
+        only: Ids or names of models and checkpoints; * and ? are wildcards.
 
     Raises:
         InputError: A pattern has no match.
@@ -342,7 +346,7 @@ def device_slots(jobs: int) -> list[str]:
         jobs: Number of processes; 0: one per GPU, or without GPUs one per core.
 
     Returns:
-        A GPU for each process; "" without GPUs.
+        A GPU for each process, in turn if there are more processes than GPUs; "" without GPUs.
     """
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()

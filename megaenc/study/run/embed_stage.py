@@ -55,7 +55,7 @@ class EmbedData:
 
     @property
     def pairs(self) -> Path:
-        """Return the path of the pairs of contrastive training."""
+        """Return the path of the pairs of contrastive training; meaningless without any."""
         return Path(self.demo_folder if self.entry.train == DEMO_SET else "", self.entry.train)
 
     @property
@@ -311,7 +311,13 @@ def _read_fingerprints(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str
 
 
 def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
-    """Raise InputError if a remaining stage lacks its retrieval sets or pairs."""
+    """Raise InputError if a remaining stage lacks its retrieval sets or pairs.
+
+    demo_ir, which the study builds, may be missing.
+
+    Args:
+        manifest: Path of the manifest, for the message.
+    """
     remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
     for data in [stage.data for stage in remaining][:1]:  # all stages read the same
         for name, folder in data.folders.items():

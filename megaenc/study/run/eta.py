@@ -15,7 +15,11 @@ class EtaEstimator:
     """
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
-        """Read the durations of the stages that are done from their logs."""
+        """Read the durations of the stages that are done from their logs.
+
+        Args:
+            stages: In an order in which each stage is after those that it needs.
+        """
         self._stages = {stage.id: stage for stage in stages}
         self._shares: dict[str, float] = {}
         # By kind: seconds, work.
@@ -29,7 +33,10 @@ class EtaEstimator:
                 self.record_duration(stage, seconds)
 
     def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
-        """Mark a stage as done; `share` of its work, from 0 to 1, took `seconds`."""
+        """Mark a stage as done; `share` of its work, from 0 to 1, took `seconds`.
+
+        The durations of all stages of a kind add up.
+        """
         self._shares[stage.id] = 1.0
         sums = self._durations[_stage_kind(stage)]
         sums[0] += seconds
@@ -48,7 +55,8 @@ class EtaEstimator:
     def remaining_seconds(self, slots: int) -> float | None:
         """Return the seconds left with `slots` processes at a time; None if unknown.
 
-        They are at least those of the longest chain.
+        They are at least those of the longest chain, and 0 if all stages are done. `slots` is at
+        least 1.
         """
         remaining = [
             (stage.processes, self._remaining(stage))

@@ -53,10 +53,15 @@ def execute_stages(
 
     Of the stages that are ready, the one with the longest remaining chain starts first. A crash is
     retried, up to `max_attempts` attempts. No child process outlives this call; children that are
-    stopped can save first.
+    stopped can save first. Logs and study.json are written, and progress is shown.
 
     Args:
+        stages: In an order in which each stage is after those that it needs. Those outside count as
+            done.
         slots: For each process that can run at a time, the device that it sees, or "".
+
+    Returns:
+        Reason by id of each stage that failed; stages that wait for one of them are left out.
 
     Raises:
         InputError: There are fewer slots than a stage has processes.
@@ -303,8 +308,11 @@ def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
     """Return the environment variables of a stage's process.
 
-    These are os.environ, the GPUs of `slots`, 1 / `slot_count` of the cores, and this package's
-    path.
+    These are os.environ, the GPUs of `slots`, and this package's path. Unless os.environ has it,
+    OMP_NUM_THREADS is 1 / `slot_count` of the cores, at least 1.
+
+    Args:
+        slots: Devices that the process sees, at least one item; "" to select none.
     """
     devices = {select_visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     return {
@@ -320,7 +328,8 @@ def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
 def with_dependencies(stages: Mapping[str, StageRunner], ids: Iterable[str]) -> list[StageRunner]:
     """Return the stages with these ids and all that they need, directly or not.
 
-    They are in the order of the mapping `stages`.
+    They are in the order of the mapping `stages`, in which each stage is after those that it needs.
+    Unknown ids are ignored.
     """
     selected = set(ids)
     for id, stage in reversed(stages.items()):

@@ -202,9 +202,10 @@ class FinetuneStage(StageRunner):
 def fingerprint_model(folder: str, results: str, stamp: str) -> dict[str, str]:
     """Return the fingerprints of a model and its tokenizer.
 
-    They are read once for all stages of the model.
+    They are read once in this process for all stages of the model.
 
     Args:
+        folder: Directory of the model.
         results: Directory of results, as for `compute_model_fingerprints`.
         stamp: Text that tells versions of the model's files apart.
     """

@@ -86,7 +86,10 @@ class PretrainStage(StageRunner):
 
     @property
     def work(self) -> float:
-        """Return the FLOPs of the run's own steps, to which run times are proportional."""
+        """Return the FLOPs of the run's own steps, to which run times are proportional.
+
+        They are those of both passes on all processes.
+        """
         return self.cost.flops
 
     @property

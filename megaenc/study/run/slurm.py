@@ -161,7 +161,10 @@ def submit_stages(
     ended.
 
     Returns:
-        New Job objects by stage id.
+        New Job objects by stage id, for a grid by its id without a training set.
+
+    Raises:
+        InputError: submitit is missing, squeue fails, or a stage does not fit --slurm-gpus.
     """
     import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
@@ -248,6 +251,8 @@ def job_name(study: Path, stage: str) -> str:
 
 def read_queue(study: Path) -> dict[str, str]:
     """Return the Slurm ids of the study's waiting and running jobs by stage id.
+
+    An array has one id, by that of its grid without a training set.
 
     Raises:
         InputError: squeue fails.

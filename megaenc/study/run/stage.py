@@ -92,7 +92,8 @@ class StageRunner:
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines that the stage still has to run, in order.
 
-        There are none if the stage is done. Each subclass implements it.
+        There are none if the stage is done. Each command is a list of arguments and may be repeated
+        after a crash. Each subclass implements it.
         """
         raise NotImplementedError
 
@@ -143,7 +144,11 @@ def megaenc_command(
 ) -> list[str]:
     """Return the command line of `megaenc WORDS`.
 
-    Several processes or machines are started by torchrun with the arguments `launcher`.
+    Several processes or machines are started by torchrun.
+
+    Args:
+        processes: Number of processes on this machine.
+        launcher: Rendezvous arguments of torchrun; the default is that of a single machine.
     """
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
@@ -175,7 +180,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 class StaleArtifactError(InputError):
     """Error for a directory that does not match the manifest or its inputs.
 
-    The message has the directory, the reason, and what to remove.
+    The message has the directory, the reason, and `remove`, the text that names what to remove.
     """
 
     def __init__(
@@ -200,9 +205,15 @@ def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
 def check_stages(
     stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path
 ) -> None:
-    """Raise StaleArtifactError for the first stage whose output is out of date.
+    """Raise StaleArtifactError for the first of `stages` whose output is out of date.
 
-    The message lists all directories of `all_stages` that depend on it.
+    The message lists its directory and all existing ones of `all_stages` that depend on it.
+
+    Args:
+        all_stages: All stages of the study by id, each after those that it needs.
+
+    Raises:
+        InputError: Another error of `StageRunner.check`.
     """
     for stage in stages:
         try:
@@ -226,7 +237,7 @@ def check_stages(
 def read_identity(run: Path) -> dict[str, Any] | None:
     """Return `identity`, the settings and data of a run, from its run.json.
 
-    It is None if there is none.
+    It is None without a readable run.json that has it.
     """
     identity = read_json_or_empty(run / RUN_FILE).get("identity")
     return identity if isinstance(identity, dict) else None
@@ -235,7 +246,8 @@ def read_identity(run: Path) -> dict[str, Any] | None:
 def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
     """Raise InputError if a run has reached `step` but kept no checkpoint of it.
 
-    An incomplete checkpoint does not count. The message names `consumer`.
+    An incomplete checkpoint does not count; a run that does not exist passes. The message names
+    `consumer`, the stage that needs the checkpoint.
     """
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
@@ -407,7 +419,8 @@ class ExportStage(StageRunner):
 
         Raises:
             StaleArtifactError: The export is of another step or run.
-            InputError: There is no export, and the run has not kept the step.
+            InputError: There is no export, and the run has reached the step without keeping its
+                checkpoint.
         """
         if not self.is_done():
             check_checkpoint_exists(self._run, self.step, self.id)

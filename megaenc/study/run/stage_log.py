@@ -43,6 +43,7 @@ class Attempt:
 
     start_time: float
     end_time: float | None
+    """None for an attempt that was killed or is running"""
     outcome: str
     """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" without an end"""
     message: str
@@ -65,7 +66,8 @@ def log_path(study: Path, stage: str) -> Path:
 def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
     """Return a context manager that tries to lock a stage without waiting.
 
-    It yields whether the lock is held.
+    It yields True if it has got the lock, which is released at the end; False if another process
+    has it. `stage` is the id.
     """
     return try_lock(study / ".locks" / stage)
 
@@ -162,7 +164,8 @@ def read_attempts(log: Path) -> list[Attempt]:
 def find_error_line(output: Sequence[str]) -> str:
     """Return the line of a command's output that explains its failure.
 
-    It is the last `error:` line, else another error, else the last line; "" if there is none.
+    It is the last `error:` line, else the last other error, else the last line, cut to 400
+    characters; "" if there is none.
     """
     errors = [line.strip() for line in output if _ERROR.fullmatch(line.strip())]
     other_lines = [line.strip() for line in output if line.strip() and not _FRAME.match(line)]

@@ -63,7 +63,8 @@ class StatusRow:
     seconds: float
     """total duration of all attempts"""
     reason: str
-    """reason of a failure, or the stages that it waits for"""
+    """reason of a failure, stages that it waits for, or number of runs without a score; else
+    empty"""
 
 
 def build_table(
@@ -72,7 +73,8 @@ def build_table(
     """Return a StatusRow per stage, in order, from output, logs and locks.
 
     Args:
-        mismatches: Messages of stale stages by id.
+        stages: In an order in which each stage is after those that it needs.
+        mismatches: Messages of stale stages by id, as of `find_mismatches`; None to regard none.
     """
     table: dict[str, StatusRow] = {}
     for stage in stages:
@@ -110,7 +112,8 @@ def build_table(
 def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
     """Return the errors of stages whose output is out of date, by stage id.
 
-    Such output does not match the manifest or its inputs.
+    Such output does not match the manifest or its inputs. Other errors of `StageRunner.check` are
+    among them.
     """
     mismatches = {}
     for stage in stages:

@@ -36,8 +36,9 @@ ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 class ModelSelector:
     """Selector of the pairs of evaluated models that claims compare.
 
-    Models with an objective schedule of their own are left out. The reference mask ratio and the
-    longest budgets come from all planned models if a manifest lists them.
+    Models with an objective schedule of their own are left out. The reference mask ratio, `ratio`
+    (a fraction, None without MLM), and the longest budgets come from all planned models if a
+    manifest lists them. `mlm` and `clm` are the names of the sides.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -159,7 +160,7 @@ class ModelSelector:
     def is_mlm_only(self, key: ModelKey) -> bool:
         """Return whether a model was trained with MLM only, at the reference mask ratio.
 
-        A model of continued pretraining was not.
+        A model of continued pretraining was not; an intermediate checkpoint may be.
         """
         return (
             not key.clm_steps
@@ -172,7 +173,7 @@ class ModelSelector:
 def is_clm_only(key: ModelKey) -> bool:
     """Return whether a model was trained with CLM only.
 
-    A model of continued pretraining with MLM was not.
+    A model of continued pretraining with MLM was not; an intermediate checkpoint may be.
     """
     return not key.mlm_steps and not key.cpt_mlm_steps and key.clm_steps > 0
 
@@ -240,7 +241,8 @@ class Comparison:
     def seeds_needed(self) -> float | None:
         """Return the number of seeds that find this difference with 80 % power.
 
-        It is infinite above 10,000, and None with one seed or without p.
+        Seeds are those of `test`. The number is infinite above 10,000, and None with one seed,
+        without p, and for published scores and pools of parts with different seeds.
         """
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
@@ -297,10 +299,11 @@ def family_terms(
     """Return the terms of each model whose sum is its mean on a task family.
 
     The mean is the family's average if all models have it over the same data sets, else that over
-    the data sets that all models have.
+    the data sets that all models have: the study's own if all three are among them.
 
     Returns:
-        A label, and the (weight, score) terms of each model. None without a common data set.
+        A label, and the (weight, score) terms of each model in order. None without models or a
+        common data set.
     """
     if not model_keys:
         return None
@@ -336,7 +339,9 @@ def build_contrasts(
 ) -> list[Contrast]:
     """Build a contrast for each place and each task family that both sides have.
 
-    Only data sets that both sides have at every pretraining seed count.
+    Contrasts are in the order of places, then of families. Pretraining seeds at which the sides
+    share no data set are left out; of the others, only data sets that both sides have at every
+    seed count.
 
     Args:
         names: Names of the left and the right side.

@@ -51,11 +51,17 @@ class TestResult:
     """0 for published intervals and for sums of parts with different seeds"""
 
     def p_above(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is above `bound`."""
+        """Return the one-sided p that the difference is above `bound`: small if it is.
+
+        `bound` is in the unit of `difference`.
+        """
         return self._largest_p(bound - self.difference)
 
     def p_below(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is below `bound`."""
+        """Return the one-sided p that the difference is below `bound`: small if it is.
+
+        `bound` is in the unit of `difference`.
+        """
         return self._largest_p(self.difference - bound)
 
     def _largest_p(self, distance: float) -> float:
@@ -181,6 +187,8 @@ def welch_satterthwaite_test(
 
     Args:
         seed_variances: (variance, degrees of freedom) of each part of the difference.
+        example_variance: NaN if unknown; then the test is over seeds only.
+        seed_count: For the result only.
     """
     parts = VarianceComponents(
         math.fsum(variance for variance, _ in seed_variances), example_variance
@@ -208,7 +216,7 @@ def welch_from_intervals(
     """Test a weighted sum of means against 0 by Welch's t test of their intervals.
 
     Args:
-        half_widths: 1.96 * sd / sqrt(seeds) of each mean.
+        half_widths: 1.96 * sd / sqrt(seeds) of each mean; NaN if unknown, then there is no p.
         run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
     each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
@@ -250,7 +258,8 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
 def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Hedges' g, the bias-corrected difference of means over the pooled sd.
 
-    It is NaN for fewer than two scores on a side, and without spread.
+    It is positive if the mean of `first` is larger, and NaN for fewer than two scores on a side,
+    and without spread.
     """
     if min(len(first), len(second)) < 2:
         return math.nan
@@ -288,7 +297,7 @@ def t_test_power(
     without variance.
 
     Args:
-        difference: True mean.
+        difference: True mean; its sign has no effect.
         parts: Variances of a mean over `parts_seed_count` seeds; more seeds shrink that of seeds.
         seed_count: Number of seeds of the test.
     """
@@ -320,10 +329,12 @@ def required_seeds(
     More seeds never make up for too few examples.
 
     Args:
+        difference: True mean; its sign has no effect.
         parts: Variances of a mean over `parts_seed_count` seeds.
 
     Returns:
-        The number of seeds; None if it is above `max_seeds`.
+        The number of seeds, at least 2; None if it is above `max_seeds`, or if the seed variance is
+        NaN.
     """
     if (
         math.isnan(parts.seed_variance)

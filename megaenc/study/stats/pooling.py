@@ -52,11 +52,12 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
     """Return the variance of contrasts between their pretraining runs.
 
     It averages over the contrasts of a family with the same seeds, and over the sets of seeds.
-    Contrasts with a collapsed side do not count.
+    Contrasts with one pretraining run or with a collapsed side do not count.
 
     Returns:
-        The part of each set of seeds by family, and by "" for all families. The parts of a family
-        add up to the mean variance.
+        The part of each set of seeds by family, and by "" for all families; families without
+        variance are left out. The parts of a family add up to the mean variance, in squared units
+        of the scores.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -89,10 +90,12 @@ def compare_contrasts(
     seeds nor examples and get Welch's test of their intervals.
 
     Args:
+        contrasts: At least one.
         weights: Weights of the contrasts, whose weighted sum is tested; by default their mean.
 
     Returns:
-        The comparison with p uncorrected: p_adjusted and verdict are set by the caller.
+        The comparison with p uncorrected: p_adjusted and verdict are set by the caller. The
+        difference is NaN if the scores have no fine-tuning seed in common.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [

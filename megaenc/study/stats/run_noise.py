@@ -42,6 +42,7 @@ class RunNoise:
     def variance(self, weights: Mapping[Place, float]) -> tuple[float, float]:
         """Return the variance of a weighted sum of scores, and its fine-tuning part.
 
+        The unit is that of squared fractions.
         Both are estimated from the residuals. The variance between runs is the first less the
         second. Given standard deviations replace the residuals and count as fully correlated; their
         fine-tuning part is 0.
@@ -69,9 +70,10 @@ class RunNoise:
         return variance, min(variance, finetuning)
 
     def describe(self, families: Sequence[str]) -> str:
-        """Return text with the standard deviation of a run by task family, and the source.
+        """Return text with the deviation between runs by task family, and its source.
 
-        It is the deviation of the mean over the data sets of a family.
+        It is the standard deviation in points, without the part of fine-tuning, of the mean over
+        the data sets of a family. Families without an estimate are left out.
         """
         each = []
         for family in families:
@@ -96,6 +98,8 @@ UNKNOWN_NOISE = RunNoise()
 
 def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
     """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5.
+
+    Of several texts with the same family, the last counts.
 
     Returns:
         The given standard deviations; None without any text.
@@ -125,8 +129,9 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     """Estimate the noise between runs from MLM scores over the mask ratios.
 
     It is the residuals around smooth curves: each size has its own line, and all sizes share the
-    bend (the quadratic term). The longest budget of a size with three or more ratios counts,
-    without collapsed models. Data sets on which some model lacks a score are left out.
+    bend (the quadratic term). Of each size, the largest number of steps at which three or more
+    ratios have models counts, without collapsed models and with one pretraining seed a ratio, the
+    last. Data sets on which some of these models lacks a score are left out.
 
     Returns:
         The noise; UNKNOWN_NOISE if there are no residuals.

@@ -34,7 +34,10 @@ BACKGROUND_COLOUR = "#ffffff"
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """Point of a figure, with the half width of its interval if it is known."""
+    """Point of a figure, with the half width of its interval if it is known.
+
+    `mean` and `half_width` are in the unit of the y axis.
+    """
 
     x: float
     mean: float
@@ -47,7 +50,7 @@ class FigurePoint:
 class FigureLine:
     """Points under one legend entry with colour and marker.
 
-    `joined` connects them by a line.
+    `joined` connects them by a line, `labelled` gives them the legend entry. `marker` may be "".
     """
 
     name: str
@@ -72,6 +75,7 @@ class FigurePanel:
     ticks: Mapping[float, str] | None = None
     """tick labels by position on the x axis; None for numeric ticks"""
     log: bool = False
+    """whether the x axis is logarithmic"""
     unit: Literal["", "steps", "operations"] = ""
     """number format of the x axis: `steps` as 10k, `operations` as 2e19"""
 
@@ -107,7 +111,7 @@ FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelK
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
     """Return the data set that figures show, by task family.
 
-    It is the average if there is one, else the first data set.
+    It is the average if there is one (the first of several), else the first data set.
     """
     sets = datasets_by_family(evidence.datasets())
     return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
@@ -129,8 +133,8 @@ def build_family_figure(
     Args:
         series: Lines, with the x position of each model.
         published: Published scores, which are drawn lightly; None for none.
-        dodge: Shift between neighbouring series on the x axis, so that their points do not cover
-            each other.
+        dodge: Shift between neighbouring series, in units of the x axis, so that their points do
+            not cover each other.
         axis: Further fields of FigurePanel.
     """
     panels = []

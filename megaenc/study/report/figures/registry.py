@@ -44,6 +44,7 @@ def build_figures(
     """Build all figures of the report, in order.
 
     Args:
+        runs: Pretraining runs by name, for the held-out losses.
         flops: Training FLOPs by model.
         published: Published results, shown in the figures or next to them.
     """
@@ -84,9 +85,10 @@ def build_figures(
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return training FLOPs by model with a score, from its shape.
+    """Return training FLOPs, both passes, of each model with a score.
 
-    Unknown sizes and models with a schedule are left out.
+    They follow from shapes and batches of the published study (`published_model_flops`). Unknown
+    sizes and models with a schedule are left out.
     """
     flops = {key: published_model_flops(key) for key in evidence.model_keys()}
     return {key: count for key, count in flops.items() if count}
